@@ -19,8 +19,8 @@ from highwater import guide, study_report, write_guide, write_report
 from highwater.cli.grammar import commands
 from highwater.cli.parser import Parser
 from highwater.cli.search_context_length_capacity import grammar
-from highwater.pages.guide.guide import Guide
-from highwater.pages.guide.guide_page import guide_markdown
+from highwater.pages.guide import Guide
+from highwater.pages.guide_page import guide_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES = "docs/results/find/*.jsonl"

@@ -16,7 +16,7 @@ from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json
 from highwater.nouns.study import counted_ranks
-from highwater.pages.guide.guide import cell_label
+from highwater.pages.guide import cell_label
 from highwater.units import format_bytes, format_tokens
 
 HERE = Path(__file__).parent

@@ -40,7 +40,7 @@ from highwater.memory.formula.moments import (
     kind_name,
     products,
 )
-from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, NEEDED, WITH_CAPS
+from highwater.model.families import EXPERT_COUNTS, EXPERTS_PER_TOKEN, family_row
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind, slides
 from highwater.model.model import load_model
 from highwater.nouns.events import (
@@ -54,7 +54,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 
 LAYERS = 2
 MORE = 4
@@ -138,7 +138,7 @@ def main() -> None:
 
 def kinds(family: str) -> list[Kind]:
     """Those that its layers may be of."""
-    caps = (False, True) if family in WITH_CAPS else (False,)
+    caps = (False, True) if family_row(family).caps_scores else (False,)
     sliding = {**SLIDING, "model_type": family}
     may_slide = slides(sliding, 0)
     windows = (False, True) if may_slide and family not in ONE_ATTENTION else (False,)
@@ -152,10 +152,10 @@ def kinds(family: str) -> list[Kind]:
 
 def mlps(family: str) -> list[str]:
     """Names of the MLPs that its layers may have; of experts alone where that is usual."""
-    if family not in EXPERTS:
+    if (usual := family_row(family).experts) is None:
         return [""]
-    (shared_field, shared), dense = EXPERTS[family].shared, EXPERTS[family].dense_layers
-    alone = [] if shared or shared_field in NEEDED.get(family, ()) else [""]
+    (shared_field, shared), dense = usual.shared, usual.dense_layers
+    alone = [] if shared or shared_field in family_row(family).needs else [""]
     beside = [SHARED] if shared or shared_field else []
     return [*alone, *beside, *([DENSE] if dense != (None, 0) else [])]
 
@@ -372,7 +372,7 @@ def last_layer(seen: list[tuple[str, str, int]]) -> Iterator[tuple[str, int]]:
 def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
     """The config of a small model whose layers are all alike."""
     kv_heads = drawn.choice((2, 3, 4))  # a single one needs fewer copies
-    grouped = (1,) if family in UNGROUPED else (2, 4) if family in EXPERTS else (1, 2, 4)
+    grouped = (1,) if family in UNGROUPED else (2, 4) if family_row(family).experts else (1, 2, 4)
     if family == "diffllama":
         kv_heads *= 2  # values go to pairs of them
     heads = kv_heads * drawn.choice(grouped)
@@ -395,7 +395,7 @@ def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
         "layer_types": [window] * LAYERS,
         "attn_logit_softcapping": CAP if attends.is_capped else None,
         "pad_token_id": 0,
-        **(mixture(family, drawn, attends.mlp, width) if family in EXPERTS else {}),
+        **(mixture(family, drawn, attends.mlp, width) if family_row(family).experts else {}),
         **OWN.get(family, {}),
     }
     if family in SHARED_SIZE:
@@ -407,7 +407,8 @@ def mixture(family: str, drawn: random.Random, mlp: str, width: int) -> dict[str
     """Fields of a config for MLPs of this name in every layer, by all names that families give
     them; ``width``: of an expert, or of a dense layer.
     """
-    usual = EXPERTS[family]
+    usual = family_row(family).experts
+    assert usual is not None
     (shared_field, _), (dense_field, _) = usual.shared, usual.dense_layers
     is_width = shared_field is not None and shared_field.endswith("intermediate_size")
     beside = 128 * drawn.choice((2, 3, 4, 5)) if is_width else drawn.choice((1, 2, 3))
@@ -443,7 +444,7 @@ def largest(
         )
         width = hidden * drawn.choice((2, 3, 6, 8, 12, 16)) // 2
         mlp = MlpKind(width=width)
-        if family in EXPERTS and attends.mlp != DENSE:
+        if family_row(family).experts and attends.mlp != DENSE:
             mlp = MlpKind(
                 width=width // 4,
                 experts=drawn.choice((8, 32, 128)),

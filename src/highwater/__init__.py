@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from highwater.engine.training.memory_profiler import MemoryProfiler as MemoryProfiler
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.nouns.sparse_pattern import SparsePatternConfig as SparsePatternConfig
-    from highwater.pages.guide.build import guide as guide
-    from highwater.pages.guide.build import write_guide as write_guide
-    from highwater.pages.study.build import study_report as study_report
-    from highwater.pages.study.build import write_report as write_report
+    from highwater.pages.guide_sources import guide, write_guide
+    from highwater.pages.study_page import study_report, write_report
     from highwater.recommendation.recommend import recommend as recommend
 
 _PUBLIC = {
@@ -35,11 +33,11 @@ _PUBLIC = {
     "predict": "highwater.api.prediction",
     "run_trial": "highwater.api.search",
     "open_study": "highwater.api.search",
-    "guide": "highwater.pages.guide.build",
-    "write_guide": "highwater.pages.guide.build",
+    "guide": "highwater.pages.guide_sources",
+    "write_guide": "highwater.pages.guide_sources",
     "recommend": "highwater.recommendation.recommend",
-    "study_report": "highwater.pages.study.build",
-    "write_report": "highwater.pages.study.build",
+    "study_report": "highwater.pages.study_page",
+    "write_report": "highwater.pages.study_page",
     "train": "highwater.api.training",
     "HighwaterError": "highwater.errors",
     "MemoryProfiler": "highwater.engine.training.memory_profiler",

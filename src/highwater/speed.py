@@ -1,10 +1,10 @@
-"""How long a step of our engine takes, part by part, from what it computes and moves, and what one
-kind of GPU does in a second.
+"""Speed: predict how long a step of our engine takes, part by part, from what it computes and moves
+and from one GPU kind's rates.
 
-What overlaps is taken to overlap where trials say so: of one GPU's work what its kernels take, or
-what the host takes to launch them, whichever is more; exchanges between GPUs come on top. Only
-H200s were measured; others are taken to reach the same shares of their data sheets, attention too:
-cuDNN's kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
+Overlaps are assumed where trials show them: one GPU takes the time of its kernels, or of the host's
+launches of them, whichever is longer; exchanges between GPUs are added. Only H200s were measured;
+other kinds are assumed to reach the same shares of their data sheets, also in attention: cuDNN's
+kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
 (https://arxiv.org/abs/2307.08691).
 """
 
@@ -25,10 +25,10 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
 Basis = Literal["measured", "scaled"]
-"""Whether the rates are of such a GPU, or of an H200 times what the data sheets differ by."""
+"""Origin of the rates: measured on this kind, or an H200's scaled by the data sheets' ratios."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
-"""Dense bf16, as the catalog has them."""
+"""Dense bf16 TFLOP/s of an H200, as in the catalog."""
 
 
 BASIS_IN_WORDS: dict[Basis, str] = {
@@ -39,27 +39,27 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
     "off, five with offload 1 to 23 % (docs/results/speed)",
 }
-"""How good a predicted time is, as a note says it."""
+"""Accuracy of predicted times, as notes say it."""
 
 
 class Sheet(Record, frozen=True, kw_only=True):
-    """What a data sheet says of a kind of GPU, besides its FLOP/s (nouns/catalog/gpus.json)."""
+    """Rates in a GPU kind's data sheet, besides its FLOP/s (nouns/catalog/gpus.json)."""
 
     name: str
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """One way, to the other GPUs of a machine: NVLink, or PCIe where there is none."""
+    """One way, to the other GPUs of a machine: NVLink, or PCIe if there is none."""
     host_bytes_per_s: float
     """One way, to and from pinned host memory: PCIe's nominal rate."""
     source: str
 
 
 class Rates(NamedTuple):
-    """What a GPU does in a second, as a step of our engine gets it."""
+    """Rates per second that a GPU reaches in a step of our engine."""
 
     matmul_flops: float
     attention_flops: float
-    """Forward, of the causal half; products alone are counted."""
+    """Forward pass over the causal half; only matrix products are counted."""
     attention_backward_flops: float
     memory_bytes: float
     link_bytes: float
@@ -76,19 +76,19 @@ _OF_H200 = Rates(
     host_bytes=45e9,
     basis="measured",
 )
-"""Attention, links and host: read on H200s (docs/results/speed). Matrix products and passes over
-memory: fitted to the trials that docs/results/speed/steps.py calls so."""
+"""Rates of an H200. Attention, links and host were measured (docs/results/speed); matrix products
+and memory were fitted to the trials that docs/results/speed/steps.py marks for fitting."""
 
 
 @cache
 def sheets() -> dict[str, Sheet]:
-    """The data sheets, by the catalog's name of the kind: ``nouns/catalog/rates.json``."""
+    """Return the data sheets by the kind's catalog name: ``nouns/catalog/rates.json``."""
     text = (files("highwater.nouns") / "catalog" / "rates.json").read_text(encoding="utf-8")
     return {each.name: each for each in (from_builtins(row, Sheet) for row in json.loads(text))}
 
 
 def rates_of(device_name: str) -> Rates | None:
-    """Rates of GPUs of a driver's or the catalog's name; None of a kind without a data sheet."""
+    """Return a GPU's rates, by its driver or catalog name; None for a kind without a data sheet."""
     kind, measured = kind_of(device_name), sheets()[MEASURED]
     sheet = None if kind is None else sheets().get(kind.name)
     if kind is None or sheet is None or kind.bf16_dense_tflops is None:
@@ -108,27 +108,27 @@ def rates_of(device_name: str) -> Rates | None:
 
 
 USUAL_MICRO_BATCHES = 2
-"""Micro-batches of a step where nothing else is said."""
+"""Micro-batches of a step if nothing else is given."""
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
-"""Time in which the host launches a layer forward, again and backward, on one GPU and on several.
-Fitted: trials of 8,192 tokens."""
+"""Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
+and on several. Fitted to trials of 8,192 tokens."""
 _FLEX_SHARE = 0.5
-"""What FlexAttention does of what the fused kernels do. Source: docs/results/attention."""
+"""FlexAttention's FLOP/s as a share of the fused kernels'. Source: docs/results/attention."""
 _BACKWARD_PRODUCTS = 2.5
-"""Products of attention going backward, by those forward: five where there are two."""
+"""Matrix products of attention's backward pass, relative to the forward pass: five to two."""
 _UPDATE_BYTES = 40
-"""Moved for a parameter by clipping, AdamW and zeroing, in float32."""
+"""Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
-"""Moved for a parameter in a micro-batch: from float32 into what is computed with, twice, and its
+"""Bytes moved per parameter and micro-batch: from float32 to the compute dtype, twice, and its
 gradient back."""
 _NARROW_BYTES = 8
-"""The same where parameters are in bfloat16: copied into place, twice."""
+"""Bytes moved instead if parameters are in bfloat16: copied into place, twice."""
 _LOW_BIT_TENSOR_S = 0.0009
-"""Time in which the host updates one tensor by pieces, of few bits. Source: docs/results/lora."""
+"""Seconds in which the host updates one tensor with low-bit moments. Source: docs/results/lora."""
 _MOMENT_BYTES = 8
-"""Both moments of a parameter, in float32."""
+"""Bytes of both moments of a parameter, in float32."""
 _HOST_UPDATE_BYTES, _HOST_BYTES = 28, 25e9
-"""Moved for a parameter by AdamW on the host, and in a second by each GPU's share of its cores.
+"""Bytes moved per parameter by AdamW on the host, and per second by each GPU's share of its cores.
 Source: what offload added to steps of 8B on two and four GPUs; hosts differ by several times."""
 
 
@@ -140,7 +140,7 @@ class StepPart(Record, frozen=True, kw_only=True):
 
 
 class PredictedStep(Record, frozen=True, kw_only=True):
-    """How long a step takes, predicted."""
+    """Predicted time of a step."""
 
     parts: tuple[StepPart, ...]
     step_tokens: int
@@ -159,7 +159,7 @@ class PredictedStep(Record, frozen=True, kw_only=True):
 
 
 class _Work(NamedTuple):
-    """What one GPU does for one micro-batch."""
+    """Work of one GPU for one micro-batch."""
 
     matmul_flops: float = 0
     attention_flops: float = 0
@@ -167,7 +167,7 @@ class _Work(NamedTuple):
     moved_bytes: float = 0
 
     def plus(self, other: "_Work", times: int = 1) -> "_Work":
-        """Both, the other one so many times."""
+        """Return the sum of both, with the other one taken ``times`` times."""
         return _Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def seconds(self, rates: Rates) -> float:
@@ -189,8 +189,8 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """The time of a step; None on a kind of GPU of which no rates are known. ``attention_depth``:
-    that of a memory-only trial, whose other layers attend within short pieces.
+    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
+    of a memory-only trial, whose other layers attend within short pieces.
     """
     rates = rates_of(device_name)
     if rates is None:
@@ -233,9 +233,9 @@ def _micro_batch(
     sequences: int,
     whole: int,
 ) -> _Work:
-    """The work of one GPU: every layer of every trained model, the head, what an objective has to
-    know beforehand, and copies of parameters. Attention is over whole documents in the last
-    ``whole`` layers.
+    """Return the work of one GPU: every layer of every trained model, the head, passes that an
+    objective needs beforehand, and copies of parameters. Only the last ``whole`` layers attend over
+    whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
@@ -253,7 +253,7 @@ def _micro_batch(
 def _attended(
     shape: ModelShape, settings: Settings, length_tokens: int, *, sequences: int, whole: int
 ) -> list[tuple[LayerKind, int, float]]:
-    """Layers of a kind, how many, and the pairs that each of them attends to."""
+    """Return each kind of layer, its number, and the pairs to which one such layer attends."""
     tokens = sequences * length_tokens
     of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
     found: list[tuple[LayerKind, int, float]] = []
@@ -268,7 +268,7 @@ def _attended(
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
-    """Pairs of token and key, of one head and one document, as dear as the fused kernels' are."""
+    """Pairs of token and key of one head and document, weighted by their cost to fused kernels."""
     if settings.pattern is not None:
         return kept_pairs(settings.pattern, length_tokens) / _FLEX_SHARE
     window = attention.window_tokens or length_tokens
@@ -279,7 +279,7 @@ def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> 
 def _layer(
     shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float, pairs: float
 ) -> _Work:
-    """A layer forward, again where it is recomputed (but its last product), and backward."""
+    """Work of a layer: forward, recomputed (except its last product), and backward."""
     weights = kind.matmul_parameters
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
@@ -301,14 +301,14 @@ def _layer(
 
 
 def _passed_bytes(kind: LayerKind) -> int:
-    """Bytes a token that norms, rotations, gates and residuals move forward; backward twice."""
+    """Bytes per token that norms, rotations, gates and residuals move forward; twice backward."""
     attention, width = kind.attention, kind.mlp.width * kind.mlp.experts_per_token
     of_heads = 4 * (attention.query_size + attention.key_size)
     return 2 * (8 * kind.hidden_size + of_heads + 3 * width)
 
 
 def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
-    """Logits, their entropy and their gradients; a frozen head has none of its own."""
+    """Work for the logits, their entropy and their gradients; a frozen head has no gradient."""
     if settings.traits.gives_scalars:
         return _Work()
     logits = tokens * shape.vocab_size
@@ -323,7 +323,7 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
 def _forward_alone(
     shape: ModelShape, attended: list[tuple[LayerKind, int, float]], tokens: float, layout: Layout
 ) -> _Work:
-    """A forward pass of a whole model that nothing is kept of."""
+    """Work of a model's forward pass from which nothing is kept."""
     total = _Work()
     for kind, count, pairs in attended:
         layer = _Work(
@@ -337,7 +337,7 @@ def _forward_alone(
 
 
 def _copied_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes that parameters are copied in, into what is computed with, and gradients back."""
+    """Bytes moved to copy parameters into the compute dtype and gradients back."""
     if settings.lora is not None:
         return 0
     return shape.parameters * (_NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES)
@@ -346,8 +346,8 @@ def _copied_bytes(shape: ModelShape, settings: Settings) -> int:
 def _exchanged_bytes(
     shape: ModelShape, settings: Settings, layout: Layout, *, tokens: int
 ) -> float:
-    """Bytes that a GPU gets from others in a micro-batch: parameters twice and gradients once in
-    bfloat16 and float32; heads of Ulysses, and keys and values of a ring, of every pass.
+    """Bytes that a GPU receives in a micro-batch: parameters twice in bfloat16 and gradients once
+    in float32; in every pass heads for Ulysses, and keys and values for a ring.
     """
     shards, copies = layout.shard_degree, layout.replicate_degree
     trained = trained_parameters(shape, settings)
@@ -380,12 +380,12 @@ def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rat
 
 
 def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:
-    """Seconds of the update, where the states are."""
+    """Seconds of the update, on the device or the host."""
     own = settings.trained_models * trained_parameters(shape, settings) / layout.shard_degree
     if settings.offloads_model:
         return own * _HOST_UPDATE_BYTES / _HOST_BYTES
     seconds = own * _UPDATE_BYTES / rates.memory_bytes
-    if settings.offloads_states:  # there and back at once, beside the update
+    if settings.offloads_states:  # moments go both ways at once, during the update
         seconds = max(seconds, own * _MOMENT_BYTES / rates.host_bytes)
     if not settings.optimizer_traits.is_exact:
         tensors = sum(each.number for each in matrices(shape))

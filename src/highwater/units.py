@@ -1,4 +1,4 @@
-"""Bytes, tokens and seconds, parsed and printed. Nothing else in the project rounds.
+"""Units: parse and print bytes, tokens and seconds. Nothing else in the project rounds.
 
 Bytes are binary (1 GiB = 1024³ bytes); "GB" is refused, never guessed. ``128k`` tokens are 131,072.
 """
@@ -14,23 +14,23 @@ GIB = 1024**3
 
 _BYTE_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024**4}
 _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-"""Bytes of a decimal unit by its first letter; ``80G`` may be one, too."""
+"""Bytes of a decimal unit by its first letter; ``80G`` may mean one, too."""
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
-"""Bytes that a size may have at the most, an EiB: what is longer is a slip. It may be no number
-that a file can hold, either."""
+"""Largest size in bytes, an EiB: anything larger is a typing error, and may exceed the numbers that
+a file can hold."""
 MOST_TOKENS = 1 << 30
-"""Tokens that a length may have at the most: 1,073,741,824."""
+"""Largest length in tokens: 1,073,741,824."""
 MOST_SECONDS = 366 * 86_400.0
-"""Seconds that a time may have at the most: a year."""
+"""Longest time in seconds: a year."""
 _LINE = 40
 _NUMBER = re.compile(r"\s*(\d+(?:[_,]\d{3})*|\d*\.\d+|\d+\.\d*)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count; rounded down. Raises
-    UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
+    """Parse ``"80GiB"``, ``"512MiB"``, ``"79.15 GiB"`` or a plain count to bytes, rounded down.
+    Raises UsageError for anything else, and for decimal units: "80GB" would be 74.5 GiB.
     """
     number, unit = _split(text, what="a memory size", example="80GiB")
     decimal = _DECIMAL_UNITS.get(unit.removesuffix("b"))
@@ -54,8 +54,8 @@ def parse_bytes(text: str) -> int:
 
 
 def binary_size(count: int) -> str:
-    """As many bytes or up to 2 % fewer, as one types them: ``465GiB`` of 500,000,000,000. Never
-    more: memory that is not there would be planned with.
+    """Write a count of bytes as a user types it, rounded down by up to 5 %: ``465GiB`` for
+    500,000,000,000. Never more, so that no plan counts on memory that does not exist.
     """
     name, unit = next(
         (each for each in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)) if count >= 20 * each[1]),
@@ -65,9 +65,9 @@ def binary_size(count: int) -> str:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of a GPU's, a host's, or a part of a memory. As ``parse_bytes``, but less than a MiB
-    only where it has a unit, or is 0. Raises UsageError for what is a number without its unit,
-    ``"79.15"``: nobody means 79 bytes.
+    """Parse the size of a GPU's or host's memory, or of a part of one, like ``parse_bytes``. A
+    number below a MiB needs a unit, unless it is 0: UsageError for ``"79.15"``, as nobody means 79
+    bytes.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")
@@ -78,7 +78,7 @@ def parse_memory(text: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576); at least 1."""
+    """Parse ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576) to tokens; at least 1."""
     number, unit = _split(text, what="a length in tokens", example="32k")
     if unit not in _TOKEN_UNITS:
         raise UsageError(
@@ -99,7 +99,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of ``"2400"``, ``"40m"``, ``"1h30m"`` or ``"90s"``; more than 0."""
+    """Parse ``"2400"``, ``"40m"``, ``"1h30m"`` or ``"90s"`` to seconds; more than 0."""
     compact = text.replace(" ", "").lower()
     if re.fullmatch(r"\d+(\.\d+)?", compact):
         seconds = float(compact)
@@ -120,13 +120,13 @@ def parse_seconds(text: str) -> float:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 sequence``, ``2 sequences``, ``2 processes``."""
+    """Write a count with its noun: ``1 sequence``, ``2 sequences``, ``2 processes``."""
     several = "es" if what.endswith("s") else "s"
     return f"{count} {what}{'' if count == 1 else several}"
 
 
 def format_bytes(count: int | None) -> str:
-    """``79.15 GiB``; below one GiB in MiB; ``None`` is ``-`` (unknown)."""
+    """Write ``79.15 GiB``, or MiB below one GiB; ``-`` for None (unknown)."""
     if count is None:
         return "-"
     if abs(count) >= GIB:
@@ -135,12 +135,12 @@ def format_bytes(count: int | None) -> str:
 
 
 def format_tokens(count: int | None) -> str:
-    """``131,072``; ``None`` is ``-`` (unknown)."""
+    """Write ``131,072``; ``-`` for None (unknown)."""
     return "-" if count is None else f"{count:,}"
 
 
 def format_seconds(seconds: float | None) -> str:
-    """``2.31 s``, ``4m 05s`` or ``1h 02m``; ``None`` is ``-`` (unknown)."""
+    """Write ``2.31 s``, ``4m 05s`` or ``1h 02m``; ``-`` for None (unknown)."""
     if seconds is None:
         return "-"
     if seconds < 60:
@@ -153,17 +153,17 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(tokens_per_s: float | None) -> str:
-    """``12,346`` tokens per second; ``None`` is ``-`` (unknown)."""
+    """Write tokens per second as ``12,346``; ``-`` for None (unknown)."""
     return "-" if tokens_per_s is None else f"{tokens_per_s:,.0f}"
 
 
 def format_share(share: float | None) -> str:
-    """``43.2%``; ``None`` is ``-`` (unknown)."""
+    """Write ``43.2%``; ``-`` for None (unknown)."""
     return "-" if share is None else f"{share:.1%}"
 
 
 def format_pass(seconds: float | None) -> str:
-    """``1.72 ms`` below 0.1 s, else as ``format_seconds``: of what is often much shorter."""
+    """Write ``1.72 ms`` below 0.1 s, else like ``format_seconds``: for times often much shorter."""
     if seconds is None or seconds >= 0.1:
         return format_seconds(seconds)
     return f"{1000 * seconds:.2f} ms"
@@ -182,7 +182,7 @@ def _split(text: str, *, what: str, example: str) -> tuple[float, str]:
 
 
 def _short(text: str) -> str:
-    """The text as it was typed; of what is longer than a line its beginning."""
+    """Quote the text as it was typed; only its beginning if it is longer than a line."""
     return repr(text if len(text) <= _LINE else f"{text[:_LINE]}…")
 
 

@@ -125,8 +125,8 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told():
     assert goes_down("highwater.engine.bench.attention.benchmark", "highwater.engine.parallel.mesh")
     for one, other in (
         ("highwater.nouns.plan", "highwater.trials.probe"),
-        ("highwater.search.proof", "highwater.recommendation.queries"),
-        ("highwater.trials.tracing", "highwater.engine.tracer.tracer"),
+        ("highwater.search.proof", "highwater.recommendation.candidates"),
+        ("highwater.trials.traced", "highwater.engine.tracer.tracer"),
         ("highwater.engine.training.step", "highwater.memory.capacity"),
         ("highwater.api.search", "highwater"),
     ):

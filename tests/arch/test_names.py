@@ -29,12 +29,11 @@ GIVEN_UP_WORDS = {
 ELSEWHERE = {
     "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
-        f"pages/guide/{name}.py" for name in ("answers", "chooser", "guide", "guide_page")
+        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
     },
 }
 """Words that mean what the field means by them there."""
 SHARED = {
-    "build": "puts together what its room is about",
     "files": "files that are read and written: of users, and those that trainers read",
     "law": "the memory of a trainer's step, below the trainer's own room",
     "logs": "what trials write: where it lies, and what it says",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import BIN, SIMULATED, refusal
 
+from tables import table
+
 PREDICT = ("predict", "Qwen3-0.6B", "--gpus", "A100-80GB")
 SEARCH = ("--model_path", "Qwen3-0.6B")
 MAINS = {"highwater.cli.app": PREDICT, "highwater.cli.search_context_length_capacity": SEARCH}
@@ -74,21 +76,7 @@ def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [
-        (
-            "OSError(errno.ENOSPC, 'No space left on device', '/tmp/a b')",
-            "/tmp/a b cannot be used: No space left on device",
-        ),
-        (
-            "OSError(errno.EMFILE, 'Too many open files')",
-            "this machine refused: Too many open files",
-        ),
-        (
-            "BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')",
-            "this machine refused: Resource temporarily unavailable",
-        ),
-        ("MemoryError", "this machine has no memory left"),
-    ],
+    table("crashes", "what_the_machine_refuses_is_told_in_its_words"),
 )
 def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(tmp_path, error, said):
     problem, hint = refusal(broken(tmp_path, error), 3)

@@ -11,7 +11,7 @@ from conftest import SIMULATED, following, offered, refusal
 
 from highwater.nouns.codec import from_json
 from highwater.nouns.study import Cell
-from highwater.pages.guide.guide import cell_label
+from highwater.pages.guide import cell_label
 
 DATA = Path(__file__).parents[1] / "data"
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")

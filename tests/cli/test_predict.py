@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import SIMULATED, following, offered, refusal
 
+from tables import table
+
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 A100S = ("--gpus", "4xA100-80GB")
@@ -232,24 +234,7 @@ def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
 
 @pytest.mark.parametrize(
     ("words", "then"),
-    [
-        (
-            "Qwen3-8B --gpus 4xA100-80GB",
-            "find Qwen3-8B --gpus 4 --ulysses 4 --allocator expandable --offload",
-        ),
-        (
-            "--gpus 4xA100-80GB --ulysses 2 Qwen3-8B",
-            "find Qwen3-8B --gpus 4 --ulysses 2 --allocator expandable --offload",
-        ),
-        (
-            "Qwen3-32B --gpus RTX-3090 --allocator native --token-budget 8k",
-            "recommend Qwen3-32B --gpus RTX-3090 --allocator native --length 4096",
-        ),
-        (
-            "Qwen3-8B --gpus 4 --gpu-memory 48GiB --trainer trinity --length 8k",
-            "predict Qwen3-8B --gpus 4 --length 8k --gpu-memory 48GiB",
-        ),
-    ],
+    table("predict", "the_command_after_an_explanation_works"),
 )
 def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark(
     highwater, words, then

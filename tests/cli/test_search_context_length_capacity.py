@@ -22,6 +22,7 @@ from highwater.cli.search_context_length_capacity import (
 from highwater.nouns.environment import ignored_options
 from highwater.store.journal import read_study
 from highwater.units import GIB
+from tables import table
 from tiny_models import write_model
 
 MODEL = ("--model_path", "Qwen3-0.6B")
@@ -273,24 +274,7 @@ def test_every_hint_can_be_typed_here_or_written_into_the_file(simulated, words,
 
 @pytest.mark.parametrize(
     ("said", "here"),
-    [
-        ("use `--steps 2 --micro-batches 4`", ["steps: 2", "micro_batches: 4"]),
-        ("use `--ulysses 2 --ring 3`, or `--ulysses 1 --ring 1`", ["--test_sp_num 1"]),
-        ("use `--memory 2GiB`, with `--device cpu`", ["--memory 2GiB", "device: cpu"]),
-        ("use `--entropy none`", ["entropy: none"]),
-        ("use `--entropy chunked`", ["--entropy_saving"]),
-        ("use `--offload states`, or `--offload`", ["offload: states", "--offload"]),
-        ("`--max-length` names another end", ["max_length"]),
-        ("use `--ulysses 1 2 --lora 8`", ["--test_sp_num 1 2", "lora: 8"]),
-        ("leave `--rope` out", ["rope: auto"]),
-        ("leave `--save-hf` out", ["--save_hf_checkpoint"]),
-        ("leave `--offload` out, or `--lora-base`", ["offload: false", "lora_base: bf16"]),
-        (
-            "leave `--dry-run` or `--prediction trace` out",
-            ["dry_run: false", "prediction: formula"],
-        ),
-        ("add `--no-such 3` to `highwater predict --gpus 2`", ["--no-such 3"]),
-    ],
+    table("search_context_length_capacity", "what_has_no_flag_here_is_a_key_of_the_file"),
 )
 def test_what_has_no_flag_here_is_a_key_of_the_file(said, here):
     told = in_these_words(said, {"save_hf_checkpoint"})

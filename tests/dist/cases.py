@@ -5,12 +5,12 @@ by ``rank_groups.py`` or torchrun.
 {case name: deviations}.
 """
 
-import sys
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from rank_steps import (
     each,
     first_step,
     place_of,
-    results_in,
     values,
 )
 from reference import Documents, reference_gradients, reference_training
@@ -129,23 +128,20 @@ def _pairwise(cases: list[Case]) -> list[Case]:
     return chosen
 
 
-def main() -> None:
-    result, weights, part = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    with results_in(result) as results:
-        world = dist.get_world_size()
-        places = {
-            u: place_of(Layout(gpus=world, ulysses_degree=u)) for u in (1, 2, 4) if world % u == 0
-        }
-        mesh, _ = places[1]
-        results |= each(
-            cases_for(world, part),
-            lambda case: run(case, weights / case.model, places[case.ulysses]),
-        )
-        if part == COVER:
-            results[BUILD] = build_unit_by_unit(weights / "tied", mesh)
-        if part == FILLED:
-            results["random"] = random_everywhere(weights, mesh)
-            results["saved"] = made_elsewhere(weights / "diffllama", places[min(2, world)])
+def results(path: str, part: str) -> dict[str, Any]:
+    weights, world = Path(path), dist.get_world_size()
+    places = {
+        u: place_of(Layout(gpus=world, ulysses_degree=u)) for u in (1, 2, 4) if world % u == 0
+    }
+    found: dict[str, Any] = each(
+        cases_for(world, part), lambda case: run(case, weights / case.model, places[case.ulysses])
+    )
+    if part == COVER:
+        found[BUILD] = build_unit_by_unit(weights / "tied", places[1][0])
+    if part == FILLED:
+        found["random"] = random_everywhere(weights, places[1][0])
+        found["saved"] = made_elsewhere(weights / "diffllama", places[min(2, world)])
+    return found
 
 
 def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
@@ -314,7 +310,3 @@ def documents(kind: str, rank: int, micro_batch: int) -> Documents:
         # A single data-parallel rank has to train on something.
         packed[-1][1][1:] = packed[-1][0][1:]
     return packed
-
-
-if __name__ == "__main__":
-    main()

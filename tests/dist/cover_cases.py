@@ -29,7 +29,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rank_steps import built, each, of_all, place_of, results_in
+from rank_steps import built, each, of_all, place_of
 
 from highwater.engine.attention.registry import register
 from highwater.engine.data import batches as data
@@ -303,12 +303,10 @@ def save_models(folder: Path) -> None:
         model.double().save_pretrained(folder / name)
 
 
-def main() -> None:
-    result, weights, strength = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    with results_in(result) as results:
-        cases = cases_for(dist.get_world_size(), strength)
-        places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
-        results |= each(cases, lambda case: run(case, weights, *places[case.layout]))
+def results(weights: str, strength: str) -> dict[str, Any]:
+    cases = cases_for(dist.get_world_size(), int(strength))
+    places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
+    return each(cases, lambda case: run(case, Path(weights), *places[case.layout]))
 
 
 def run(
@@ -546,7 +544,3 @@ def _ours(document: Document) -> data.Document:
         group=document.group,
         old_logprobs_L=logprobs,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@ each document alone.
 JSON object {case name: deviations}.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -24,7 +23,6 @@ from rank_steps import (
     micro_batches,
     place_of,
     plain_step,
-    results_in,
 )
 from reference import load_textbook
 from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
@@ -177,12 +175,9 @@ def save_models(folder: Path) -> None:
         kind(kind.config_class(**SHAPE, **own)).double().save_pretrained(folder / name)
 
 
-def main() -> None:
-    result, folder, extent = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    with results_in(result) as results:
-        results |= each(
-            cases_for(dist.get_world_size(), extent), lambda case: run(case, folder / case.model)
-        )
+def results(folder: str, extent: str) -> dict[str, Any]:
+    cases = cases_for(dist.get_world_size(), extent)
+    return each(cases, lambda case: run(case, Path(folder, case.model)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -214,7 +209,3 @@ def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> S
         model.model.rotary_emb = rotary(model.config)
 
     return plain_step(model, BATCHES[batch], data_ranks, before=anew)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,13 +5,13 @@ not train. Started by ``rank_groups.py`` or torchrun.
 {case name: what was found}.
 """
 
-import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import built, gradients, place_of, results_in, values, whole
+from rank_steps import built, gradients, place_of, values, whole
 
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.optimizers import make_optimizer
@@ -28,12 +28,12 @@ HYPERPARAMETERS = Hyperparameters(learning_rate=0.1, weight_decay=0.5)
 STEPS = 2
 
 
-def main() -> None:
-    result, weights = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        mesh, _ = place_of(Layout(gpus=dist.get_world_size()))
-        for name, (strategy, offload) in CASES.items():
-            results[name] = run(weights, mesh, strategy, offload=offload)
+def results(weights: str) -> dict[str, Any]:
+    mesh, _ = place_of(Layout(gpus=dist.get_world_size()))
+    return {
+        name: run(Path(weights), mesh, strategy, offload=offload)
+        for name, (strategy, offload) in CASES.items()
+    }
 
 
 def run(
@@ -61,7 +61,3 @@ def run(
         "gradients": list(gradients(model)),
         "states": list(whole(states)),
     }
-
-
-if __name__ == "__main__":
-    main()

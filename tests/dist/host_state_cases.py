@@ -5,7 +5,6 @@
 object {case: what was found on every rank}; ``FOLDER`` gets what is saved.
 """
 
-import sys
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_steps import of_all, results_in
+from rank_steps import of_all
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -68,11 +67,8 @@ PIECE = 1024
 WAYS = {"resident": False, "on the host": True}
 
 
-def main() -> None:
-    result, folder = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        for name in CASES:
-            results[name] = of_all(run(name, folder))
+def results(folder: str) -> dict[str, Any]:
+    return {name: of_all(run(name, Path(folder))) for name in CASES}
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -230,7 +226,3 @@ class _Made(TorchDispatchMode):
         if func is torch.ops.aten.new_empty.default and isinstance(made, Tensor):
             self.bytes += made.untyped_storage().nbytes()
         return made
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ transformers, one document at a time.
 """
 
 import json
-import sys
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +30,6 @@ from rank_steps import (
     micro_batches,
     place_of,
     plain_step,
-    results_in,
 )
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -166,14 +164,10 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / family)
 
 
-def main() -> None:
-    result, folder = sys.argv[1], Path(sys.argv[2])
+def results(folder: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with results_in(result) as results:
-        results |= each(
-            cases_for(dist.get_world_size()), lambda case: run(case, folder / case.family)
-        )
+    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder, case.family)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -273,7 +267,3 @@ def nf4_of(directory: Path) -> dict[str, Tensor]:
             found[f"{name}.weight"] = dequantize_4bit(codes, state)
             assert not torch.equal(found[f"{name}.weight"], weight)
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ By the chain rule: of ``W + scale * B A`` with a gradient G, A's is ``scale * B^
 object {case name: deviations}.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from cover_cases import (
     reference,
 )
 from lora_cases import adapter_values, fill_adapters
-from rank_steps import built, each, place_of, results_in
+from rank_steps import built, each, place_of
 from reference import SHAPE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
@@ -108,10 +107,8 @@ def values(name: str, weight_shape: tuple[int, ...]) -> Tensor:
     return adapter_values(name, shape)
 
 
-def main() -> None:
-    result, folder = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        results |= each(cases_for(dist.get_world_size()), lambda case: run(case, folder))
+def results(folder: str) -> dict[str, Any]:
+    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder)))
 
 
 def run(case: Case, folder: Path) -> dict[str, float | str]:
@@ -172,7 +169,3 @@ def deviations(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str,
         name: float((found[name] - each.flatten()).norm() / each.norm())
         for name, each in expected.items()
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,6 @@
 {optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_steps import CPU, built, of_all, place_of, results_in
+from rank_steps import CPU, built, of_all, place_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -58,17 +57,17 @@ NUMBERS = Hyperparameters(learning_rate=0.01)
 STEPS = 3
 
 
-def main() -> None:
-    result, folder = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        mesh, _ = place_of(Layout(gpus=dist.get_world_size()))
-        for name, settings in LOSSY.items():
-            results[name] = of_all(
-                {"same gradients": gradients_are_adamws(settings, folder, mesh)}
-                | {"copies": copies_are_equal(settings, folder, CPU)}
-                | states(settings, folder, mesh)
-                | resumed(settings, folder, mesh)
-            )
+def results(path: str) -> dict[str, Any]:
+    folder, (mesh, _) = Path(path), place_of(Layout(gpus=dist.get_world_size()))
+    return {
+        name: of_all(
+            {"same gradients": gradients_are_adamws(settings, folder, mesh)}
+            | {"copies": copies_are_equal(settings, folder, CPU)}
+            | states(settings, folder, mesh)
+            | resumed(settings, folder, mesh)
+        )
+        for name, settings in LOSSY.items()
+    }
 
 
 def training(settings: Settings, folder: Path, mesh: dist.DeviceMesh, *, seed: int = 1) -> Training:
@@ -203,7 +202,3 @@ def copies_are_equal(settings: Settings, folder: Path, device: torch.device) -> 
     every = [torch.empty_like(own) for _ in range(gpus)]
     dist.all_gather(every, own)
     return all(torch.equal(own, each) for each in every)
-
-
-if __name__ == "__main__":
-    main()

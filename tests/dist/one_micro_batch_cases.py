@@ -6,14 +6,14 @@ torchrun.
 object {case name: what was found on every rank}.
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import built, of_all, place_of, results_in
+from rank_steps import built, of_all, place_of
 from torch import Tensor
 
 from highwater.engine.data.batches import Batch, Document, pack, share_of
@@ -72,11 +72,11 @@ def cases_for(processes: int) -> list[Case]:
     ]
 
 
-def main() -> None:
-    result, weights = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        for case in cases_for(dist.get_world_size()):
-            results[case.name] = of_all(run(case, weights, *place_of(case.layout)))
+def results(weights: str) -> dict[str, Any]:
+    return {
+        case.name: of_all(run(case, Path(weights), *place_of(case.layout)))
+        for case in cases_for(dist.get_world_size())
+    }
 
 
 def run(
@@ -174,7 +174,3 @@ def batch(step: int, shared: process_mesh.SequenceGroups | None) -> Batch:
     generator = torch.Generator().manual_seed(10 * step + data_rank)
     ids = torch.randint(97, (24 + step,), generator=generator)
     return share_of(pack([Document(ids, ids, reward=float(step))]), shared)
-
-
-if __name__ == "__main__":
-    main()

@@ -58,11 +58,11 @@ class RankGroups:
         assert set(statuses) == {0}, f"{statuses}: {log.read_text()[-_PRINTED:]}"
 
     def results(
-        self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
+        self, module: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
-        """What rank 0 writes to the file that is the script's first word."""
+        """What ``results`` of a module of this folder gives rank 0."""
         result = self._folder / f"{self._groups + 1}.json"
-        self.run(script, processes, result, *words, timeout_s=timeout_s)
+        self.run("rank_main.py", processes, result, module, *words, timeout_s=timeout_s)
         return json.loads(result.read_text())
 
     def end(self) -> None:

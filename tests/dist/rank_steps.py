@@ -1,11 +1,9 @@
-"""What the scripts of ranks share: the group that they meet in, and the results that rank 0
-writes; a model on it, a step's loss and gradients, and how far they are from a reference's.
+"""What the cases of ranks share: a model on the ranks' mesh, a step's loss and gradients, and how
+far they are from a reference's.
 """
 
-import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -49,18 +47,6 @@ class Fields:
     @property
     def name(self) -> str:
         return " ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-
-
-@contextmanager
-def results_in(path: str) -> Iterator[dict[str, Any]]:
-    """Results that rank 0 writes to a file when the block ends; within it all ranks have met."""
-    torch.set_num_threads(1)
-    process_mesh.join(CPU)
-    results: dict[str, Any] = {}
-    yield results
-    if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(results))
-    process_mesh.leave()
 
 
 def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, str]]:

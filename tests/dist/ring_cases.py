@@ -2,7 +2,6 @@
 reference over the whole row.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_steps import each, of_all, results_in
+from rank_steps import each, of_all
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -51,12 +50,11 @@ def cases_for(processes: int) -> list[Case]:
     return [Case(*each) for each in product(ROWS, HEADS, DTYPES, degrees)]
 
 
-def main() -> None:
-    with results_in(sys.argv[1]) as results:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        groups = {degree: _groups(degree, world) for degree in (1, 2) if world % degree == 0}
-        own = each(cases_for(world), lambda case: run(case, rank, world, *groups[case.ulysses]))
-        results["ranks"] = of_all(own)
+def results() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = {degree: _groups(degree, world) for degree in (1, 2) if world % degree == 0}
+    own = each(cases_for(world), lambda case: run(case, rank, world, *groups[case.ulysses]))
+    return {"ranks": of_all(own)}
 
 
 def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -160,7 +158,3 @@ def _inputs(
 
     whole = [tensor(count).requires_grad_() for count in (heads, kv_heads, kv_heads)]
     return whole, tensor(heads)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ share: what a document sees of the others, what travels, and dropout.
 ``shared_model_cases.py RESULT WEIGHTS``: rank 0 writes a list of what each rank found, as JSON.
 """
 
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog
 from cover_cases import VOCABULARY, lift_float32_casts, save_models
-from rank_steps import built, of_all, place_of, results_in
+from rank_steps import built, of_all, place_of
 from torch import Tensor
 from transformers import SeedOssConfig
 
@@ -55,22 +54,17 @@ DROPOUT = SeedOssConfig(
 )
 
 
-def main() -> None:
-    result, weights = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        ulysses, ring = DEGREES[dist.get_world_size()]
-        layout = Layout(gpus=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring)
-        ranks = Ranks(weights, layout)
-        results["ranks"] = of_all(
-            {
-                "dense": {
-                    name: changed_by_others(ranks, "dense", dtype) for name, dtype in DTYPES.items()
-                },
-                "moe": changed_by_others(ranks, "moe", torch.float64),
-                "travelled": {recompute: travelled(ranks, recompute) for recompute in RECOMPUTES},
-                "dropout": dropout(ranks) if layout.gpus == DRAWS else None,
-            }
-        )
+def results(weights: str) -> dict[str, Any]:
+    ulysses, ring = DEGREES[dist.get_world_size()]
+    layout = Layout(gpus=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring)
+    ranks = Ranks(Path(weights), layout)
+    own = {
+        "dense": {name: changed_by_others(ranks, "dense", dtype) for name, dtype in DTYPES.items()},
+        "moe": changed_by_others(ranks, "moe", torch.float64),
+        "travelled": {recompute: travelled(ranks, recompute) for recompute in RECOMPUTES},
+        "dropout": dropout(ranks) if layout.gpus == DRAWS else None,
+    }
+    return {"ranks": of_all(own)}
 
 
 class Ranks:
@@ -206,7 +200,3 @@ def losses(ranks: Ranks, batch: Batch) -> list[float]:
         with seeded(seed=0, rank=dist.get_rank(), step=step, device=CPU):
             found.append(float(train_step(training, [batch])[0]))
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,13 @@ dense masked softmax over the whole row, whose masks are written here from the d
 bytes that this rank sent, beside those of the tokens that other ranks' queries see.
 """
 
-import sys
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rank_steps import each, of_all, results_in
+from rank_steps import each, of_all
 from torch import Tensor
 
 from highwater.engine.attention.block_gather import block_sparse_attention
@@ -64,11 +63,10 @@ def cases() -> list[Case]:
     ]
 
 
-def main() -> None:
-    with results_in(sys.argv[1]) as results:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        own = each(cases(), lambda case: run(case, rank, world))
-        results["ranks"] = of_all({**own, "modules": run_modules(rank, world)})
+def results() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = each(cases(), lambda case: run(case, rank, world))
+    return {"ranks": of_all({**own, "modules": run_modules(rank, world)})}
 
 
 def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
@@ -369,7 +367,3 @@ def inputs(length: int, heads: tuple[int, int]) -> tuple[list[Tensor], list[Tens
     whole = [tensor(BATCH, n, length, HEAD_SIZE) for n in (heads[0], heads[1], heads[1])]
     upstream = [tensor(BATCH, heads[0], length, HEAD_SIZE), tensor(BATCH, heads[0], length)]
     return [each.requires_grad_() for each in whole], upstream
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ object {case name: deviations}.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -25,7 +24,6 @@ from rank_steps import (
     micro_batches,
     place_of,
     plain_step,
-    results_in,
 )
 from reference import SHAPE, load_textbook
 from torch import Tensor, nn
@@ -86,10 +84,8 @@ def save_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).double().save_pretrained(folder)
 
 
-def main() -> None:
-    result, folder = sys.argv[1], Path(sys.argv[2])
-    with results_in(result) as results:
-        results |= each(cases_for(dist.get_world_size()), lambda case: run(case, folder))
+def results(folder: str) -> dict[str, Any]:
+    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -134,7 +130,3 @@ def masked(
     key, value, seen = (each.repeat_interleave(groups, dim=1) for each in (key, value, seen))
     scores = (query @ key.mT * scaling).masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2), None
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ number of ranks, beside plain PyTorch over a list of documents. Started by ``ran
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from collective_log import CollectiveLog
 from combinatorial import Box, cover
 from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
-from rank_steps import each, of_all, place_of, results_in
+from rank_steps import each, of_all, place_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -29,8 +28,8 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.evaluation import evaluate
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.step import train_step
+from highwater.engine.training.step_quantities import Group, Quantity
 from highwater.nouns.layout import Layout
-from highwater.nouns.quantities import Group, Quantity
 from references import objectives as plain
 from references.advantages import generalised, standardised_in_groups, whitened
 from references.documents import Document, predictions
@@ -140,19 +139,17 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
     return [StatisticsCase(**case) for case in chosen]
 
 
-def main() -> None:
-    result, weights, extent = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    with results_in(result) as results:
-        cases = cases_for(dist.get_world_size(), extent)
-        places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
+def results(weights: str, extent: str) -> dict[str, Any]:
+    cases = cases_for(dist.get_world_size(), extent)
+    places = {layout: place_of(layout) for layout in dict.fromkeys(c.layout for c in cases)}
 
-        def compared(case: StatisticsCase) -> dict[str, Any]:
-            found: dict[str, Any] = {"ranks": of_all(run(case, weights, *places[case.layout]))}
-            if dist.get_rank() == 0:
-                found["expected"] = expected(case.objective, case.trained, weights)
-            return found
+    def compared(case: StatisticsCase) -> dict[str, Any]:
+        found: dict[str, Any] = {"ranks": of_all(run(case, Path(weights), *places[case.layout]))}
+        if dist.get_rank() == 0:
+            found["expected"] = expected(case.objective, case.trained, Path(weights))
+        return found
 
-        results |= each(cases, compared)
+    return each(cases, compared)
 
 
 def run(
@@ -390,7 +387,3 @@ def _ratios(
         "dual_clip_fraction": float(lower.double().mean()),
         "kl_old": float((old - new).mean()),
     }
-
-
-if __name__ == "__main__":
-    main()

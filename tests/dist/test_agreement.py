@@ -19,7 +19,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(
     ranks: RankGroups, mark: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    return ranks.results("agreement_cases.py", 2, mark, timeout_s=LIMIT_S)
+    return ranks.results("agreement_cases", 2, mark, timeout_s=LIMIT_S)
 
 
 @pytest.mark.timeout(LIMIT_S + 60)

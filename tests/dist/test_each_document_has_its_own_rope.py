@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_each_document_is_trained_as_it_is_alone(processes, extent, ranks, models):
     results, cases = (
-        ranks.results("document_rope_cases.py", processes, models, extent),
+        ranks.results("document_rope_cases", processes, models, extent),
         cases_for(processes, extent),
     )
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases})

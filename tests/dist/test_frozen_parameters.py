@@ -16,7 +16,7 @@ FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(processes, ranks, tmp_path):
     every = save_model(tmp_path / "weights")
-    found = ranks.results("frozen_cases.py", processes, tmp_path / "weights")
+    found = ranks.results("frozen_cases", processes, tmp_path / "weights")
     assert set(found) == set(CASES)
     for case, what in found.items():
         for kind, names in what.items():

@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_adapters_are_trained_as_peft_trains_them(processes, ranks, models):
-    results = ranks.results("lora_cases.py", processes, models)
+    results = ranks.results("lora_cases", processes, models)
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases_for(processes)})
 
 
@@ -56,7 +56,7 @@ def test_adapters_are_trained_as_peft_trains_them(processes, ranks, models):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_objective_trains_what_merged_weights_would_have(processes, ranks, tmp_path):
     lora_objective_cases.save_models(tmp_path)
-    results = ranks.results("lora_objective_cases.py", processes, tmp_path)
+    results = ranks.results("lora_objective_cases", processes, tmp_path)
     cases = lora_objective_cases.cases_for(processes)
     assert_close(results, {c.name: TOLERANCE["float64"] for c in cases}, of=("loss", "gradient"))
 

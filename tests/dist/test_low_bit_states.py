@@ -15,7 +15,7 @@ from tiny_models import write_model
 @pytest.mark.parametrize("processes", [1, 2])
 def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(processes, ranks, tmp_path):
     write_model(tmp_path, CONFIG)
-    found = ranks.results("low_bit_cases.py", processes, tmp_path)
+    found = ranks.results("low_bit_cases", processes, tmp_path)
     assert set(found) == set(LOSSY)
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes

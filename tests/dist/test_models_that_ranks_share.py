@@ -36,7 +36,7 @@ def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
     save_models(folder / "weights")
 
     def of(processes: int) -> list[dict[str, Any]]:
-        return ranks.results("shared_model_cases.py", processes, folder / "weights")["ranks"]
+        return ranks.results("shared_model_cases", processes, folder / "weights")["ranks"]
 
     return cache(of)
 

@@ -13,7 +13,7 @@ def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none
     processes, ranks, tmp_path
 ):
     save_models(tmp_path / "weights")
-    found = ranks.results("one_micro_batch_cases.py", processes, tmp_path / "weights")
+    found = ranks.results("one_micro_batch_cases", processes, tmp_path / "weights")
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}
     for case in cases:

@@ -51,6 +51,6 @@ def test_cases_lie_within_the_constraints():
 @pytest.mark.parametrize("processes", [1, 2, 4, 3, 6, 8])
 def test_every_combination_equals_its_reference(processes, strength, ranks, weights):
     words = (weights, str(strength))
-    results = ranks.results("cover_cases.py", processes, *words, timeout_s=1100)
+    results = ranks.results("cover_cases", processes, *words, timeout_s=1100)
     names = [case.name for case in cases_for(processes, strength)]
     assert_close(results, dict.fromkeys(names, TOLERANCE), of=("loss", "gradient"))

@@ -15,7 +15,7 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_attention_by_a_ring_equals_the_reference(processes, ranks):
-    every, cases = ranks.results("ring_cases.py", processes)["ranks"], cases_for(processes)
+    every, cases = ranks.results("ring_cases", processes)["ranks"], cases_for(processes)
     assert len(every) == processes
     for found in every:
         assert_close(found, {case.name: TOLERANCE[case.dtype] for case in cases}, of=None)

@@ -33,7 +33,7 @@ WORLDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"world-{n}")) for n in 
 @pytest.mark.parametrize("part", [COVER, *deep(*PRODUCTS)])
 @pytest.mark.parametrize("processes", WORLDS)
 def test_sharded_training_equals_unsharded_training(processes, part, ranks, weights):
-    results = ranks.results("cases.py", processes, weights, part, timeout_s=1100)
+    results = ranks.results("cases", processes, weights, part, timeout_s=1100)
     if part == COVER:
         built = results.pop(BUILD)
         assert built["random"] == 0, (
@@ -51,7 +51,7 @@ def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processe
     """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
     some of them off meta.
     """
-    found = ranks.results("cases.py", processes, weights, FILLED)
+    found = ranks.results("cases", processes, weights, FILLED)
     assert len(found["random"]) == 24
     assert set(found["random"].values()) == {0.0}, found["random"]
     assert len(found["saved"]) == 4

@@ -17,7 +17,7 @@ def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters
     processes, ranks, tmp_path
 ):
     write_model(tmp_path, CONFIG)
-    found = ranks.results("host_state_cases.py", processes, tmp_path)
+    found = ranks.results("host_state_cases", processes, tmp_path)
     assert set(found) == set(CASES)
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes

@@ -13,7 +13,7 @@ TOLERANCE = 1e-10
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_ring_around_sparse_attention_equals_a_dense_masked_softmax(processes, ranks):
-    every = ranks.results("sparse_ring_cases.py", processes)["ranks"]
+    every = ranks.results("sparse_ring_cases", processes)["ranks"]
     assert len(every) == processes
     for found in every:
         assert_close(

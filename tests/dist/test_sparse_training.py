@@ -22,5 +22,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", DEGREES)
 def test_block_sparse_training_equals_a_dense_mask_in_plain_transformers(processes, ranks, model):
-    results = ranks.results("sparse_training_cases.py", processes, model)
+    results = ranks.results("sparse_training_cases", processes, model)
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases_for(processes)})

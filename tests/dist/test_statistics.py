@@ -38,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
     processes, extent, ranks, weights
 ):
-    results = ranks.results("statistics_cases.py", processes, weights, extent)
+    results = ranks.results("statistics_cases", processes, weights, extent)
     assert set(results) == {case.name for case in cases_for(processes, extent)}
     wrong = {name: found for name, of in results.items() if (found := _deviations(of))}
     assert not wrong, json.dumps(wrong, indent=1)

@@ -17,9 +17,8 @@ from family_models import WINDOW, families, save_tiny, tiny_config
 from rank_groups import RankGroups
 
 from highwater.errors import HighwaterError
-from highwater.model.families import WITH_CAPS
+from highwater.model.families import REFUSED, TRAINED, family_row
 from highwater.model.model import load_model
-from highwater.model.trained_families import REFUSED, TRAINED
 from tables import deep
 
 NARROW = LONGEST_DOCUMENT // 2
@@ -59,7 +58,7 @@ def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, di
         for name, line in found.items()
         if not (
             "caps the scores of its attention" in str(line.get("problem"))
-            if is_ring and name in WITH_CAPS
+            if is_ring and family_row(name).caps_scores
             else line["outcome"] == "equal"
         )
     }

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from highwater.model.families import TRAINED
 from highwater.model.model import load_model
-from highwater.model.trained_families import TRAINED
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import Target, TrainerName
 from highwater.recommendation.recommend import recommend

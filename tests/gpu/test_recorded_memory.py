@@ -12,7 +12,7 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.settings import Loss
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.study_commands import request_line, sizes_of
+from highwater.pages.study_commands import request_line, sizes_of
 from highwater.store.logs import snapshot_folder, snapshot_lines
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner

@@ -30,6 +30,7 @@ from highwater.nouns.attention_bench import (
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.units import GIB, MIB
+from tables import table
 
 pytestmark = pytest.mark.timeout(300)
 RUN = """
@@ -193,24 +194,7 @@ def test_a_wrong_attention_has_no_number_and_the_others_theirs(tmp_path, how, sa
 
 @pytest.mark.parametrize(
     ("how", "result", "reason"),
-    [
-        ("if query.shape[2] > 600: raise ValueError('broken')", "crashed", "ValueError: broken"),
-        (
-            "import os\n        if query.shape[2] > 600: os.kill(os.getpid(), 9)",
-            "crashed",
-            "ended with -9",
-        ),
-        (
-            "if query.shape[2] > 600: torch.ones(2**40)",
-            "ran out of memory",
-            "can't allocate memory",
-        ),
-        (
-            "import time\n        if query.shape[2] > 600: time.sleep(0.3)",
-            "took too long",
-            "longer than 0.2 s",
-        ),
-    ],
+    table("attention_bench", "a_case_that_fails_is_told_by_how_and_ends"),
 )
 def test_a_case_that_fails_is_told_by_how_and_ends_no_other(tmp_path, how, result, reason):
     lines = run(

@@ -23,9 +23,8 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
-from highwater.model.families import ROPE_BY_LAYER
-from highwater.model.model import WITHOUT_ROPE, load_model
-from highwater.model.trained_families import TRAINED
+from highwater.model.families import TRAINED, family_row
+from highwater.model.model import load_model
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
 """Those that the installed transformers has."""
@@ -106,11 +105,11 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
     assert trained >= 4
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in WITHOUT_ROPE])
+@pytest.mark.parametrize("family", [each for each in FAMILIES if family_row(each).has_rope])
 def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(family, mesh, tmp_path):
     save_tiny(family, tmp_path)
     model = Tiny(tmp_path / family, mesh)
-    new_fields = family in ROPE_BY_LAYER or family == "cohere2_moe"
+    new_fields = family_row(family).has_rope_by_layer or family == "cohere2_moe"
     field = "rope_parameters" if new_fields else "rope_scaling"
     plain = {"rope_theta": 10_000.0, "rope_type": "default"}
     trained = 0
@@ -118,7 +117,7 @@ def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(family,
         if block.get("rope_type") in AMISS.get(family, ()):
             continue
         rope = {"rope_theta": 10_000.0, **block}
-        if family in ROPE_BY_LAYER:
+        if family_row(family).has_rope_by_layer:
             rope = {"full_attention": rope, "sliding_attention": plain}
         ours, theirs = model.losses({"rope_parameters": LEFT_OUT, field: rope})
         if ours is not None:

@@ -22,8 +22,10 @@ from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta
 from highwater.engine.models.requirements import prove_head
 from highwater.errors import ModelError
+from highwater.model.families import TRAINED
 from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
-from highwater.model.trained_families import TRAINED, refuse_features
+from highwater.model.model_config import refuse_features
+from tables import table
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,17 +77,7 @@ def test_a_family_that_trains_is_proven(family):
 
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
-    [
-        ("modernbert-decoder", {}, "beside its backbone: lm_head, decoder"),
-        ("gemma2", {}, "final_logit_softcapping = 30.0"),
-        ("cohere", {}, "logit_scale = 0.0625"),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
-        ("hyperclovax", {"logits_scaling": 0.5}, "logits_scaling = 0.5"),
-        ("bert", {"is_decoder": True}, "beside its backbone: cls"),
-        ("nanochat", {}, "final_logit_softcapping = 15.0"),
-        ("minicpm3", {}, "beside its backbone: lm_head"),
-        ("roberta", {}, "beside its backbone: lm_head"),
-    ],
+    table("head_proof", "the_proof_says_what_stands"),
 )
 def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family, fields, said):
     with pytest.raises(ModelError) as refusal:
@@ -96,19 +88,7 @@ def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family,
 
 @pytest.mark.parametrize(
     ("family", "field", "changes", "neutral"),
-    [
-        ("cohere", "logit_scale", 0.5, 1.0),
-        ("cohere2", "logit_scale", 0.5, 1.0),
-        ("cohere2_moe", "logit_scale", 0.5, 1.0),
-        ("granite", "logits_scaling", 8.0, 1.0),
-        ("granitemoe", "logits_scaling", 8.0, 1.0),
-        ("granitemoeshared", "logits_scaling", 8.0, 1.0),
-        ("hyperclovax", "logits_scaling", 8.0, 1.0),
-        ("gemma2", "final_logit_softcapping", 30.0, None),
-        ("gemma3_text", "final_logit_softcapping", 30.0, None),
-        ("nanochat", "final_logit_softcapping", 30.0, None),
-        ("vaultgemma", "final_logit_softcapping", 30.0, None),
-    ],
+    table("head_proof", "a_factor_or_a_cap_is_proven_as_it_is_read"),
 )
 def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
     family, field, changes, neutral

@@ -14,12 +14,12 @@ from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import families
 from highwater.memory.trace.replay import replay
-from highwater.model.families import EXPERT_COUNTS, EXPERTS, EXPERTS_PER_TOKEN, WITH_CAPS
+from highwater.model.families import EXPERT_COUNTS, EXPERTS_PER_TOKEN, family_row
 from highwater.model.model import load_model
 from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
 
@@ -92,7 +92,7 @@ def asked() -> list[tuple[str, str]]:
     """
     found: list[tuple[str, str]] = []
     for number, family in enumerate(sorted((*families(), *BY_HAND))):
-        cases = [case for case in CASES if case != "uncapped" or family in WITH_CAPS]
+        cases = [case for case in CASES if case != "uncapped" or family_row(family).caps_scores]
         found += ((family, case) for case in deep(*cases) or (cases[number % len(cases)],))
     return found
 
@@ -108,7 +108,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
     config: dict[str, Any] = {
         **CONFIG,
         "model_type": family,
-        **(MIXTURE if family in EXPERTS else {}),
+        **(MIXTURE if family_row(family).experts else {}),
         **OF_FAMILY.get(family, {}),
         **fields.pop("config", {}),
     }

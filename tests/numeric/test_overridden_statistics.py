@@ -18,13 +18,14 @@ from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
+from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.errors import UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.quantities import QUANTITIES, Quantity
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
+from tables import table
 from trial_specs import trial_in
 
 
@@ -239,18 +240,7 @@ def test_what_cannot_be_declared_is_refused_by_name(mesh, name, declared):
 
 @pytest.mark.parametrize(
     ("groups", "denominators", "said"),
-    [
-        ({"perplexity": "all"}, {}, "perplexity"),
-        ({"nll": "node"}, {}, "node"),
-        ({"loss": "rank"}, {}, "loss"),
-        ({"tokens_per_s": "rank"}, {}, "tokens_per_s"),
-        ({"n_tokens_by_rank": "all"}, {}, "n_tokens_by_rank"),
-        ({"ppl_avg": "rank"}, {}, "ppl_avg of rank"),
-        ({}, {"nll": "tokens"}, "tokens"),
-        ({}, {"nll": "entropy"}, "nll over entropy"),
-        ({}, {"ppl_avg": "n_tokens"}, "ppl_avg over n_tokens"),
-        ({}, {"n_tokens": "n_valid_tokens"}, "n_tokens over n_valid_tokens"),
-    ],
+    table("overridden_statistics", "what_cannot_be_put_together_so_is_refused"),
 )
 def test_what_cannot_be_put_together_so_is_refused_by_name(mesh, groups, denominators, said):
     with pytest.raises(UsageError, match=said) as refusal:

@@ -27,8 +27,8 @@ from highwater.nouns.events import Allocate, TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trials import tracing
-from highwater.trials.tracing import CachedTracer, fullest_rank, imported_files
+from highwater.trials import traced
+from highwater.trials.traced import CachedTracer, fullest_rank, imported_files
 from highwater.units import GIB
 from trial_specs import trial_of
 
@@ -56,7 +56,7 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     for damaged in (whole[:100], whole[:500] + bytes(600) + whole[1100:], b""):
         # cut, overwritten, emptied
         kept.write_bytes(damaged)
-        assert tracing._read(kept) is None
+        assert traced._read(kept) is None
     monkeypatch.setattr(
         CachedTracer,
         "_trace",
@@ -66,7 +66,7 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
     assert len(made) == 2
     assert tracer(trial()).events == ()
     assert len(made) == 2
-    monkeypatch.setattr(tracing, "_sources", lambda: "another engine")
+    monkeypatch.setattr(traced, "_sources", lambda: "another engine")
     tracer(trial())
     assert len(made) == 3
 
@@ -74,7 +74,7 @@ def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_aga
 def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path):
     order, events = tmp_path / "order.json", tmp_path / "events.json"
     order.write_text(to_json(TraceOrder(spec=trial(), rank=0)))
-    command = [sys.executable, "-X", "importtime", *("-m", tracing._TRACER, order, events)]
+    command = [sys.executable, "-X", "importtime", *("-m", traced._TRACER, order, events)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert events.is_file()
@@ -82,7 +82,7 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path):
     imported = set(re.findall(r"^import time:.*\| +(highwater[\w.]*)$", done.stderr, re.MULTILINE))
     digested = {
         ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in imported_files(tracing._TRACER, package)
+        for path in imported_files(traced._TRACER, package)
     }
     assert {"highwater", "highwater.engine.models.loss", "highwater.nouns.trial"} <= imported
     assert imported <= digested
@@ -91,7 +91,7 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path):
     }
     with_few_bits_only = {"highwater.engine.training.low_bit"}
     not_here = on_a_gpu_only | with_few_bits_only
-    assert digested - imported - not_here == {tracing._TRACER}, "which runs as __main__"
+    assert digested - imported - not_here == {traced._TRACER}, "which runs as __main__"
 
 
 def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_at_once(

@@ -26,6 +26,7 @@ from highwater.errors import HighwaterError, ModelError, UsageError
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from tables import table
 from trial_specs import trial_in
 
 SMALL = {
@@ -231,39 +232,7 @@ def _sequences(batch: Batch) -> list[tuple[torch.Tensor, float]]:
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [
-        ("too_long", "tokens for a length of"),
-        ("too_short", "would prove another length"),
-        ("outside", "token ids outside"),
-        ("label_outside", "the label 11, neither -100 nor a token id in 0..10"),
-        ("label_of_another_trainer", "the label -1, neither"),
-        ("no_documents", "not documents"),
-        ("nothing", "yielded no micro-batch"),
-        ("missing", "has no attribute"),
-        ("endless_reward", "the reward inf"),
-        ("unlikely", "logprobs are not finite"),
-        ("large_group", "of the group 9223372036854775808"),
-        ("part_of_a_group", "whose group is not a whole number: 0.9"),
-        ("group_in_words", "whose group is not a whole number: 'abc'"),
-        ("reward_in_words", "whose reward is not a number: 'good'"),
-        ("no_reward", "whose reward is not a number: None"),
-        ("fractions", r"whose input_ids is not whole numbers: \[1.7, 1.7"),
-        ("truths", "whose input_ids is not whole numbers"),
-        ("fractions_as_labels", "whose labels is not whole numbers"),
-        ("misspelt", "the field 'label', which nobody reads"),
-        ("masked", "the field 'attention_mask', which nobody reads"),
-        ("without_ids", "no input_ids"),
-        ("huge_ids", "whose input_ids is not a list of numbers"),
-        ("text", "whose input_ids is not a list of numbers: 'a document'"),
-        ("nobody", "whose input_ids is not a list of numbers: None"),
-        ("one_number", "yielded 5 as a micro-batch"),
-        ("no_iterator", "returned 5, and no micro-batches"),
-        (
-            "without_keywords",
-            "cannot be called with data_rank, data_parallel_degree, length_tokens, sequences",
-        ),
-        ("no_function", "cannot be called with data_rank"),
-    ],
+    table("trained_model", "a_users_batches_that_cannot_be_trained_on"),
 )
 def test_a_users_batches_that_cannot_be_trained_on_are_refused(source, said, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parent)

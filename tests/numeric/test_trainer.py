@@ -29,6 +29,7 @@ from highwater.nouns.profiling import Profiling, SnapshotOrder
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import MemoryBudget, RankMemory
 from highwater.units import GIB
+from tables import table
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -104,20 +105,7 @@ def test_a_trainer_of_single_micro_batches_takes_one(model):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"gpus": 2}, "one GPU, and its loop runs once for each"),
-        ({"steps": 5}, "steps is a setting of searches and trials"),
-        ({"data": "a:b"}, "data is a setting of searches"),
-        ({"log_dir": "logs"}, "log_dir is a setting of searches"),
-        ({"memory_profiler": "first"}, "memory_profiler 'first' is not steps"),
-        ({"los": "chunked"}, "unknown setting 'los'"),
-        ({"loss": "chunky"}, "loss 'chunky' is not one of"),
-        ({"learning_rate": -1.0}, "learning rate is -1.0"),
-        ({"ulysses": 2}, "2 does not divide 1 process"),
-        ({"objective": "dpo"}, "dpo trains on pairs"),
-        ({"dpo_beta": 0.2}, "the loss of sft"),
-        ({"length": 1}, "a length of 1 token"),
-    ],
+    table("trainer", "keywords_are_refused_by_name_before_anything"),
 )
 def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, model):
     with pytest.raises(HighwaterError, match=said) as raised:

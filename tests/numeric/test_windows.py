@@ -133,22 +133,6 @@ def test_a_cap_is_on_scores_and_not_on_sinks(lengths, heads, window, cap, monkey
     assert_as_by_hand(own, lengths, window=window, cap=cap, sinks_H=sinks_H)
 
 
-@pytest.mark.parametrize(("lengths", "heads"), CASES)
-def test_a_window_that_holds_every_document_is_full_attention(lengths, heads):
-    own = [t[None] for t in heads_of(heads, sum(lengths))]
-    windowed, full = (
-        attend_in_pattern(
-            *own,
-            documents=Documents(
-                lengths=lengths, pattern=Pattern(scaling=SCALING, window_tokens=n), kernel="flash"
-            ),
-        )
-        for n in (max(lengths), None)
-    )
-    assert torch.equal(windowed.output_BSHD, full.output_BSHD)
-    assert torch.equal(windowed.log_sums_BHS, full.log_sums_BHS)
-
-
 def test_no_more_scores_are_at_hand_than_have_room(monkeypatch):
     """Of a sequence 64 times as long, too: what is at hand depends on the window alone."""
     rows_at_hand(monkeypatch, 2**12)

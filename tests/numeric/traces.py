@@ -13,7 +13,7 @@ from highwater.model.model import ModelShape, load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 from tiny_models import write_model
 from trial_specs import trial_of
 

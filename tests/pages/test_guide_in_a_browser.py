@@ -7,9 +7,9 @@ import pytest
 from conftest import SHOTS, WIDTHS, every_fold_open, serious
 
 from highwater import guide
-from highwater.pages.guide.chooser import places
-from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_page import guide_page
+from highwater.pages.chooser import places
+from highwater.pages.guide import Guide, guide_tables
+from highwater.pages.guide_page import guide_page
 
 pytestmark = pytest.mark.pages
 

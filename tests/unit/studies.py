@@ -19,7 +19,7 @@ from highwater.nouns.trial import (
     RankReport,
     TrialResult,
 )
-from highwater.pages.study.study_report import StudyReport, assembled
+from highwater.pages.study_report import StudyReport, assembled
 from highwater.search.predicted_study import predictions_of
 from highwater.store.journal import read_study
 from highwater.units import GIB

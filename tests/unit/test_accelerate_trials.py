@@ -27,6 +27,7 @@ from highwater.trials.inputs import prepared_model
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB
 from places import machine_with
+from tables import table
 from trial_specs import trial_of
 
 COMMAND = "train.py --model {model} --max-len {length} --steps {steps}"
@@ -70,16 +71,7 @@ def test_a_command_is_a_script_or_the_whole_launch(typed, program, words):
 
 @pytest.mark.parametrize(
     ("typed", "said"),
-    [
-        ("python train.py {length}", "begins with python"),
-        ("/usr/bin/python3.12 train.py {length}", "begins with /usr/bin/python3.12"),
-        ("torchrun train.py {length}", "begins with torchrun"),
-        ("accelerate launch --num_processes 2 train.py {length}", "--num_processes"),
-        ("accelerate launch", "no {length}"),
-        ("--config_file a.yaml train.py {length}", "--config_file"),
-        ("train.py", "no {length}"),
-        (None, "without a command"),
-    ],
+    table("accelerate_trials", "what_is_no_launch_is_refused"),
 )
 def test_what_is_no_launch_is_refused(typed, said):
     with pytest.raises(UsageError) as refused:

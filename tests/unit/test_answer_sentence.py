@@ -14,16 +14,17 @@ from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.answer_sentence import prediction_answer, recommendation_answer
+from highwater.pages.answer_tables import answer_table
 from highwater.pages.prediction_tables import prediction_table
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.tables import answer_table
+from highwater.pages.sentence import prediction_answer, recommendation_answer
+from highwater.pages.study_answer import study_answer
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_tokens
 from places import question_of
+from tables import table
 
 
 def test_the_longest_length_comes_first_with_its_settings_and_what_is_left():
@@ -63,18 +64,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
 
 @pytest.mark.parametrize(
     ("asked", "words"),
-    [
-        ({}, "nothing set"),
-        ({"lora": 16, "lora_base": "nf4"}, "LoRA of rank 16 beside a model in NF4"),
-        (
-            {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1},
-            "AdamW with moments of 8 bits, parameters in bf16",
-        ),
-        ({"recompute": "all-but-attention"}, "attention's outputs kept"),
-        ({"recompute": "none"}, "no recomputation"),
-        ({"offload": "states"}, "the optimizer's moments in host memory"),
-        ({"offload": True}, "all states in host memory"),
-    ],
+    table("answer_sentence", "settings_are_said_in_words"),
 )
 def test_settings_are_said_in_words(asked, words):
     plain = {"loss": "full", "allocator": "native"}

@@ -22,7 +22,7 @@ from highwater.nouns.attention_bench import (
 )
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import Device
-from highwater.pages.attention_report import (
+from highwater.pages.attention import (
     attention_markdown,
     bench_document,
     longest_table,

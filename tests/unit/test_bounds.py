@@ -67,26 +67,9 @@ def test_a_number_that_nobody_means_is_refused_at_once(words, capsys, tmp_path, 
 
 def test_the_finest_grid_that_is_read_is_searched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (
-        main((*DRY, "--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS)))
-        == 0
-    )
-    assert (
-        main(
-            (
-                *DRY,
-                "--start-length",
-                "2",
-                "--resolution",
-                "1",
-                "--max-length",
-                str(MOST_LENGTHS),
-                "--token-budget",
-                "64k",
-            )
-        )
-        == 0
-    )
+    finest = ("--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS))
+    assert main((*DRY, *finest)) == 0
+    assert main((*DRY, *finest, "--token-budget", "64k")) == 0
 
 
 @given(
@@ -262,37 +245,9 @@ def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
 
 
 YAML_PIECES = (
-    "[",
-    "]",
-    "{",
-    "}",
-    ":",
-    "- ",
-    "&a ",
-    "*a",
-    "!!int ",
-    "\n",
-    "  ",
-    "'",
-    '"',
-    "|",
-    ">",
-    "%",
-    "@",
-    "9" * 400,
-    "-1",
-    ".inf",
-    "1e999",
-    "2026-01-01",
-    "\x00",
-    "é",
-    "\ud7ff",
-    "null",
-    "~",
-    "true",
-    "<<: ",
-    "? ",
-    "#",
+    *("[", "]", "{", "}", ":", "- ", "&a ", "*a", "!!int ", "\n", "  ", "'", '"', "|", ">", "%"),
+    *("@", "9" * 400, "-1", ".inf", "1e999", "2026-01-01", "\x00", "é", "\ud7ff", "null", "~"),
+    *("true", "<<: ", "? ", "#"),
 )
 
 

@@ -6,15 +6,17 @@ import pytest
 import highwater
 from highwater.api.prediction import predict_against
 from highwater.errors import ModelError
-from highwater.memory.capacity import MemoryLimit, predict_cell, predict_cells
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
+from highwater.memory.predictor import predict_cell, predict_cells
 from highwater.memory.trace.scaled_trace import ScaledTrace
+from highwater.memory.trainers import MEMORY
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
 from highwater.trainers.trinity import law as trinity
 from highwater.units import GIB
+from tables import table
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 
@@ -94,7 +96,7 @@ def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
     """On a grid so fine that a bound that is 1 % too high shows in a capacity."""
     asked = {"gpus": "1xA100-80GB", "trainer": "trinity", "resolution": 256}
     first = highwater.predict(model, **asked)
-    trinity._replayed.cache_clear()
+    trinity._replays.cache_clear()
     monkeypatch.setattr(ScaledTrace, "least_bytes", lambda *_: 0)
     assert highwater.predict(model, **asked) == first
 
@@ -231,10 +233,11 @@ def test_a_search_begins_where_the_prediction_itself_fits():
     ).question
     memory_limit = MemoryLimit(device_bytes=question.memory_budget_bytes)
     known = calibrate(question, "formula", bundled=bundled_residuals())
+    ours = MEMORY["highwater"].predictor
     for cell, sure in zip(
-        question.cells, predict_cells(question, memory_limit, likely_footprint, known), strict=True
+        question.cells, predict_cells(question, memory_limit, ours, known), strict=True
     ):
-        likely = predict_cell(question, cell, memory_limit, likely_footprint)
+        likely = predict_cell(ours(question, cell, memory_limit))
         assert likely.interval is None
         assert (
             sure.likely_tokens
@@ -297,30 +300,7 @@ def test_the_grid_ends_where_nothing_scales_the_positions():
 
 @pytest.mark.parametrize(
     ("text", "gpus", "name"),
-    [
-        ("4xA100-80GB", 4, "A100-80GB"),
-        ("H200-141GB", 1, "H200-141GB"),
-        ("2 x NVIDIA H200", 2, "H200-141GB"),
-        ("8Xrtx-4090", 8, "RTX-4090"),
-        ("NVIDIA A100-SXM4-80GB", 1, "A100-80GB"),
-        ("NVIDIA H100 80GB HBM3", 1, "H100-80GB"),
-        ("NVIDIA H20", 1, "H20-96GB"),
-        ("RTX-4090-24GB", 1, "RTX-4090"),
-        ("2xA6000-48GB", 2, "A6000-48GB"),
-        ("NVIDIA RTX A6000", 1, "A6000-48GB"),
-        ("NVIDIA RTX 6000 Ada Generation", 1, "RTX-6000-Ada-48GB"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 1, "RTX-PRO-6000-96GB"),
-        ("NVIDIA GeForce RTX 5090", 1, "RTX-5090"),
-        ("NVIDIA L4", 1, "L4-24GB"),
-        ("NVIDIA L40S", 1, "L40S"),
-        ("NVIDIA A10G", 1, "A10G-24GB"),
-        ("NVIDIA GH200 480GB", 1, "GH200-96GB"),
-        ("NVIDIA B300 SXM6 AC", 1, "B300"),
-        ("NVIDIA H800", 1, "H800-80GB"),
-        ("NVIDIA A800-SXM4-80GB", 1, "A800-80GB"),
-        ("AMD Instinct MI300X", 1, "MI300X-192GB"),
-        ("8xMI325X", 8, "MI325X-256GB"),
-    ],
+    table("capacity", "gpus_are_named_as_the_catalog_or_a_driver"),
 )
 def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):
     found = cluster(text, gpu_memory_bytes=None, machine=None)

@@ -20,11 +20,11 @@ from highwater.model.model import load_model
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.study import Study
-from highwater.pages.answer_sentence import recommendation_answer
-from highwater.pages.guide.chooser import Place, chooser_json, places
-from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_page import guide_page, guide_rows
+from highwater.pages.chooser import Place, chooser_json, places
+from highwater.pages.guide import Guide, guide_tables
+from highwater.pages.guide_page import guide_page, guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.sentence import recommendation_answer
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trainers.emitted import answered_first

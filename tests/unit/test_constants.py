@@ -24,7 +24,6 @@ from highwater.memory.formula.constants import (
 )
 from highwater.memory.interval.residuals import study_residuals
 from highwater.memory.question import predicted_question
-from highwater.memory.trace.exact import predict_exactly
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import from_builtins, from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
@@ -33,6 +32,7 @@ from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants
 from highwater.trials.probe import probe
+from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
         )
 
     for constants, workspaces in ((None, 64 * MIB), (own, 40 * MIB)):
-        (found,) = predict_exactly(
+        (found,) = predict_traced(
             question, MemoryLimit(device_bytes=40 * GIB, constants=constants), empty
         )
         assert found.replayed is not None

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import UsageError
-from highwater.memory.capacity import MemoryLimit, predict_cell
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import (
     Calibration,
     Factors,
@@ -20,14 +19,16 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.interval.residuals import bundled_residuals
-from highwater.memory.trace.exact import predict_exactly
+from highwater.memory.predictor import predict_cell
 from highwater.memory.trace.replay import replay
+from highwater.memory.trainers import predictor_of
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import TrialSpec
+from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
 from trial_specs import grid_of, question_on
 
@@ -40,6 +41,12 @@ def ask(**changes) -> Question:
     cells = (Cell(layout=Layout(), settings=Settings(allocator="expandable")),)
     fields = {"device_total_bytes": DEVICE_BYTES, "cells": cells, **changes}
     return question_on(grid_of(STEP, SIZE * STEP), **fields)
+
+
+def guess(question: Question, memory_limit: MemoryLimit) -> int:
+    predictor = predictor_of(question, question.cells[0], memory_limit)
+    assert predictor is not None
+    return predict_cell(predictor).capacity_tokens
 
 
 class Tracer:
@@ -59,7 +66,7 @@ class Tracer:
 @given(st.integers(1, 2**23))
 def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
     tracer = Tracer(bytes_per_token)
-    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer)
+    (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer)
     outside = sum(term.bytes for term in found.footprint.outside)
     specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
     every = Tracer(bytes_per_token)
@@ -86,10 +93,10 @@ def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_t
 ):
     tracer = Tracer(bytes_per_token)
     known = calibration(upper)
-    (likely,) = predict_exactly(
+    (likely,) = predict_traced(
         ask(), MemoryLimit(device_bytes=DEVICE_BYTES), Tracer(bytes_per_token)
     )
-    (found,) = predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
+    (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     capacity = most_predicted_bytes(DEVICE_BYTES, known.factors[0]) - outside
     specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
@@ -128,20 +135,16 @@ def calibration(upper: float) -> Calibration:
 
 def test_where_the_formula_is_right_two_traces_answer():
     question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(
-        question, question.cells[0], memory_limit, likely_footprint
-    ).capacity_tokens
+    guessed = guess(question, memory_limit)
     tracer = Tracer((34 * GIB - 200 * MIB) // guessed)
-    (found,) = predict_exactly(question, memory_limit, tracer)
+    (found,) = predict_traced(question, memory_limit, tracer)
     assert found.capacity_tokens == guessed
     assert sorted(tracer.asked) == [guessed, guessed + STEP]
 
 
 def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_longer_one():
     question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(
-        question, question.cells[0], memory_limit, likely_footprint
-    ).capacity_tokens
+    guessed = guess(question, memory_limit)
     known = Tracer((34 * GIB - 200 * MIB) // guessed)
     is_shorter_asked = Event()
 
@@ -152,17 +155,15 @@ def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_l
             assert is_shorter_asked.wait(10)
         return known(spec)
 
-    (found,) = predict_exactly(question, memory_limit, tracer, calibration(1.02))
+    (found,) = predict_traced(question, memory_limit, tracer, calibration(1.02))
     assert found.capacity_tokens < guessed == found.likely_tokens
 
 
 def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_edge():
     question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = predict_cell(
-        question, question.cells[0], memory_limit, likely_footprint
-    ).capacity_tokens
+    guessed = guess(question, memory_limit)
     tracer = Tracer(3 * (34 * GIB) // guessed)
-    (found,) = predict_exactly(question, memory_limit, tracer)
+    (found,) = predict_traced(question, memory_limit, tracer)
     assert 0 < found.capacity_tokens < 0.4 * guessed
     assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(
         tracer.asked
@@ -183,7 +184,7 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fi
     )
     question, known = ask(cells=(cell,)), calibration(upper)
     tracer, every = (Tracer((34 * GIB - 200 * MIB) // (held * STEP)) for _ in range(2))
-    (found,) = predict_exactly(question, MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
+    (found,) = predict_traced(question, MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     logs = {
         n * STEP: every(question.trial(cell, n * STEP))
@@ -211,7 +212,7 @@ def test_the_hosts_limit_is_the_longest_that_is_traced():
         )
     )
     tracer = Tracer(1)
-    (found,) = predict_exactly(
+    (found,) = predict_traced(
         question, MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB), tracer
     )
     assert found.binding in ("host", "ceiling")
@@ -223,7 +224,7 @@ def test_what_the_tracer_raises_ends_the_prediction():
         raise RuntimeError(f"{spec.length_tokens}")
 
     with pytest.raises(RuntimeError):
-        predict_exactly(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), broken)
+        predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), broken)
 
 
 def test_only_our_own_steps_are_traced():

@@ -15,9 +15,9 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
-from highwater.pages.study.build import study_markdown, study_page
-from highwater.pages.study.study_commands import alive_rows, request_line, setting_of
-from highwater.pages.study.tables import answer_table, trial_table
+from highwater.pages.answer_tables import answer_table, trial_table
+from highwater.pages.study_commands import alive_rows, request_line, setting_of
+from highwater.pages.study_page import study_markdown, study_page
 from highwater.units import GIB
 
 LOGITS = AliveMemory(

@@ -11,20 +11,13 @@ import pytest
 
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
-from highwater.model.families import (
-    CLASS_DEFAULTS,
-    DROPOUT_BY_DEFAULT,
-    EXPERTS,
-    NEEDED,
-    ROPE_BY_LAYER,
-)
+from highwater.model.families import FAMILY_ROWS, TRAINED, family_row
 from highwater.model.footprint import matrices
 from highwater.model.logit_transform import logit_transform_of
 from highwater.model.model import load_model, shape_of
 from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn
 from highwater.model.rope_block import rope_block
-from highwater.model.trained_families import TRAINED
 from tables import table
 from tiny_models import write_model
 
@@ -70,6 +63,7 @@ WITHOUT_FIELDS = {
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
 }
 """What a class reads of a file though it is no field of its own; others read RoPE's old names."""
+ROPE_BY_LAYER = {name for name, row in FAMILY_ROWS.items() if row.has_rope_by_layer}
 OWN_KIND_OF_ROPE = (*ROPE_BY_LAYER, "ministral3", "phi3", "phimoe")
 """Families whose class takes no scaling but its own."""
 
@@ -200,7 +194,7 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
         {
             name: value
             for name, value in config.items()
-            if name in ("model_type", *MIN_FIELDS, *NEEDED.get(family, ()))
+            if name in ("model_type", *MIN_FIELDS, *family_row(family).needs)
             or (family, name) == ("helium", "head_dim")
         }
     )
@@ -212,7 +206,8 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
 
 
 def test_every_family_that_trains_has_its_classs_defaults():
-    assert set(CLASS_DEFAULTS) == TRAINED >= set(FAMILIES)
+    assert set(FAMILIES) <= TRAINED
+    assert all(family_row(family).defaults for family in TRAINED)
 
 
 def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path):
@@ -229,7 +224,7 @@ def test_phi_3s_long_rope_starts_from_the_length_beside_its_block(tmp_path):
     assert found.factor == 64, "its class takes 4096 tokens where the file says nothing"
 
 
-@pytest.mark.parametrize("field", NEEDED["dots1"])
+@pytest.mark.parametrize("field", family_row("dots1").needs)
 def test_experts_of_which_no_model_can_be_built_are_refused_by_the_fields_name(tmp_path, field):
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     assert load_model(str(write_model(tmp_path, model_type="dots1", **experts))).shape.experts == 4
@@ -282,14 +277,15 @@ def test_families_that_drop_attention_weights_by_default_are_those_of_transforme
     for name in TRAINED:
         config = transformers.CONFIG_MAPPING[name]().to_dict()
         found.update((name, field) for field in fields if config.get(field))
-    assert found == DROPOUT_BY_DEFAULT
+    rows = {name: row.dropout_field for name, row in FAMILY_ROWS.items() if row.dropout_field}
+    assert found == rows
 
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("family", sorted(TRAINED))
 def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_path, family):
     pytest.importorskip("transformers")
-    least = {field: GIVEN[field] for field in NEEDED.get(family, ())} | {"attention_dropout": 0.0}
+    least = {field: GIVEN[field] for field in family_row(family).needs} | {"attention_dropout": 0.0}
     (tmp_path / "config.json").write_text(json.dumps(written_by_its_class(family, least)))
     shape = load_model(str(tmp_path)).shape
     with_norms = sum(run.count * run.kind.parameters for run in shape.runs)
@@ -303,7 +299,7 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_pat
 def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, changes, window):
     family = changes["model_type"]
     experts = SMALL_EXPERTS if family in ("mixtral", "qwen3_moe") else {}
-    if family in EXPERTS and not experts:
+    if family_row(family).experts and not experts:
         experts = {
             field: SMALL_COUNTS[field] for field in SMALL_COUNTS if field in fields_of(family)
         }

@@ -19,6 +19,7 @@ from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, e
 from highwater.trials.foreign_trial import bounded_allocator, memory_budget, past_the_bound
 from highwater.units import GIB
 from places import question_of
+from tables import table
 
 QUESTION = question_of(loss="full", allocator="native")
 FOREIGN = ForeignTrainer(trainer="command", command=("train", "{length}"))
@@ -311,17 +312,7 @@ def test_a_timeout_says_how_far_it_came():
 
 @pytest.mark.parametrize(
     ("before", "who"),
-    [
-        ("", ""),
-        ("[rank0]: ", "rank0: "),
-        ("(TrainWorker pid=123, ip=10.0.0.7) ", "TrainWorker pid=123, ip=10.0.0.7: "),
-        ("(pid=123) ", "pid=123: "),
-        ("[default1]:[rank1]: ", "default1 rank1: "),
-        ("3: ", "process 3: "),
-        ("[1,3]<stderr>: ", "process 1,3: "),
-        ("alpha: ", "alpha: "),
-        ("node7> ", "node7: "),
-    ],
+    table("foreign_classify", "a_reason_names_whoever_ran_out_as_the_log_does"),
 )
 def test_a_reason_names_whoever_ran_out_as_the_log_does(before, who):
     log = "".join(f"{before}{line}\n" for line in RAN_OUT.splitlines())

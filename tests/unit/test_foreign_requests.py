@@ -35,10 +35,11 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, TriedTrainer
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.study.study_commands import find_words, try_words
+from highwater.pages.study_commands import find_words, try_words
 from highwater.trainers.foreign import TRIALS
 from highwater.trainers.targets import TARGETS
 from places import machine_with, question_of
+from tables import table
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
 ASKED: dict[str, Any] = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}
@@ -85,20 +86,7 @@ def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "what"),
-    [
-        ("train --len {len}", "{length}"),
-        ("train --len {length} --x {}", "{{"),
-        ("train --len {length} --x '{\"a\": 1}'", "{{"),
-        ("train --len {length!r}", "{{"),
-        ("train --len {length:04}", "{{"),
-        ("train --len {length.real}", "{length}"),
-        ("train --len {length[0]}", "{length}"),
-        ("train --len {length", "{{"),
-        ("train", "{length}"),
-        ("train '{length}", "--command"),
-        ("", "--command"),
-        ("  ", "--command"),
-    ],
+    table("foreign_requests", "a_command_that_cannot_be_filled_is_refused"),
 )
 def test_a_command_that_cannot_be_filled_is_refused(command, what):
     with pytest.raises(UsageError) as refused:

@@ -30,10 +30,10 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
-from highwater.pages.guide import guide_page as guide_parts
-from highwater.pages.guide.chooser import places
-from highwater.pages.guide.guide import Guide, cell_label, guide_tables
-from highwater.pages.guide.guide_page import guide_markdown, guide_page, guide_rows
+from highwater.pages import guide_page as guide_parts
+from highwater.pages.chooser import places
+from highwater.pages.guide import Guide, cell_label, guide_tables
+from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped, markdown_list
 from places import question_of
 from tiny_models import write_model
@@ -80,28 +80,6 @@ def test_offload_is_the_best_of_saving_weights_and_not(tmp_path):
             **dict.fromkeys((4096, 8192, 12288), "Env + Offload"),
             16384: "-",
         }
-
-
-@pytest.mark.parametrize(
-    ("unknown", "expected"),
-    [
-        ("vanilla", {4096: "Env", 8192: "Env + Offload", 12288: "?"}),
-        ("env", {4096: "vanilla", 8192: "Env + Offload", 12288: "?"}),
-        ("env+offload", {4096: "vanilla", 8192: "Env", 12288: "?"}),
-        (None, {4096: "vanilla", 8192: "Env + Offload", 12288: "-"}),
-    ],
-)
-def test_an_unknown_cell_never_becomes_nothing_fits(unknown, expected, tmp_path):
-    known = {
-        "vanilla": 4096,
-        "env": 8192 if unknown == "env+offload" else 4096,
-        "env+offload": 8192,
-    }
-    rows = (
-        f"A100-80GB,{name},1,1,Qwen3-0.6B,{'' if name == unknown else tokens}"
-        for name, tokens in known.items()
-    )
-    assert labels(of_rows(*rows, folder=tmp_path)) == expected
 
 
 def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path):

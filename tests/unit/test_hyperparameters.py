@@ -19,9 +19,10 @@ from highwater.nouns.objective import TRAITS, without_reference
 from highwater.nouns.request import TOPICS, request_from, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_tables import question_table
+from highwater.pages.study_commands import find_words, try_words
+from highwater.pages.study_tables import question_table
 from places import question_of
+from tables import table
 
 NUMBERS = [name for name in NAMES if name != "kl_estimator"]
 CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
@@ -83,19 +84,7 @@ def test_a_file_may_write_an_exponent_without_a_dot(text):
 
 @pytest.mark.parametrize(
     ("name", "value", "has_it"),
-    [
-        ("clip_ratio_low", 0.1, {"objective": "grpo"}),
-        ("clip_ratio_high", 0.28, {"objective": "ppo"}),
-        ("dual_clip", 0.0, {"objective": "ppo"}),
-        ("kl_estimator", "k3", {"objective": "grpo"}),
-        ("kl_coefficient", 0.1, {"objective": "grpo"}),
-        ("entropy_coefficient", 0.1, {"objective": "grpo", "entropy": "chunked"}),
-        ("dpo_beta", 0.5, {"objective": "dpo", "sequences_per_micro_batch": 2}),
-        ("value_clip", 0.2, {"objective": "ppo", "critic": True}),
-        ("value_coefficient", 1.0, {"objective": "ppo", "critic": True}),
-        ("discount", 0.9, {"objective": "ppo"}),
-        ("gae_lambda", 1.0, {"objective": "ppo"}),
-    ],
+    table("hyperparameters", "a_number_that_the_loss_does_not_have"),
 )
 def test_a_number_that_the_loss_does_not_have_is_refused(name, value, has_it):
     flag = f"--{name.replace('_', '-')}"

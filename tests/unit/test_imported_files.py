@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from highwater.trials.tracing import imported_digest, imported_files
+from highwater.trials.traced import imported_digest, imported_files
 
 SOURCE = Path(__file__).parents[2] / "src" / "highwater"
 TRACER = "highwater.engine.tracer.tracer"

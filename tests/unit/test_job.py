@@ -86,21 +86,17 @@ def job(folder: Path, asked: str, **changes: Any) -> Job[Prepared]:
     return Job(**(fields | changes))
 
 
-def test_a_report_comes_back_as_the_record_that_it_is(folder):
-    assert job(folder, "report").run(folder) == Prepared(model_directory="given")
-
-
-def test_a_module_is_told_more_words_after_order_and_report(folder):
-    assert job(folder, "report", words=("a", "b c")).run(folder).model_directory == "given a b c"
-
-
-def test_a_whole_report_counts_however_its_process_ended_after_it(folder):
-    assert job(folder, "report, then fail").run(folder).model_directory == "made"
-
-
-def test_ranks_make_one_report_and_are_told_nothing_else(folder):
-    made = job(folder, "", module="of_ranks", order=None, ranks=2).run(folder)
-    assert made.model_directory == "of 2"
+@pytest.mark.parametrize(
+    ("asked", "changes", "made"),
+    [
+        ("report", {}, "given"),
+        ("report", {"words": ("a", "b c")}, "given a b c"),
+        ("report, then fail", {}, "made"),
+        ("", {"module": "of_ranks", "order": None, "ranks": 2}, "of 2"),
+    ],
+)
+def test_a_whole_report_comes_back_as_the_record_that_it_is(asked, changes, made, folder):
+    assert job(folder, asked, **changes).run(folder) == Prepared(model_directory=made)
 
 
 @pytest.mark.parametrize(

@@ -182,19 +182,6 @@ def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_pat
     assert "not complete" in study.notes[0]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path):
-    path = tmp_path / "study.jsonl"
-    with open_journal(path, QUESTION) as journal:
-        record(journal, 4096)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:2], lines[2][:40] + b"\n", *lines[3:]]))
-    before = path.read_bytes()
-    for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
-        with pytest.raises(StudyError, match=r"line 3 of .* is damaged"):
-            attempt(path)
-    assert path.read_bytes() == before
-
-
 def test_an_end_without_a_beginning_is_damage(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
@@ -375,27 +362,6 @@ def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
         open_journal(tmp_path / "file" / "study.jsonl", QUESTION)
     with pytest.raises(StudyError, match="cannot be read"):
         read_study(tmp_path / "none.jsonl")
-
-
-def test_a_crash_that_left_no_answer_is_tried_again_where_one_asks_and_a_measured_one_is_not(
-    tmp_path,
-):
-    path = tmp_path / "study.jsonl"
-    law = FormulaLaw(shape=QUESTION.model.shape)
-    crashing = SimulatedRunner(
-        lambda spec: Outcome.CRASHED if law(spec) > 60 * 1024**3 else law(spec)
-    )
-    with open_journal(path, QUESTION) as journal:
-        search(QUESTION, journal, crashing)
-        crashed = journal.snapshot()
-    assert crashed.answers[0].limit == "inconclusive"
-    good = sum(
-        trial.result is not None and trial.result.outcome is Outcome.FIT for trial in crashed.trials
-    )
-    with open_journal(path, QUESTION, retry_crashed=True) as journal:
-        assert search(QUESTION, journal) == good
-        assert journal.snapshot().answers[0].limit == "memory"
-    assert read_study(path).complete
 
 
 def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path):

@@ -142,14 +142,6 @@ def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
     assert highwater.recommend("Llama-3.1-8B", gpus=gpus, copies=copies, **asked).chosen is not None
 
 
-def test_experts_in_nf4_are_refused_with_a_hint_that_works():
-    with pytest.raises(UsageError, match="in nf4") as refused:
-        highwater.predict("Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_base="nf4")
-    targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
-    found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
-    assert any(cell.capacity_tokens for cell in found.cells)
-
-
 NATIVE = 32_768
 """Positions of the tiny model."""
 

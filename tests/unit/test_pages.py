@@ -20,11 +20,11 @@ from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd
-from highwater.pages.guide.chooser import places
-from highwater.pages.guide.guide import Guide, guide_tables
-from highwater.pages.guide.guide_page import guide_page
+from highwater.pages.chooser import places
+from highwater.pages.guide import Guide, guide_tables
+from highwater.pages.guide_page import guide_page
 from highwater.pages.profile import profile_page
-from highwater.pages.study.build import study_page
+from highwater.pages.study_page import study_page
 from highwater.units import MIB
 from write_snapshots import MAIN, Program
 

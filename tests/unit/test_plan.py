@@ -27,6 +27,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
 from places import H200, NO_GPU, machine_with, write_safetensors
+from tables import table
 from tiny_models import write_model
 
 
@@ -188,18 +189,7 @@ def test_gpus_can_be_simulated_where_there_are_none():
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        ({"memory": "200GiB"}, "more than the GPU has"),
-        ({"memory": "10GiB", "headroom": "10GiB"}, "leaves nothing"),
-        ({"device": "cpu", "memory": "2GiB", "allocator": "expandable"}, "exclude each other"),
-        ({"start_length": "32k", "max_length": "16k"}, "below the start length"),
-        ({"start_length": "1"}, "start length of 1"),
-        ({"steps": 1}, "never hold the peak"),
-        ({"data": "not a function"}, "not module:function"),
-        ({"ulysses": [3]}, "SP=3 on 1 GPU: 3 does not divide 1 GPU"),
-        ({"sequences_per_micro_batch": 0}, "0 sequences"),
-        ({"mlp_tiles": 0}, "0 MLP tiles"),
-    ],
+    table("plan", "settings_that_cannot_work_are_refused"),
 )
 def test_settings_that_cannot_work_are_refused(settings, said):
     with pytest.raises(UsageError, match=said):

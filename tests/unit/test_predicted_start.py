@@ -15,8 +15,9 @@ from studies import without_checksums
 
 import highwater
 from highwater.errors import UsageError
-from highwater.memory.capacity import MemoryLimit, Prediction, predict_cells
-from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.capacity import MemoryLimit, Prediction
+from highwater.memory.predictor import predict_cells
+from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
 from highwater.nouns.hardware import Gpu
@@ -239,7 +240,11 @@ def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_
     with predicted_start.predicted_start(request, question) as expected:
         capacities = [expected(cell) for cell in cells]
     outside = next(
-        iter(predict_cells(question, MemoryLimit(device_bytes=40 * GIB), likely_footprint))
+        iter(
+            predict_cells(
+                question, MemoryLimit(device_bytes=40 * GIB), MEMORY["highwater"].predictor
+            )
+        )
     ).footprint.outside_bytes
     assert capacities == [(40 * GIB - outside) // Tracer.BYTES_PER_STEP * STEP] * 2
 

@@ -111,15 +111,15 @@ FILES = {"trl.yaml": "a: 1\n", "launch.sh": "#!/usr/bin/env bash\n"}
 PROGRAMS = ("torchrun", "trl", "accelerate", "swift", "python3", "trinity", "ray")
 
 
-def test_files_are_written_into_a_new_folder_and_a_script_may_be_run(tmp_path):
+def test_files_are_written_beside_others_a_script_may_be_run_and_what_is_the_same_stays(tmp_path):
     paths = write_folder(tmp_path / "a" / "b", FILES)
     assert [path.read_text() for path in paths] == list(FILES.values())
     assert [os.access(path, os.X_OK) for path in paths] == [False, True]
-
-
-def test_what_is_there_with_the_same_content_stays(tmp_path):
-    first = [path.stat().st_mtime_ns for path in write_folder(tmp_path, FILES)]
-    assert [path.stat().st_mtime_ns for path in write_folder(tmp_path, FILES)] == first
+    (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
+    first = [path.stat().st_mtime_ns for path in paths]
+    again = write_folder(tmp_path / "a" / "b", FILES)
+    assert [path.stat().st_mtime_ns for path in again] == first
+    assert (tmp_path / "a" / "b" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["text", "folder", "link", "broken link", "binary"])
@@ -140,12 +140,6 @@ def test_what_is_the_users_is_kept_and_nothing_else_is_written(kind, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
     assert kind not in ("text", "link") or mine.read_text() == "mine\n"
     assert write_folder(Path(f"{tmp_path}-2"), FILES)
-
-
-def test_other_files_of_a_folder_are_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    write_folder(tmp_path, FILES)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

@@ -29,6 +29,7 @@ from highwater.trials.probe import (
 )
 from highwater.units import GIB
 from places import H200, NO_GPU, machine_with
+from tables import table
 
 ROOT = Path(__file__).parents[2]
 UUIDS = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")
@@ -116,16 +117,7 @@ def test_a_modern_gpu_is_not_refused_even_if_nobody_knows_its_name():
 
 @pytest.mark.parametrize(
     ("driver_name", "kind"),
-    [
-        ("NVIDIA H200", "H200-141GB"),
-        ("NVIDIA H200 NVL", "H200-141GB-NVL"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("NVIDIA H100 NVL", "H100-94GB-NVL"),
-        ("NVIDIA H100 PCIe", "H100-80GB-PCIe"),
-        ("NVIDIA GB10", None),
-        ("NVIDIA GeForce GTX 1080", "GTX-1080"),
-        ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
-    ],
+    table("probe", "a_gpu_is_of_the_kind_that_says_the_most"),
 )
 def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(driver_name, kind):
     found = kind_of(driver_name)
@@ -215,37 +207,16 @@ def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable():
 
 @pytest.mark.parametrize(
     ("torch", "transformers", "obstacles"),
-    [
-        ("2.11.0+cu130", "5.17.0", ()),
-        ("2.13.1", "6.0.0", ()),
-        ("2.10.1", "5.17.0", ("torch 2.10.1 is too old: 2.11 is the first that works",)),
-        (
-            "2.14.0a0+git1",
-            "5.17.0",
-            ("torch 2.14.0a0+git1 is too new: it has to be older than 2.14",),
-        ),
-        (
-            None,
-            "4.57.0",
-            (
-                "torch is not installed",
-                "transformers 4.57.0 is too old: 5.17 is the first that works",
-            ),
-        ),
-    ],
+    table("probe", "versions_that_cannot_run_a_trial_are_named"),
 )
 def test_versions_that_cannot_run_a_trial_are_named(torch, transformers, obstacles):
     versions = {
         name: text for name, text in (("torch", torch), ("transformers", transformers)) if text
     }
     machine = msgspec.structs.replace(NO_GPU, versions=versions)
-    assert package_obstacles(machine) == obstacles
-    assert (
-        tuple(
-            finding.problem for finding in diagnose(machine).findings if finding.stops_every_trial
-        )
-        == obstacles
-    )
+    assert list(package_obstacles(machine)) == obstacles
+    findings = diagnose(machine).findings
+    assert [each.problem for each in findings if each.stops_every_trial] == obstacles
 
 
 def test_the_versions_that_work_are_those_that_the_package_asks_for():
@@ -262,25 +233,7 @@ def test_the_versions_that_work_are_those_that_the_package_asks_for():
 
 @pytest.mark.parametrize(
     ("installed", "problem"),
-    [
-        (
-            "class version: cuda = '13.0'\nclass cuda: is_available = staticmethod(lambda: True)",
-            None,
-        ),
-        (
-            "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)",
-            "torch 2.13.0 is built without CUDA: it cannot use the GPU",
-        ),
-        (
-            "class version: cuda = '13.0'\nclass cuda: is_available = staticmethod(lambda: False)",
-            "torch 2.13.0 with CUDA 13.0 cannot use the GPU under driver 580",
-        ),
-        (
-            "raise ImportError('libcudart.so.13: cannot open shared object file')",
-            "torch 2.13.0 cannot be imported: ImportError: libcudart.so.13: cannot open shared "
-            "object file",
-        ),
-    ],
+    table("probe", "a_torch_that_cannot_use_the_gpus_is_refused"),
 )
 def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
     tmp_path, monkeypatch, installed, problem

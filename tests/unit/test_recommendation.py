@@ -259,15 +259,6 @@ def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():
     assert "numerical stability" not in explained(recommend(length=40_960, **H20S))
 
 
-def test_a_length_that_positions_cannot_reach_is_refused():
-    with pytest.raises(UsageError) as refused:
-        recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k")
-    assert "--rope yarn" in refused.value.hint
-    assert (
-        recommend("Llama-3.1-8B", gpus="8xH200-141GB", length="256k", rope="yarn").yarn is not None
-    )
-
-
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [
@@ -338,16 +329,14 @@ def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_
 
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     replays: list[tuple[object, ...]] = []
-    replay_scaled = trinity.replay_scaled
+    replay_codes = trinity.replay_codes
 
-    def counted(trace, tokens, **asked):
-        replays.append((id(trace), tokens, *asked.items()))
-        return replay_scaled(trace, tokens, **asked)
+    def counted(steps, **asked):
+        replays.append((id(steps.events), tuple(steps.sizes), *asked.items()))
+        return replay_codes(steps, **asked)
 
-    for memory in (trinity._replayed, trinity._needed):
-        memory.cache_clear()
-    monkeypatch.setattr(trinity, "_ROOMY", {})
-    monkeypatch.setattr(trinity, "replay_scaled", counted)
+    trinity._replays.cache_clear()
+    monkeypatch.setattr(trinity, "replay_codes", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
     # what was recommended when every cell was replayed for all that a prediction tells

@@ -21,6 +21,7 @@ from highwater.pages.recommendation_tables import recommendation_tables, rung_li
 from highwater.pages.table import plain_table
 from highwater.recommendation.recommend import recommend
 from highwater.units import GIB, MIB
+from tables import table
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
 HERE = {
@@ -149,23 +150,7 @@ def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconcl
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [
-        ({"model": "Qwen3-1.7B"}, "its model is Qwen3-0.6B"),
-        ({"gpus": "A100-80GB"}, "its GPUs are NVIDIA H200"),
-        (
-            {"gpu_memory": None},
-            "its trials had 79.15 GiB of each GPU, and 139.80 GiB are asked about",
-        ),
-        (
-            {"reserved": "20GiB"},
-            "its trials had 79.15 GiB of each GPU, and 59.15 GiB are asked about",
-        ),
-        (
-            {"gpus": "2xH200-141GB"},
-            "no rung that is asked about has an answer for this length on 2 GPUs",
-        ),
-        ({"objective": "grpo"}, "no rung that is asked about"),
-    ],
+    table("recommendation_from_studies", "a_study_of_something_else"),
 )
 def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
     found = recommend(length="8k", studies=[STUDY], **(HERE | asked))

@@ -16,10 +16,11 @@ from highwater.errors import UsageError
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.recommendation.queries import query_of_prediction
+from highwater.pages.study_commands import find_words, try_words
+from highwater.recommendation.candidates import query_of_prediction
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
 from places import question_of
+from tables import table
 
 
 def test_typed_text_becomes_numbers():
@@ -38,30 +39,9 @@ def test_typed_text_becomes_numbers():
     assert request.timeout_s == 90.0
 
 
-def test_a_file_must_have_the_right_types():
-    with pytest.raises(UsageError, match=r"study\.yaml: .*'two'"):
-        request_from({"model": "Qwen3-0.6B", "confirm": "two"}, config_file="study.yaml")
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
-    [
-        ({"memoryy": "80GiB"}, "unknown setting 'memoryy'"),
-        ({"loss": "ful"}, "loss 'ful' is not one of"),
-        ({"confirm": "often"}, "confirm 'often' is not a whole number"),
-        ({"gpus": ["one"]}, "gpus 'one' is not a whole number"),
-        ({"gpus": "some"}, "gpus 'some' is not a whole number, or a list of them"),
-        ({"memory": "80"}, "no trial fits in a memory of 80 bytes"),
-        ({"allow_busy": "perhaps"}, "allow_busy 'perhaps' is not true or false"),
-        ({"data": 3}, "data '3' is not module:function"),
-        ({"gpus": ["0"]}, "gpus is 0"),
-        ({"gpus": []}, "gpus is empty"),
-        ({"timeout": "soon"}, "'soon'"),
-        ({"memory": "80GB"}, "decimal"),
-        ({"start_length": "short"}, "'short'"),
-        ({"max_length": "0"}, "'0'"),
-        ({"headroom": "-1GiB"}, "'-1GiB'"),
-    ],
+    table("request", "a_mistake_is_told_in_the_users_words"),
 )
 def test_a_mistake_is_told_in_the_users_words(values, said):
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -146,12 +126,6 @@ def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(ori
     with pytest.raises(UsageError) as refusal:
         request_from({"model": "Qwen3-0.6B", "memory": "80"}, **origin)
     assert refusal.value.hint == f"give the unit: `{hint}`"
-
-
-def test_in_a_file_the_hint_is_a_line_of_the_file():
-    with pytest.raises(UsageError) as refusal:
-        request_from({"model": "Qwen3-0.6B", "loss": "ful"}, config_file="study.yaml")
-    assert "`loss: full`" in refusal.value.hint
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
@@ -260,9 +234,3 @@ def test_one_trial_from_python():
     result = highwater.run_trial("Qwen3-0.6B", "8k", memory="80GiB", device="cuda", dry_run=True)
     assert result.outcome is Outcome.FIT
     assert result.simulated
-
-
-def test_a_setting_that_does_not_exist_is_answered_with_the_nearest():
-    with pytest.raises(highwater.HighwaterError) as refusal:
-        highwater.find("Qwen3-0.6B", memoryy="80GiB")
-    assert refusal.value.hint == "did you mean `memory`?"

@@ -350,15 +350,30 @@ def test_a_log_that_cannot_be_written_is_the_machines_fault_not_an_outcome(tmp_p
     assert "`--log-dir`" in refusal.value.hint
 
 
+OURS = {
+    "CUDA_DEVICE_ORDER": ("FASTEST_FIRST", "PCI_BUS_ID"),
+    "GLOO_SOCKET_IFNAME": ("eth0", "lo"),
+    "NCCL_SOCKET_IFNAME": ("eth0", "lo"),
+    "PYTORCH_ALLOC_CONF": ("garbage_collection_threshold:0.5", "expandable_segments:{}"),
+    "PYTORCH_CUDA_ALLOC_CONF": ("max_split_size_mb:32", "expandable_segments:{}"),
+}
+"""What the shell has, and what a trial has whatever it is: ranks meet where nobody else does."""
+
+
 @pytest.mark.parametrize(("allocator", "setting"), [("native", "False"), ("expandable", "True")])
-def test_the_allocator_is_set_under_both_names_over_whatever_the_shell_has(
+def test_what_a_trial_says_itself_is_said_over_whatever_the_shell_has(
     monkeypatch, allocator, setting
 ):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.5")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:32")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for name, (typed, _) in OURS.items():
+        monkeypatch.setenv(name, typed)
     environment = trial_environment(cuda_spec(settings=Settings(allocator=allocator)))
-    assert environment["PYTORCH_ALLOC_CONF"] == f"expandable_segments:{setting}"
-    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:{setting}"
+    assert {name: environment[name] for name in OURS} == {
+        name: own.format(setting) for name, (_, own) in OURS.items()
+    }
+    on_the_cpu = trial_environment(cpu_spec())
+    assert on_the_cpu["GLOO_SOCKET_IFNAME"] == "lo"
+    assert on_the_cpu["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.parametrize(
@@ -391,16 +406,6 @@ def test_everything_else_of_the_users_environment_is(monkeypatch):
     assert trial_environment(cuda_spec()).items() >= mine.items()
 
 
-def test_a_trial_counts_gpus_as_the_driver_does_whatever_the_shell_says(monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert trial_environment(cuda_spec())["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
-def test_a_trial_on_the_cpu_sees_no_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert trial_environment(cpu_spec())["CUDA_VISIBLE_DEVICES"] == ""
-
-
 @pytest.mark.parametrize(
     ("written", "why"),
     [
@@ -418,12 +423,6 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, writ
     assert len(damaged) == 1
     assert "rank-001.json" in damaged[0]
     assert why in damaged[0]
-
-
-def test_ranks_talk_to_each_other_on_an_interface_that_nobody_else_reaches(monkeypatch):
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "eth0")
-        assert trial_environment(cuda_spec())[name] == trial_environment(cpu_spec())[name] == "lo"
 
 
 BUDGETS = st.integers(GIB // 2, 200 * GIB)

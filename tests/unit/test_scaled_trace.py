@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.replay import Replayed, alive_at, replay, timeline
-from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled, scaled_trace
+from highwater.memory.trace.replay import Replayed, alive_at, replay, replay_codes, timeline
+from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.events import (
@@ -306,7 +306,7 @@ ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "expandable"])
 
 def scaled(trace: ScaledTrace, tokens: int, **asked: Any) -> Replayed:
     """The scaled replay, with what is alive at its peak."""
-    found, peak_at = replay_scaled(trace, tokens, **asked)
+    found, peak_at = replay_codes(trace.codes(tokens), **asked)
     return msgspec.structs.replace(found, alive=alive_at(trace.at(tokens), peak_at))
 
 
@@ -347,10 +347,11 @@ def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_pea
     allocator, steps, tokens, spare_bytes
 ):
     trace = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
-    free = replay_scaled(trace, tokens, allocator=allocator)
+    free = replay_codes(trace.codes(tokens), allocator=allocator)
     held = free[0].peak_reserved_bytes + spare_bytes
     assert free[0].retries == 0
-    assert replay_scaled(trace, tokens, allocator=allocator, capacity_bytes=held) == free
+    again = replay_codes(trace.codes(tokens), allocator=allocator, capacity_bytes=held)
+    assert again == free
 
 
 @ALLOCATORS

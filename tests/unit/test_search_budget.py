@@ -17,7 +17,7 @@ from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study.study_answer import study_answer
+from highwater.pages.study_answer import study_answer
 from highwater.search.budget import Budget, outlook, time_notes
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s
@@ -26,6 +26,7 @@ from highwater.search.start_length import first_index
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law, OneByOne
 from places import examples, machine_with, script
+from tables import table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))
@@ -118,18 +119,7 @@ def test_a_budget_is_no_part_of_the_question():
 
 @pytest.mark.parametrize(
     ("named", "proof", "budget_s"),
-    [
-        ({}, "memory", 900),
-        ({"timeout": "15m"}, "full", None),
-        ({"proof": "full"}, "full", None),
-        ({"proof": "full", "budget": "1h"}, "full", 3600),
-        ({"proof": "memory", "timeout": "5m"}, "memory", None),
-        ({"method": "linear"}, "full", None),
-        ({"attention": "block_sparse"}, "full", None),
-        ({"dry_run": True}, "full", None),
-        ({"device": "cpu", "memory": "2GiB", "model": "tiny"}, "full", None),
-        ({"device": "cpu", "memory": "2GiB", "model": "tiny", "budget": "1m"}, "full", 60),
-    ],
+    table("search_budget", "who_names_a_proof_or_a_limit_alone"),
 )
 def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(named, proof, budget_s):
     found = planned(**named)

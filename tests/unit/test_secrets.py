@@ -53,18 +53,7 @@ def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "train {length} --pad-token x --eos_token y --max-token 5 --token-budget 4096",
-        "train {length} --tokenizer a/b --max_new_tokens 5 --prompt-key question --sort-keys z",
-        "train {length} --api-key {output} --author me --password-file /run/p --key value",
-        "train {length} HF_HOME=/x model.path=/y --url https://host:80/x --use-auth-token --lr 1",
-        "train {length} --key-value-heads 8 --tokens-per-batch 4096 --pattern x --path x",
-        "train {length} --pass-through x --passes 2 --forward-pass y --pathlib p --patience 3",
-        "train {length} --token-type t --keys a --key-dim 64 --cookie-jar /c --bypass b --compat 1",
-        "env PWD=/work OLDPWD=/x train {length} --user me --login shell --compass n --session s",
-        "docker run -u 1000:1000 --user=1000:1000 image:1 {length} --secretary x --passenger y",
-        "python -u train.py {length} -u 2 --user-agent a:b --bypass=x --password-file=/run/p",
-    ],
+    table("secrets", "words_of_a_command_that_are_no_secret_stay"),
 )
 def test_words_of_a_command_that_are_no_secret_stay(command):
     assert hidden_words(shlex.split(command)) == tuple(shlex.split(command))
@@ -79,16 +68,7 @@ def test_no_flag_of_ours_is_taken_for_a_secrets():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "error: unrecognized arguments: --password 123456 --api-key swordfish",
-        "Command '['train', '--password', '123456', '--hf-token', 'swordfish']' returned 1",
-        "['--gh-pat', '123456', '-u', 'me:swordfish', '--session-key', '123456', '--pwd', 'x y']",
-        "sent Authorization: Bearer 123456",
-        "train.py: error: unrecognized arguments: --password=correct 123456 swordfish --lr 1",
-        "error: unrecognized arguments: --pass 123456 --pwd swordfish --gh-pat 123456",
-        "unrecognized arguments: --session-key -123456 -u me:swordfish GH_PAT=123456",
-        "sent Cookie: a=123456; b=swordfish",
-    ],
+    table("secrets", "a_command_that_an_error_quotes_is_quoted"),
 )
 def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text):
     hidden = without_secrets(text)
@@ -98,20 +78,7 @@ def test_a_command_that_an_error_quotes_is_quoted_without_its_secrets(text):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "65,536 tokens: memory ran out: rank 0, forward: OutOfMemoryError: CUDA out of memory",
-        "65,536 tokens: none of 3 attempts told whether it fits; the last: rank 0 was ended by "
-        "signal 11 (SIGSEGV)",
-        "nothing set, 1 GPU: memory-only proof of 98,304 tokens, 77.66 GiB at the peak",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-        "--token-budget 16384 token_budget=16384, tokenizer=Qwen2TokenizerFast",
-        "logs/qwen3-0.6b-79gib-full/Qwen3-0.6B/gpu-1/sp-1/vanilla/model_len-188416.log",
-        "ValueError: a start length of 1 token: use 2 or more",
-        "eos_token: <|im_end|>, max_token: 512, password=None, 'api_key': null",
-        "--token-budget 16384 --per-token 3",
-        "--pass-through x --pattern 'a b' --path /x --key-value-heads 8 --cookie-jar /x",
-        "1 pass over the data, forward pass 3 ms, cookies are off, user: me, pat: x, PWD=/work",
-    ],
+    table("secrets", "what_is_no_secret_stays"),
 )
 def test_what_is_no_secret_stays(text):
     assert without_secrets(text) == text

@@ -43,35 +43,13 @@ from highwater.units import (
     parse_tokens,
 )
 from places import question_of
+from tables import table
 from trial_specs import grid_of
 
 
 @pytest.mark.parametrize(
     ("settings", "said", "mended"),
-    [
-        ({"critic": True}, "the objective sft has no critic", {"objective": "ppo"}),
-        (
-            {"objective": "rw", "entropy": "full"},
-            "the objective rw has no entropy in it",
-            {"entropy": "none"},
-        ),
-        (
-            {"objective": "rw"},
-            "rw trains on pairs, and 1 sequences",
-            {"sequences_per_micro_batch": 2},
-        ),
-        (
-            {"objective": "dpo", "sequences_per_micro_batch": 3},
-            "dpo trains on pairs, and 3 sequences",
-            {"sequences_per_micro_batch": 2},
-        ),
-        (
-            {"objective": "dpo", "sequences_per_micro_batch": 2, "entropy": "full"},
-            "the objective dpo has no entropy in it",
-            {"entropy": "none"},
-        ),
-        ({"token_budget_tokens": 0}, "a token budget of 0", {"token_budget_tokens": 16_384}),
-    ],
+    table("settings", "settings_that_exclude_each_other_are_refused"),
 )
 def test_settings_that_exclude_each_other_are_refused_and_what_the_hint_says_is_not(
     settings, said, mended
@@ -216,17 +194,28 @@ def test_a_grid_without_lengths_is_refused(changes):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("parse", "read"),
     [
-        ("80GiB", 80 * GIB),
-        ("79.15 GiB", 84986665369),
-        ("512MiB", 512 * 1024**2),
-        ("1_000", 1000),
-        ("2tib", 2048 * GIB),
+        (
+            parse_bytes,
+            {
+                "80GiB": 80 * GIB,
+                "79.15 GiB": 84986665369,
+                "512MiB": 512 * 1024**2,
+                "1_000": 1000,
+                "2tib": 2048 * GIB,
+            },
+        ),
+        (parse_memory, {"0": 0, "512KiB": 512 * 1024, "84986665369": 84986665369}),
+        (parse_memory, {"80GiB": 80 * GIB}),
+        (parse_tokens, {"32768": 32768, "128k": 131072, "1m": 1048576, "1.5k": 1536}),
+        (parse_tokens, {"4,096": 4096}),
+        (parse_seconds, {"2400": 2400.0, "40m": 2400.0, "1h30m": 5400.0, "90s": 90.0}),
+        (parse_seconds, {"1.5h": 5400.0}),
     ],
 )
-def test_memory_sizes_are_binary(text, count):
-    assert parse_bytes(text) == count
+def test_sizes_and_lengths_are_binary_and_times_take_hours_minutes_and_seconds(parse, read):
+    assert {text: parse(text) for text in read} == read
 
 
 @pytest.mark.parametrize(
@@ -244,10 +233,17 @@ def test_a_decimal_memory_size_is_refused_with_a_binary_one_that_is_no_more(text
     assert 0.98 * meant < parse_bytes(hinted) <= meant
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 parsecs", "--"])
-def test_what_is_no_memory_size_is_refused(text):
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        *((parse_bytes, text) for text in ("", "GiB", "-1GiB", "1e9", "80 parsecs", "--")),
+        *((parse_tokens, text) for text in ("0", "0.3", "1.0001k", "12 miles", "-5")),
+        *((parse_seconds, text) for text in ("0", "0s", "soon", "-40m", "40 minutes")),
+    ],
+)
+def test_what_is_no_size_length_or_time_is_refused(parse, text):
     with pytest.raises(UsageError):
-        parse_bytes(text)
+        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -258,42 +254,6 @@ def test_a_memory_without_its_unit_is_refused_with_the_unit_that_is_meant(text, 
     with pytest.raises(UsageError) as refusal:
         parse_memory(text)
     assert refusal.value.hint == f"give the unit: `{meant}`"
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("0", 0), ("512KiB", 512 * 1024), ("84986665369", 84986665369), ("80GiB", 80 * GIB)],
-)
-def test_a_memory_is_a_size_with_its_unit_or_a_count_of_bytes(text, count):
-    assert parse_memory(text) == count
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("32768", 32768), ("128k", 131072), ("1m", 1048576), ("1.5k", 1536), ("4,096", 4096)],
-)
-def test_lengths_count_in_binary_thousands(text, count):
-    assert parse_tokens(text) == count
-
-
-@pytest.mark.parametrize("text", ["0", "0.3", "1.0001k", "12 miles", "-5"])
-def test_a_length_is_a_whole_positive_number_of_tokens(text):
-    with pytest.raises(UsageError):
-        parse_tokens(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("2400", 2400.0), ("40m", 2400.0), ("1h30m", 5400.0), ("90s", 90.0), ("1.5h", 5400.0)],
-)
-def test_times_take_hours_minutes_and_seconds(text, seconds):
-    assert parse_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["0", "0s", "soon", "-40m", "40 minutes"])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(UsageError):
-        parse_seconds(text)
 
 
 @given(st.integers(min_value=0, max_value=2**50))
@@ -367,17 +327,11 @@ def test_a_result_survives_json_on_one_line(result):
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_the_model_lies(spec, elsewhere):
-    assert msgspec.structs.replace(spec, model_directory=elsewhere).key == spec.key
-
-
-@given(_SPECS, st.text())
-def test_the_key_of_a_trial_does_not_depend_on_where_it_saves(spec, elsewhere):
-    assert msgspec.structs.replace(spec, checkpoint_directory=elsewhere).key == spec.key
-
-
-@given(_SPECS)
-def test_trials_of_different_lengths_have_different_keys(spec):
+def test_the_key_of_a_trial_is_of_its_length_and_not_of_where_the_model_lies_or_is_saved(
+    spec, elsewhere
+):
+    for name in ("model_directory", "checkpoint_directory"):
+        assert msgspec.structs.replace(spec, **{name: elsewhere}).key == spec.key
     assert msgspec.structs.replace(spec, length_tokens=spec.length_tokens + 1).key != spec.key
 
 

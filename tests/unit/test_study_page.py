@@ -19,9 +19,9 @@ from highwater.nouns.study import Expectation, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
-from highwater.pages.study.build import COLUMNS, study_csv, study_markdown, study_page
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_tables import (
+from highwater.pages.study_answer import study_answer
+from highwater.pages.study_page import COLUMNS, study_csv, study_markdown, study_page
+from highwater.pages.study_tables import (
     HEADINGS,
     memory_table,
     predicted_cells,
@@ -29,6 +29,7 @@ from highwater.pages.study.study_tables import (
 )
 from highwater.units import GIB
 from places import question_of
+from tables import table
 
 OUTCOMES = (
     *(Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT),
@@ -219,16 +220,7 @@ def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alo
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [
-        ('File "/opt/venv/lib/torch/nn/linear.py", line 3', 'File "…/nn/linear.py", line 3'),
-        ("--study /mnt/all/find/a.jsonl --length 4096", "--study …/find/a.jsonl --length 4096"),
-        ("{here}/docs/a.jsonl and {here}/b", "docs/a.jsonl and b"),
-        ("{home}/kept/a.jsonl", "~/kept/a.jsonl"),
-        ("see https://a.org/b/c, 12 tokens/s, logs/a/b.log", None),
-        ("#!/usr/bin/env bash", None),
-        ("/dev/shm/x, /path/to/model", None),
-        ("Env + chunked / SP=2", None),
-    ],
+    table("study_page", "a_path_names_no_folder_of_this_machine"),
 )
 def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypatch):
     here, home = tmp_path / "home" / "me" / "here", tmp_path / "home" / "me"

@@ -13,16 +13,17 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
-from highwater.pages.study.build import study_markdown
-from highwater.pages.study.study_commands import find_words, try_words
-from highwater.pages.study.study_report import StudyReport, TrialReport, judged
-from highwater.pages.study.study_tables import predicted_cells, question_table
+from highwater.pages.study_commands import find_words, try_words
+from highwater.pages.study_page import study_markdown
+from highwater.pages.study_report import StudyReport, TrialReport, judged
+from highwater.pages.study_tables import predicted_cells, question_table
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
 from places import machine_with, question_of
+from tables import table
 
 
 @pytest.mark.corpus
@@ -210,31 +211,7 @@ def test_the_commands_of_a_real_study_ask_the_very_same(path):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"gpus": [1, 2, 4], "ulysses": [1, 2], "offload": True, "strategy": "fsdp2"},
-        {
-            "headroom": "2GiB",
-            "confirm": 2,
-            "method": "linear",
-            "resolution": 8192,
-            "steps": 3,
-            "micro_batches": 4,
-        },
-        {
-            "objective": "grpo",
-            "entropy": "chunked",
-            "sequences_per_micro_batch": 2,
-            "memory": 84986665369,
-        },
-        {
-            "data": "my.batches:packed",
-            "token_budget": "16k",
-            "max_length": "16k",
-            "save_hf": "last",
-            "checkpoint": "sharded",
-        },
-    ],
+    table("study_report", "a_question_that_was_asked_from_python"),
 )
 def test_a_question_that_was_asked_from_python_can_be_typed(settings):
     question = question_of(**settings)
@@ -282,16 +259,7 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
 
 @pytest.mark.parametrize(
     ("here", "home", "shown"),
-    [
-        ("/", "mine", "study-1.jsonl, in ~/kept"),
-        (".", "mine", "study-1.jsonl, in ~/kept"),
-        ("mine", "mine", "study-1.jsonl, in kept"),
-        ("mine/kept", "mine", "study-1.jsonl"),
-        ("mine", "/", "study-1.jsonl, in kept"),
-        ("other", "/", "study-1.jsonl, in {top}/mine/kept"),
-        ("/", "/", "study-1.jsonl, in {top}/mine/kept"),
-        ("other", "other", "study-1.jsonl, in {top}/mine/kept"),
-    ],
+    table("study_report", "wherever_a_report_is_made_your_own_home"),
 )
 def test_wherever_a_report_is_made_your_own_home_is_not_named(
     here, home, shown, tmp_path, monkeypatch

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from highwater.pages.table import TextTable, terminal_table, terminal_text
 from highwater.pages.text import folded, pieces
+from tables import table
 
 WIDTHS = st.integers(20, 240)
 FIGURES = st.one_of(
@@ -221,16 +222,7 @@ def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(tabl
 
 @pytest.mark.parametrize(
     ("text", "lines"),
-    [
-        ("needs 79.15 GiB there", ["needs", "79.15 GiB", "there"]),
-        ("took 12m 05s in all", ["took", "12m 05s in", "all"]),
-        ("on 4 GPUs, of 95 %", ["on 4 GPUs,", "of 95 %"]),
-        ("add `--rope yarn --gpus 4` here", ["add", "`--rope yarn --gpus 4`", "here"]),
-        ("./logs/Qwen3/study.jsonl", ["./logs/", "Qwen3/", "study.", "jsonl"]),
-        ("abcdefgh131,072xyz", ["abcdefgh", "131,072xyz"]),
-        ("", [""]),
-        ("模型模型模型 4", ["模型模型模", "型 4"]),
-    ],
+    table("terminal_table", "lines_break_between_words"),
 )
 def test_lines_break_between_words_and_never_within_a_figure_or_a_command(text, lines):
     assert folded(text, 10) == lines

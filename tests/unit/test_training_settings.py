@@ -46,6 +46,7 @@ from highwater.trials.probe import probe
 from highwater.trials.training_ranks import own_folder
 from highwater.units import GIB, format_bytes
 from places import NO_GPU, machine_with
+from tables import table
 
 MACHINE = msgspec.structs.replace(
     NO_GPU, host_memory_total_bytes=128 * GIB, host_memory_available_bytes=128 * GIB
@@ -307,16 +308,7 @@ def train(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "problem", "hint"),
-    [
-        ({"reward": "rewards:length"}, "the objective sft has none", "--objective grpo"),
-        ({"settings": "recommend"}, "there is no study recommend", "--settings recommended"),
-        (
-            {"resume_from": "step-000009"},
-            "no checkpoint 'step-000009'",
-            "leave `--resume-from` out",
-        ),
-        ({"resume_from": "the latest"}, "no checkpoint 'the latest'", "leave `--resume-from` out"),
-    ],
+    table("training_settings", "what_is_not_there_is_refused"),
 )
 def test_what_is_not_there_is_refused_and_leaves_no_folder(changes, problem, hint, tmp_path):
     with pytest.raises(UsageError) as refused:

@@ -26,6 +26,7 @@ from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import MIB
+from tables import table
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers"
 TRIED = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
@@ -212,19 +213,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
 
 @pytest.mark.parametrize(
     ("settings", "said", "instead"),
-    [
-        ({"ulysses": [2]}, "by a ring, not by heads", {"ulysses": [1], "ring": [2]}),
-        ({"ring": [2], "objective": "grpo"}, "in `trl sft` alone", {"ring": [1]}),
-        ({"recompute": "all-but-attention"}, "whole layers", {"recompute": "layer"}),
-        ({"optimizer": "adamw-bf16"}, "no adamw-bf16", {"optimizer": None}),
-        ({"objective": "ppo"}, "not ppo", {"objective": "sft"}),
-        ({"offload": "states"}, "only with all the rest", {"offload": True}),
-        ({"ring": [2], "strategy": "fsdp"}, "FSDP2's, not FSDP's", {"strategy": "fsdp2"}),
-        ({"loss": "full"}, "never hold whole logits", {"loss": "chunked"}),
-        ({"ulysses": [2], "objective": "grpo"}, "in `trl sft` alone", {"ulysses": [1]}),
-        ({"ulysses": [2], "strategy": "fsdp"}, "by a ring, not by heads", {"ulysses": [1]}),
-        ({"mlp_tiles": 4}, "another mlp-tiles", {"mlp_tiles": None}),
-    ],
+    table("trl_memory", "what_trl_cannot_be_told_is_refused_with"),
 )
 def test_what_trl_cannot_be_told_is_refused_with_what_can(settings, said, instead):
     asked = {"gpus": "2xH200-141GB", "trainer": "trl", "length": "8k"}

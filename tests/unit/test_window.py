@@ -23,6 +23,7 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from places import NO_GPU, machine_with
+from tables import table
 from tiny_models import write_model
 
 RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
@@ -228,16 +229,7 @@ def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
 
 @pytest.mark.parametrize(
     ("asked", "nearest"),
-    [
-        ({"ulysses": [2], "ring": [4]}, {"ulysses": [2], "ring": [3]}),
-        ({"ulysses": [6]}, {"ulysses": [2], "ring": [3]}),
-        ({"ulysses": [6], "copies": [4]}, {"ulysses": [2], "ring": [3], "copies": [3]}),
-        (
-            {"ulysses": [6], "copies": [2], "strategy": "fsdp"},
-            {"ulysses": [2], "ring": [3], "copies": [1]},
-        ),
-        ({"ulysses": [2], "ring": [3], "copies": [4]}, {"copies": [3]}),
-    ],
+    table("window", "the_first_layout_that_is_named_is_the_nearest"),
 )
 def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(asked, nearest):
     hint = refusal_of(6, **({"strategy": "fsdp2"} | asked))

@@ -29,7 +29,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner
-from highwater.trials.tracing import CachedTracer
+from highwater.trials.traced import CachedTracer
 from highwater.units import GIB, MIB, format_bytes
 
 LAYERS = 4

@@ -25,7 +25,7 @@ from highwater.nouns.capacities import (
     read_capacity_table,
     rung_name,
 )
-from highwater.pages.guide.guide_page import guide_rows
+from highwater.pages.guide_page import guide_rows
 from highwater.units import format_tokens
 
 HERE = Path(__file__).parent

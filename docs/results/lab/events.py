@@ -20,7 +20,7 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.tracing import CachedTracer
+from highwater.trials.traced import CachedTracer
 from highwater.trials.trial_process import cache_directory
 from highwater.units import GIB, format_tokens
 

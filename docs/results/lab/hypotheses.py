@@ -17,8 +17,8 @@ import msgspec
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
+from highwater.memory.predictor import edge
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
-from highwater.memory.trace.exact import edge
 from highwater.memory.trace.replay import replay
 from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (

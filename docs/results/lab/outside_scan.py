@@ -16,7 +16,7 @@ from typing import Any
 
 import hypotheses
 
-from highwater.memory.trace.exact import edge
+from highwater.memory.predictor import edge
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog

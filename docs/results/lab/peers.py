@@ -25,7 +25,7 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.events import TraceOrder
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.trials.tracing import fullest_rank
+from highwater.trials.traced import fullest_rank
 from highwater.trials.trial_process import trial_environment
 from highwater.units import GIB, format_tokens
 

@@ -20,16 +20,19 @@ from typing import Any
 import msgspec
 
 import highwater
-from highwater.memory.capacity import Prediction, predict_cell
+from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
+from highwater.memory.predictor import predict_cell
 from highwater.memory.trace.replay import replay
+from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_json
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Study
+from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.traced import CachedTracer, fullest_rank
 from highwater.trials.trial_process import cache_directory
 from highwater.units import GIB, format_tokens
 
@@ -331,7 +334,7 @@ def capacity_rows() -> Iterator[tuple[str, ...]]:
             fit, ran_out, trials = told
             by_trace = predicted.likely_edge_tokens
             formula = predict_cell(
-                study.question, predicted.cell, prediction.memory_limit, likely_footprint
+                MEMORY[OURS].predictor(study.question, predicted.cell, prediction.memory_limit)
             ).capacity_tokens
             off, formula_off = (
                 f"{(length - fit) / (ran_out - fit):+.0f}" for length in (by_trace, formula)

@@ -14,7 +14,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.pages.study.study_commands import request_line, sizes_of
+from highwater.pages.study_commands import request_line, sizes_of
 from highwater.store.logs import snapshot_folder
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.local import LocalRunner

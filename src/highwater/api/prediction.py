@@ -122,12 +122,11 @@ def _traced(
     """The prediction with every cell answered by traces; its timeline is written where one is
     named.
     """
-    from highwater.memory.trace.exact import predict_exactly
-    from highwater.trials.tracing import CachedTracer
+    from highwater.trials.traced import CachedTracer, predict_traced
     from highwater.trials.trial_process import cache_directory
 
     with CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace) as tracer:
-        cells = predict_exactly(question, prediction.memory_limit, tracer, prediction.calibration)
+        cells = predict_traced(question, prediction.memory_limit, tracer, prediction.calibration)
         prediction = msgspec.structs.replace(prediction, cells=cells)
         if timeline is not None:
             _write_timeline(timeline, question, prediction, tracer)

@@ -39,7 +39,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.settings import PATTERN_FIELDS
 from highwater.nouns.sparse_pattern import WINDOWED, SparsePatternConfig, refuse_branches
 from highwater.nouns.trial import Device
-from highwater.pages.attention_report import (
+from highwater.pages.attention import (
     attention_markdown,
     bench_document,
     entry_words,

@@ -39,9 +39,7 @@ from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import TrialResult, TrialSpec
-from highwater.pages.study.study_answer import outlook_lines, study_answer
-from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.tables import (
+from highwater.pages.answer_tables import (
     answer_table,
     published_line,
     published_notes,
@@ -49,6 +47,8 @@ from highwater.pages.study.tables import (
     published_text,
     trial_table,
 )
+from highwater.pages.study_answer import outlook_lines, study_answer
+from highwater.pages.study_commands import resumed
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies
 from highwater.store.journal import read_study

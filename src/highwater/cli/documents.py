@@ -21,15 +21,15 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
 from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
-from highwater.pages.guide import build as guiding
-from highwater.pages.guide.guide import UNKNOWN, Guide
-from highwater.pages.guide.guide_page import guide_markdown, guide_rows, summary
+from highwater.pages import guide_sources as guiding
+from highwater.pages import study_page as reporting
+from highwater.pages.answer_tables import answer_table
+from highwater.pages.guide import UNKNOWN, Guide
+from highwater.pages.guide_page import guide_markdown, guide_rows, summary
 from highwater.pages.profile import category_table, place_table
-from highwater.pages.study import build as reporting
-from highwater.pages.study.study_answer import study_answer
-from highwater.pages.study.study_commands import resumed
-from highwater.pages.study.study_report import StudyReport
-from highwater.pages.study.tables import answer_table
+from highwater.pages.study_answer import study_answer
+from highwater.pages.study_commands import resumed
+from highwater.pages.study_report import StudyReport
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.store.journal import read_study
 from highwater.store.logs import ranks_snapshots

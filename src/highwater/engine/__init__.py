@@ -1,7 +1,7 @@
 """Data plane: one training step, and the worker that measures it.
 
-In one's own loop: ``from highwater.engine import Trainer``. What a name needs, torch with it, is
-loaded when it is used.
+For a training loop of your own: ``from highwater.engine import Trainer``. A name's modules, and
+torch with them, are loaded when the name is first used.
 """
 
 import importlib
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from highwater.engine.training.evaluation import Evaluation as Evaluation
     from highwater.engine.training.step import Training as Training
     from highwater.engine.training.step import train_step as train_step
+    from highwater.engine.training.step_quantities import Quantity as Quantity
     from highwater.engine.training.trainer import StepResult as StepResult
     from highwater.engine.training.trainer import Trainer as Trainer
-    from highwater.nouns.quantities import Quantity as Quantity
 
 _PUBLIC = {
     "Evaluation": "highwater.engine.training.evaluation",
-    "Quantity": "highwater.nouns.quantities",
+    "Quantity": "highwater.engine.training.step_quantities",
     "StepResult": "highwater.engine.training.trainer",
     "Trainer": "highwater.engine.training.trainer",
     "Training": "highwater.engine.training.step",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 _GRACE_S = 5.0
-"""Time that a process has to end once it is told to."""
+"""Seconds that a process has to end once it is told to."""
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -28,8 +28,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     ranks, cores = str(asked.nproc), len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // asked.nproc)))
     folder = tempfile.mkdtemp(prefix="highwater-ranks-")
-    # Options and the share of ranks: trials/reaper.py. It lives as long as its ranks, also where
-    # the shell that started it is gone.
+    # Options and the share of ranks: trials/reaper.py. The reaper lives as long as its ranks,
+    # even after the shell that started it is gone.
     reaper = [sys.executable, "-P", "-m", "highwater.trials.reaper", "0", "--remove", folder]
     reaper += ["--grace-s", str(_GRACE_S), "--output", "plain"]
     reaper += ["--ranks", ranks, folder, "0", ranks, f"{folder}/store"]

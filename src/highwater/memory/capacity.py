@@ -1,7 +1,5 @@
-"""Capacity: the longest length whose predicted footprint fits, cell by cell, by any formula."""
+"""Capacity: the records of a prediction, of one cell and of a whole question."""
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -10,24 +8,18 @@ from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     Footprint,
     MachineConstants,
-    outside_terms,
 )
-from highwater.memory.formula.formula import Formula
-from highwater.memory.formula.layers import Step
-from highwater.memory.interval.calibration import Calibration, Factors, Interval, interval
+from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
 from highwater.nouns.capacities import Capacity, kind_with_memory
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.optimizer import OPTIMIZERS
-from highwater.nouns.study import Cell, Question, Risk, default_headroom_bytes, risk_of
+from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import PredictedStep
 
-Asked = Literal["everything", "longest", "fit"]
-"""What is asked of a cell: all that is known; the longest length with its headroom; or that only
-where any length fits. The rest may be left out where it takes replays."""
 Binding = Literal["device", "host", "ceiling"]
 """What ends the lengths that fit: a GPU's memory, the host's, or the longest length asked about."""
 
@@ -192,168 +184,3 @@ def predicted_capacities(prediction: Prediction, found_in: str) -> tuple[Capacit
         )
         for predicted in prediction.cells
     )
-
-
-def predict_cells(
-    question: Question,
-    memory_limit: MemoryLimit,
-    formula: Formula,
-    calibration: Calibration | None = None,
-) -> tuple[CellPrediction, ...]:
-    """Every cell of the question, in its order; without a calibration by the prediction alone."""
-    return tuple(
-        predict_cell(
-            *(question, cell, memory_limit, formula),
-            calibration and calibration.of(cell.settings.allocator),
-        )
-        for cell in question.cells
-    )
-
-
-def predict_cell(
-    question: Question,
-    cell: Cell,
-    memory_limit: MemoryLimit,
-    formula: Formula,
-    factors: Factors | None = None,
-) -> CellPrediction:
-    """The longest length that leaves the headroom in question, and the likely longest without."""
-    whole = msgspec.structs.replace(question, margin_bytes=0)
-    likely = _CellByFormula(whole, cell, memory_limit, formula).longest()
-    found = likely
-    if factors is not None or question.margin_bytes:
-        found = _CellByFormula(question, cell, memory_limit, formula, factors).longest()
-    if likely.capacity_tokens and not found.capacity_tokens:
-        # nothing leaves the headroom: what is told is of the longest that may fit
-        edge = predict_at(question, cell, memory_limit, formula, likely.capacity_tokens, factors)
-        found = msgspec.structs.replace(
-            edge,
-            does_not_fit_tokens=found.does_not_fit_tokens,
-            lacks_bytes=found.lacks_bytes,
-            binding=found.binding,
-        )
-    return msgspec.structs.replace(found, likely_tokens=likely.capacity_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _CellByFormula:
-    """A cell of a question at any length of its grid, by the length's index there, from 1."""
-
-    question: Question
-    cell: Cell
-    memory_limit: MemoryLimit
-    formula: Formula
-    factors: Factors | None = None
-
-    def at(self, index: int) -> CellPrediction:
-        """The prediction at one length: whether it fits."""
-        question, limit = self.question, self.memory_limit
-        length_tokens = question.grid.length(index)
-        return predict_at(question, self.cell, limit, self.formula, length_tokens, self.factors)
-
-    def fits(self, index: int) -> bool:
-        return self.at(index).capacity_tokens > 0
-
-    def longest(self) -> CellPrediction:
-        """The longest length that fits; where none does, the shortest. By bisection: a footprint
-        never shrinks with the length, unless a token budget packs fewer sequences then.
-        """
-        size = self.question.size_of(self.cell)
-        if self.cell.settings.token_budget_tokens is not None:
-            return self._longest_from_the_top(max(1, size))
-        fits, fails = 0, size + 1
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self.fits(middle) else (fits, middle)
-        return self._ended(max(1, fits), fails=fails, size=size)
-
-    def _longest_from_the_top(self, size: int) -> CellPrediction:
-        """The longest length that fits, whatever does not fit below it. Of lengths that pack as
-        many sequences a longer one needs no less: in the first such run from the top whose shortest
-        fits, the longest is found by bisection.
-        """
-        last = size
-        while last:
-            first = self._first_packed_alike(last)
-            if self.fits(first):
-                alike = range(first + 1, last + 1)
-                fits = first + bisect_left(alike, True, key=lambda index: not self.fits(index))
-                return self._ended(fits, fails=fits + 1, size=size)
-            last = first - 1
-        return self.at(1)
-
-    def _first_packed_alike(self, last: int) -> int:
-        """Index of the shortest length that packs as many sequences as ``last``; below are more."""
-
-        def sequences(index: int) -> int:
-            length_tokens, degree = (
-                self.question.grid.length(index),
-                self.cell.layout.context_degree,
-            )
-            return self.cell.settings.sequences(length_tokens, context_degree=degree)
-
-        alike, lengths = sequences(last), range(1, last + 1)
-        return 1 + bisect_left(lengths, True, key=lambda index: sequences(index) <= alike)
-
-    def _ended(self, longest: int, *, fails: int, size: int) -> CellPrediction:
-        """The prediction at the longest length that fits, of ``size``, with what ends there."""
-        found = self.at(longest)
-        if fails > size:
-            return msgspec.structs.replace(found, binding="ceiling")
-        beyond = self.at(fails)
-        return msgspec.structs.replace(
-            found, binding=beyond.binding, does_not_fit_tokens=beyond.does_not_fit_tokens
-        )
-
-
-def predict_at(
-    question: Question,
-    cell: Cell,
-    memory_limit: MemoryLimit,
-    formula: Formula,
-    length_tokens: int,
-    factors: Factors | None = None,
-) -> CellPrediction:
-    """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
-    footprint = _footprint(question, cell, memory_limit, formula, length_tokens)
-    limit_bytes = memory_limit.device_bytes
-    needed, used = footprint.needed_bytes, footprint.within(limit_bytes)
-    headroom_bytes, high_needed, around = limit_bytes - needed, needed, None
-    if factors is not None:
-        high_needed = interval(needed, factors).high_bytes
-        around = interval(used.device_used_bytes, factors)
-        high = max(high_needed, min(around.high_bytes, limit_bytes))
-        around = msgspec.structs.replace(around, high_bytes=high)
-    fits_host = memory_limit.host_bytes is None or footprint.host_bytes <= memory_limit.host_bytes
-    lacks_bytes = max(question.margin_bytes - headroom_bytes, high_needed - limit_bytes)
-    fits = lacks_bytes <= 0 and fits_host
-    risk = risk_of(
-        headroom_bytes=headroom_bytes,
-        pessimistic_bytes=high_needed,
-        device_bytes=limit_bytes,
-        whole_bytes=question.device_total_bytes,
-    )
-    return CellPrediction(
-        cell=cell,
-        capacity_tokens=length_tokens if fits else 0,
-        does_not_fit_tokens=None if fits else length_tokens,
-        binding="device" if fits_host else "host",
-        footprint=used,
-        headroom_bytes=headroom_bytes,
-        lacks_bytes=max(0, lacks_bytes) or None,
-        risk=risk if fits_host else None,
-        interval=around,
-    )
-
-
-def _footprint(
-    question: Question, cell: Cell, memory_limit: MemoryLimit, formula: Formula, length_tokens: int
-) -> Footprint:
-    """The footprint by formula; outside the allocator as measured on the user's own GPUs, if so."""
-    shape, settings, layout = question.model.shape, cell.settings, cell.layout
-    device, own = question.device, memory_limit.constants
-    found = formula(Step(shape, settings, layout, length_tokens, device, question.prompt_tokens))
-    if own is None:
-        return found
-    outside = outside_terms(shape, settings, layout, device, own)
-    return found.with_libraries(outside, sum(memory_limit.cublas_workspaces_bytes))

@@ -6,7 +6,8 @@ from functools import partial
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.predictor import predict_cells
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, predict_by_formula
 from highwater.nouns.capacities import CapacityTable, rung_name
@@ -61,7 +62,7 @@ def table_accuracy(
 ) -> TableAccuracy:
     """Predict every cell of a table, without intervals, and compare; limits by kind of GPU."""
     row = MEMORY[trainer]
-    by_formula = partial(predict_cells, formula=row.formula)
+    by_formula = partial(predict_cells, predictor_of=row.by_formula)
     alone = _accuracy(table, trainer, memory_limits, by_formula)
     if row.replay is None:
         return alone

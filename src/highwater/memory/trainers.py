@@ -8,13 +8,20 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, Prediction, predict_cells
+from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.calibration import Calibration, calibrate
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
+)
+from highwater.memory.predictor import (
+    Asked,
+    FormulaPredictor,
+    Predictor,
+    PredictorOf,
+    predict_cells,
 )
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
@@ -31,8 +38,8 @@ class BundledReplay:
 
     covers: Callable[[ModelShape, Cell], bool]
     """Whether there is a trace of a model's cell."""
-    predict: Callable[[Question, Cell, MemoryLimit, CellPrediction, Asked], CellPrediction]
-    """The cell by replay, given what the formula says of it, and what is asked of it."""
+    predictor: PredictorOf
+    """The replay of such a cell."""
     accuracy: str
     """What is known of its errors."""
 
@@ -61,6 +68,16 @@ class TrainerMemory:
     refuse: Callable[[TrialSpec, ModelShape], None] | None = None
     """Raises UsageError for what it cannot be told. None: it is told anything."""
 
+    def by_formula(self, *asked: *tuple[Question, Cell, MemoryLimit]) -> FormulaPredictor:
+        """The closed form of a question's cell, in a memory limit."""
+        return FormulaPredictor(self.formula, *asked)
+
+    def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
+        """The bundled replay of a cell; its closed form where there is none."""
+        if self.replay is not None and self.replay.covers(question.model.shape, cell):
+            return self.replay.predictor(question, cell, limit)
+        return self.by_formula(question, cell, limit)
+
     @property
     def accuracy_alone(self) -> str:
         """``accuracy``, and that there is no interval, where there is none."""
@@ -81,40 +98,30 @@ def predict_by_formula(
 ) -> tuple[CellPrediction, ...]:
     """Every cell of a question, in its order: in closed form, or by replay of a bundled trace."""
     row = MEMORY[trainer]
-    guessed = predict_cells(question, memory_limit, row.formula, known)
-    if row.replay is None:
-        return with_steps(question, guessed) if row.is_timed else guessed
-    shape, replay = question.model.shape, row.replay
-    return tuple(
-        replay.predict(question, cell, memory_limit, by_formula, asked)
-        if replay.covers(shape, cell)
-        else by_formula
-        for cell, by_formula in zip(question.cells, guessed, strict=True)
-    )
+    cells = predict_cells(question, memory_limit, row.predictor, known, asked)
+    return tuple(_with_step(question, cell) for cell in cells) if row.is_timed else cells
 
 
-def formula_of(question: Question) -> Formula | None:
-    """The formula of the trainer that a question is asked of; None of one that no formula knows."""
+def predictor_of(
+    question: Question, cell: Cell, memory_limit: MemoryLimit
+) -> FormulaPredictor | None:
+    """By the formula of the trainer that is asked about; None for one that no formula knows."""
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
-    return None if trainer is None else MEMORY[trainer].formula
+    return None if trainer is None else MEMORY[trainer].by_formula(question, cell, memory_limit)
 
 
-def with_steps(question: Question, cells: tuple[CellPrediction, ...]) -> tuple[CellPrediction, ...]:
-    """Cells that our engine trains, with the time of a step of each that fits, if only just."""
-
-    def with_step(each: CellPrediction) -> CellPrediction:
-        may_fit = each.capacity_tokens == 0 and each.risk is not None
-        length_tokens = each.likely_edge_tokens if may_fit else each.capacity_tokens
-        if not length_tokens:
-            return each
-        step = predicted_step(
-            *(question.model.shape, each.cell.settings, each.cell.layout),
-            length_tokens=length_tokens,
-            device_name=question.device_name,
-        )
-        return msgspec.structs.replace(each, step=step)
-
-    return tuple(map(with_step, cells))
+def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
+    """A cell that our engine trains, with the time of a step where it fits, if only just."""
+    may_fit = cell.capacity_tokens == 0 and cell.risk is not None
+    length_tokens = cell.likely_edge_tokens if may_fit else cell.capacity_tokens
+    if not length_tokens:
+        return cell
+    step = predicted_step(
+        *(question.model.shape, cell.cell.settings, cell.cell.layout),
+        length_tokens=length_tokens,
+        device_name=question.device_name,
+    )
+    return msgspec.structs.replace(cell, step=step)
 
 
 def by_formula(prediction: Prediction, question: Question) -> Prediction:

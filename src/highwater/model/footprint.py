@@ -1,8 +1,8 @@
-"""Footprint: what a trial keeps for as long as it runs, on devices, on the host and on disk. The
-peak of a step is memory/formula/formula.py's.
+"""Footprint: bytes that a trial holds for as long as it runs, on devices, on the host and on disk.
+A step's peak is in memory/formula/formula.py.
 
-Model FLOPs of a training step, for MFU. Recomputation is not counted: it is overhead, not model
-work.
+Also: model FLOPs of a training step, for MFU. Recomputation is not counted: it is overhead, not
+model work.
 """
 
 from collections import Counter
@@ -22,31 +22,31 @@ from highwater.units import MIB
 PROCESS_BYTES = 512 * MIB
 """Host memory of one process that runs Python with torch."""
 STAGED_LAYERS = 3
-"""Layers whose offloaded gradients have pinned blocks at a time: the copy of one runs, that of
-another is awaited, and the blocks of the third are given out again once the GPU has come to where
-they were let go."""
+"""Layers whose offloaded gradients have pinned blocks at the same time: one is being copied,
+another is awaited, and a third's blocks are reused only after the GPU has reached the point where
+they were freed."""
 GRADIENT_BYTES_PER_PARAMETER = 4
-"""Bytes of a gradient, in float32: a part of ``STATE_BYTES_PER_PARAMETER``."""
+"""Bytes of a float32 gradient, included in ``STATE_BYTES_PER_PARAMETER``."""
 MOMENT_BYTES = 4
-"""Bytes of a moment in host memory, which is float32."""
+"""Bytes of a moment in host memory, in float32."""
 SHARDED_BYTES_PER_PARAMETER = 12
-"""Bytes on disk for each parameter: float32 weights and both moments, in float32 too."""
+"""Bytes on disk for each parameter: float32 weights and both moments, also float32."""
 
 
 _SAVED_TENSOR_BYTES, _NAME_BYTES, _CONFIG_BYTES = 3072, 256, 4096
-"""Bytes on disk besides the numbers: of a tensor in a sharded checkpoint, with what its metadata
-says; of one in a file of safetensors; of an adapter's configuration. Rounded up from files."""
+"""Bytes on disk besides the numbers, rounded up from files: of a tensor in a sharded checkpoint
+with its metadata; of a tensor in a safetensors file; of an adapter's configuration."""
 
 
 class CheckpointBytes(NamedTuple):
-    """Bytes that one trial has on disk at the most, over all ranks."""
+    """Largest number of bytes that one trial has on disk, over all ranks."""
 
     sharded_bytes: int
     hf_bytes: int
 
 
 def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> CheckpointBytes:
-    """Bytes that a trial writes; Hugging Face weights count once, each step overwrites them."""
+    """Bytes that a trial writes; Hugging Face weights count once, as each step overwrites them."""
     return CheckpointBytes(
         sharded_bytes=(
             SHARDED_BYTES_PER_PARAMETER
@@ -62,7 +62,7 @@ def checkpoint_bytes(shape: ModelShape, settings: Settings, device: Device) -> C
 
 
 def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
-    """Bytes of weights for others: of adapters in float32, or of a model with all that is in it."""
+    """Bytes of weights in Hugging Face format: adapters in float32, or the whole model."""
     if settings.lora is None or settings.lora_merged:
         return ELEMENT_BYTES[device] * shape.parameters
     tensors = _adapter_tensors(shape, settings)
@@ -70,7 +70,7 @@ def _hf_bytes(shape: ModelShape, settings: Settings, device: Device) -> int:
 
 
 def _adapter_tensors(shape: ModelShape, settings: Settings) -> int:
-    """Matrices of all adapters, small enough for what a file says of them to count."""
+    """Number of matrices of all adapters, which are so small that their entries in files count."""
     return sum(each.number for each in _adapters(shape, settings))
 
 
@@ -78,13 +78,13 @@ def device_state_bytes(
     shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
 ) -> int:
     """Bytes of parameters, gradients and both moments of every trained model at the peak, over all
-    ``shards`` devices that share them, as if each had as many rows as the first one; gradients of
-    one micro-batch come only when the layers go backward.
+    ``shards`` devices that share them, counting each as if it had as many rows as the first; with
+    one micro-batch gradients exist only from the backward pass on.
 
     Offloaded, FSDP2 leaves nothing; FSDP1 a float32 gradient until the backward pass ends
-    (engine/parallel/fsdp1.py). Where states alone are offloaded it is all but the moments. On the
-    CPU there is nowhere else. A reward model has a number in the place of the vocabulary, and no
-    head where that is not the embedding; a critic, too, though here it counts as whole.
+    (engine/parallel/fsdp1.py). If only states are offloaded, all but the moments stay. On the CPU
+    nothing is offloaded. A reward model outputs one number instead of logits, and has no head
+    unless that is the embedding; so does a critic, but it is counted as a whole model here.
     """
     per_parameter = STATE_BYTES_PER_PARAMETER
     if settings.offloads_model and device == "cuda":
@@ -106,8 +106,8 @@ def device_state_bytes(
 
 
 def trained_parameters(shape: ModelShape, settings: Settings) -> int:
-    """Parameters of the policy that are trained: its own, or its adapters' and a number's in the
-    place of the vocabulary.
+    """Number of the policy's trained parameters: all, or with adapters only theirs and those of a
+    reward model's head.
     """
     if settings.adapters is None:
         return policy_parameters(shape, settings)
@@ -117,7 +117,7 @@ def trained_parameters(shape: ModelShape, settings: Settings) -> int:
 
 def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
     """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
-    as if each had as many rows as the first one.
+    counting each as if it had as many rows as the first.
     """
     parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
     saved = _saved_by_narrow(1, shape, settings, shards=shards)
@@ -127,7 +127,7 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
 def _saved_by_narrow(
     numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
 ) -> int:
-    """Bytes that so many numbers a parameter take less than in float32: weights, and gradients."""
+    """Bytes saved by bfloat16 against float32, for ``numbers`` numbers a parameter."""
     if settings.parameters != "bf16":
         return 0
     uneven = _beyond_even(_in_layers(shape), settings, shards)
@@ -135,14 +135,14 @@ def _saved_by_narrow(
 
 
 def _uneven(shape: ModelShape, settings: Settings, shards: int) -> int:
-    """Trained parameters of layers that ``shards`` devices have more by uneven shards."""
+    """Trained parameters in layers that uneven shards add over all ``shards`` devices."""
     trained = _in_layers(shape) if settings.lora is None else _adapters(shape, settings)
     return _beyond_even(trained, settings, shards)
 
 
 def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> int:
-    """Numbers that ``shards`` devices would have more if each had as many rows of these matrices as
-    the first one: FSDP2 cuts rows, FSDP1 what it makes one tensor of.
+    """Numbers that ``shards`` devices would have in addition if each had as many rows of these
+    matrices as the first one: FSDP2 cuts rows, FSDP1 a unit's one flat tensor.
     """
     if settings.strategy != "fsdp2":
         return 0
@@ -150,7 +150,7 @@ def _beyond_even(every: Iterable[Matrices], settings: Settings, shards: int) -> 
 
 
 def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
-    """Bytes that a model's moments take less than in float32, over all GPUs that share them."""
+    """Bytes that a model's moments save against float32, over all GPUs that share them."""
     traits = settings.optimizer_traits
     if not traits.is_quantized:
         parameters = trained_parameters(shape, settings) + _uneven(shape, settings, shards)
@@ -166,11 +166,11 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
 def update_bytes(
     shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
 ) -> int:
-    """Bytes that an update makes on one device for the numbers that it moves at once, of the
-    largest shard or of a piece of it: of codes two float32 numbers each
-    (engine/training/low_bit.py), of moments in host memory the buffers that they come through
-    (engine/training/host_states.py). On the CPU it is not compiled, and each operation leaves a
-    tensor.
+    """Bytes that an update allocates on one device for the numbers that it moves at once, which are
+    the largest shard or a piece of it: two float32 numbers for each 8-bit code
+    (engine/training/low_bit.py); for moments in host memory the buffers that they pass through
+    (engine/training/host_states.py). On the CPU the update is not compiled, and each operation
+    makes a tensor.
     """
     every = (-(-rows // shards) * size for _, rows, size in _trained_matrices(shape, settings))
     if settings.offloads_states:
@@ -182,7 +182,7 @@ def update_bytes(
 
 
 def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """The matrices of the policy, or of its adapters; a reward model has no head."""
+    """Matrices of the policy, or of its adapters; a reward model has no head."""
     if settings.lora is not None:
         return _adapters(shape, settings)
     every = matrices(shape)
@@ -192,16 +192,16 @@ def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, 
 
 
 def policy_parameters(shape: ModelShape, settings: Settings) -> int:
-    """Parameters of the policy: a reward model has no head where that is not the embedding."""
+    """Parameters of the policy; a reward model has no head unless that is the embedding."""
     has_no_head = settings.traits.gives_scalars and not shape.tied_embeddings
     return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
 
 
 def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Host memory that models take, over all ranks of one machine: offloaded states, and the
-    reference. Besides what is pinned (``pinned_state_bytes``) offloading leaves in ordinary memory:
-    with FSDP2 gradients and both moments, with FSDP1 the moments and the sum of the gradients. Of
-    states alone all is pinned.
+    """Host memory of models, over all ranks of one machine: offloaded states, and the reference.
+    Besides pinned memory (``pinned_state_bytes``) offloading takes ordinary memory: with FSDP2 for
+    gradients and both moments, with FSDP1 for the moments and the sum of the gradients. If only
+    states are offloaded, all is pinned.
     """
     trained = shape.parameters
     if settings.lora is not None:
@@ -212,12 +212,12 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
 
 
 def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Pinned host memory of models, over all ranks of one machine: a part of ``host_state_bytes``.
+    """Pinned host memory of models, over all ranks of one machine; part of ``host_state_bytes``.
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
-    parameters and the latest gradient, one block for each layer's shard. Of states alone it holds
-    both moments, one block for each of a tensor's shard. The reference is a bfloat16 model under
-    FSDP2. PyTorch rounds a pinned block up to a power of two
-    (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are left out of that.
+    parameters and the latest gradient, one block for each layer's shard. If only states are
+    offloaded it holds both moments, one block each for each tensor's shard. The reference is a
+    bfloat16 model under FSDP2. PyTorch rounds a pinned block up to a power of two
+    (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are not counted here.
     """
     reference = (
         _pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
@@ -256,12 +256,12 @@ def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
 
 
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
-    """Host memory that FSDP2's offloaded gradients pass through, over all ranks of one machine,
+    """Host memory through which FSDP2's offloaded gradients pass, over all ranks of one machine,
     besides that of the states.
 
-    A pinned block for each tensor's shard in float32, of a few layers, of the embedding and of the
-    head; a critic's gradients pass through the same blocks. Layers whose tensors have the same
-    sizes share blocks, whatever they attend to; layers with experts and those without share none.
+    A float32 pinned block for each tensor's shard: of a few layers, of the embedding and of the
+    head; a critic's gradients pass through the same blocks. Layers with tensors of equal sizes
+    share blocks, whatever their attention; layers with experts and those without share none.
     Source: engine/parallel/offload.py; tests/gpu/test_gradient_offload.py compares.
     """
     if not settings.offloads_model or settings.strategy != "fsdp2":
@@ -285,7 +285,7 @@ def _pinned_matrices_bytes(
     layout: Layout,
     bytes_per_element: int,
 ) -> int:
-    """Pinned blocks of these matrices, one for the shard that each GPU has of each."""
+    """Bytes of pinned blocks for these matrices, one for each GPU's shard of each."""
 
     def block_bytes(rows: int, row_size: int) -> int:
         return _pinned_bytes(bytes_per_element * -(-rows // layout.shard_degree) * row_size)
@@ -296,7 +296,7 @@ def _pinned_matrices_bytes(
 
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
-    """Every parameter of two dimensions or more: how many, its rows, and the size of a row."""
+    """Return every parameter of two or more dimensions: how many, their rows, and a row's size."""
     return (*_in_layers(shape), _tables(shape))
 
 
@@ -305,7 +305,7 @@ def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
 
 
 def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
-    """Every matrix of a model's adapters."""
+    """Return every matrix of a model's adapters."""
     adapters = settings.adapters
     if adapters is None:
         return ()
@@ -317,12 +317,12 @@ def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
 
 
 def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:
-    """The matrices of this many layers that each have these."""
+    """Return the matrices of ``layers`` layers that each have ``sizes``."""
     return tuple(Matrices(layers * each.number, each.rows, each.row_size) for each in sizes)
 
 
 def _tables(shape: ModelShape) -> Matrices:
-    """Embedding and head, or one where they are tied."""
+    """Return embedding and head, or one of them if they are tied."""
     return Matrices(1 if shape.tied_embeddings else 2, shape.vocab_size, shape.hidden_size)
 
 
@@ -332,17 +332,17 @@ def _pinned_bytes(requested: int) -> int:
 
 
 def layer_input_bytes(shape: ModelShape) -> int:
-    """Bytes per token of the inputs of all layers in bfloat16: what recomputation keeps."""
+    """Bytes per token of the inputs of all layers in bfloat16, which recomputation keeps."""
     return sum(2 * run.count * run.kind.hidden_size for run in shape.runs)
 
 
 def step_flops(shape: ModelShape, *, length_tokens: int, sequences: int, settings: Settings) -> int:
-    """FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, causal attention.
-    Forward and backward of every trained model, and the passes that the objective asks for
-    beforehand: the reference's, the critic's values; each a third of them. 6 per matmul weight and
-    token, of which a frozen one has 4: its own gradient is not computed; and the attention of every
-    layer and document. Source: Chowdhery et al., PaLM, appendix B, with the causal half counted, as
-    FlashAttention does.
+    """Model FLOPs of a step over ``sequences`` documents of ``length_tokens`` each, causal
+    attention. Counts forward and backward of every trained model, and the passes that the objective
+    needs beforehand (the reference's, the critic's values), each a third of that. Each matmul
+    weight has 6 FLOPs per token, a frozen one 4, as its own gradient is not computed; attention of
+    every layer and document is added. Source: Chowdhery et al., PaLM, appendix B, but with only the
+    causal half counted, as FlashAttention does.
     """
     forward = 2 * shape.matmul_parameters
     linear = 3 * forward
@@ -362,9 +362,9 @@ def _attention_flops(
 ) -> int:
     """FLOPs of one layer's attention over one document, forward and backward. Q.K and P.V are 2
     FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim x query_heads for
-    each pair of a token and one that it reads. Those pairs are half of length², the causal
-    triangle; with a window half of what is left of length² once the smaller triangle, of tokens
-    further back than the window, is cut off. With a pattern they are what it keeps.
+    each pair of a token and a key that it reads. The pairs are half of length², the causal
+    triangle; a window cuts off the smaller triangle of keys further back than the window. With a
+    pattern the pairs are those that it keeps.
     """
     if pattern is not None:
         return 3 * 2 * 2 * kept_pairs(pattern, length_tokens) * attention.query_size

@@ -11,10 +11,10 @@ tests/unit/test_families.py compares layer by layer with those that are installe
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
-from highwater.model.families import value_of
+from highwater.model.families import Window, family_row, value_of
 from highwater.nouns.codec import Record
 
 
@@ -158,19 +158,16 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
 
 Config = Mapping[str, Any]
 """A parsed ``config.json``."""
-Slides = Callable[[Config, int], bool]
-"""Whether the layer of this number, counted from 0, attends within the window."""
 
 
 def slides(config: Config, layer: int) -> bool:
-    """Whether a layer, counted from 0, attends within ``sliding_window``, if the config has one."""
-    family, kinds = config["model_type"], config.get("layer_types")
-    if family in _WINDOW_BY_LAYER and isinstance(kinds, list):
-        return layer < len(kinds) and kinds[layer] == "sliding_attention"
-    if _is_switched_off(config):
+    """True if a layer, counted from 0, attends within ``sliding_window``, if the config has one."""
+    window, kinds = family_row(config["model_type"]).window, config.get("layer_types")
+    if window is None:
         return False
-    by_layer = _WINDOW_BY_LAYER.get(family)
-    return family in _WINDOW_IN_EVERY_LAYER if by_layer is None else by_layer(config, layer)
+    if window.reads_layer_types and isinstance(kinds, list):
+        return layer < len(kinds) and kinds[layer] == "sliding_attention"
+    return not _is_switched_off(config, window) and _RULES[window.layers](config, layer, window)
 
 
 def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> None:
@@ -178,73 +175,56 @@ def refuse_missing_window(config: Config, source: str, *, some_slide: bool) -> N
     transformers builds no such model, or one whose attention depends on its implementation.
     """
     family, kinds = config["model_type"], config.get("layer_types")
-    off, is_null = _is_switched_off(config), value_of(config, "sliding_window") is None
+    window = family_row(family).window
+    off, is_null = _is_switched_off(config, window), value_of(config, "sliding_window") is None
     is_named = isinstance(kinds, list) and "sliding_attention" in kinds
     # A family whose layers all have the window has full attention without one.
-    is_needed = is_named or (family in _WINDOW_BY_LAYER and some_slide)
-    is_masked = family in _WINDOW_BY_LAYER and family not in _MASK_FOR_LAYERS_THAT_SLIDE
+    by_layer = window is not None and window.reads_layer_types
+    is_masked = by_layer and not (window and window.has_mask_if_layers_slide)
+    is_needed = is_named or (by_layer and some_slide)
     if (is_needed and (off or is_null)) or (is_masked and is_null and not off):
         switch = " and use_sliding_window to true" if off else ""
         why = "use_sliding_window is not true" if off else "sliding_window is null or missing"
+        other = ", or name full_attention alone in layer_types"
         raise ModelError(
             f"{source}, of the family {family}, has no window for sliding attention: {why}",
             hint=f"set sliding_window to a number of tokens{switch}"
-            + (
-                ", or name full_attention alone in layer_types"
-                if is_named and not is_masked
-                else ""
-            ),
+            + (other if is_named and not is_masked else ""),
         )
 
 
-def _is_switched_off(config: Config) -> bool:
-    return config["model_type"] in _SWITCHED_ON and not config.get("use_sliding_window")
+def _is_switched_off(config: Config, window: Window | None) -> bool:
+    return window is not None and window.is_switched and not config.get("use_sliding_window")
 
 
-def _every_layer(config: Config, layer: int) -> bool:  # noqa: ARG001 (the others read them)
-    return True
-
-
-def _no_layer(config: Config, layer: int) -> bool:  # noqa: ARG001
-    return False
-
-
-def _all_but_every(number: int | str) -> Slides:
+def _all_but_every(config: Config, layer: int, every: int | str | None) -> bool:
     """All layers but every n-th one; n, or the field that holds it."""
-
-    def slides_between(config: Config, layer: int) -> bool:
-        every = value_of(config, number) if isinstance(number, str) else number
-        # Of anything that is no number transformers builds no model; the window holds everywhere.
-        return not isinstance(every, (int, float)) or every <= 0 or (layer + 1) % every != 0
-
-    return slides_between
+    number = value_of(config, every) if isinstance(every, str) else every
+    # Of anything that is no number transformers builds no model; the window holds everywhere.
+    return not isinstance(number, (int, float)) or number <= 0 or (layer + 1) % number != 0
 
 
-def _all_but_the_first_of_four(config: Config, layer: int) -> bool:  # noqa: ARG001
-    return layer % 4 != 0
-
-
-def _cohere_mixture(config: Config, layer: int) -> bool:
+def _of_cohere_mixture(config: Config, layer: int, _: Window) -> bool:
     """All but every n-th layer; those in front, without experts, are counted by themselves."""
     before = config.get("first_k_dense_replace")
     before = before if isinstance(before, int) else 0
     if layer < before:
-        return _all_but_every("prefix_dense_sliding_window_pattern")(config, layer)
-    return _all_but_every("sliding_window_pattern")(config, layer - before)
+        return _all_but_every(config, layer, "prefix_dense_sliding_window_pattern")
+    return _all_but_every(config, layer - before, "sliding_window_pattern")
 
 
-def _from_max_window_layers(config: Config, layer: int) -> bool:
+def _from_max_window_layers(config: Config, layer: int, _: Window) -> bool:
     first = value_of(config, "max_window_layers")
     has_window = value_of(config, "sliding_window") is not None
     return has_window and (not isinstance(first, int) or layer >= first)
 
 
-def _every_second_up_to_max_window_layers(config: Config, layer: int) -> bool:
+def _even_up_to_max_window_layers(config: Config, layer: int, _: Window) -> bool:
     end = value_of(config, "max_window_layers")
     return layer % 2 == 0 and (not isinstance(end, int) or layer < end)
 
 
-def _without_rope(config: Config, layer: int) -> bool:
+def _without_rope(config: Config, layer: int, _: Window) -> bool:
     rotated, interval = config.get("no_rope_layers"), value_of(config, "no_rope_layer_interval")
     if value_of(config, "sliding_window") is None:
         return False
@@ -253,46 +233,15 @@ def _without_rope(config: Config, layer: int) -> bool:
     return isinstance(interval, int) and (interval == 0 or (layer + 1) % interval == 0)
 
 
-_WINDOW_IN_EVERY_LAYER = frozenset(
-    (
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "phi3",
-        "phimoe",
-        "qwen3_moe",
-        "starcoder2",
-    )
-)
-"""Families whose attention takes ``sliding_window`` as it is, whatever ``layer_types`` says."""
-_WINDOW_BY_LAYER: Mapping[str, Slides] = {
-    "afmoe": _all_but_every("global_attn_every_n_layers"),
-    "cohere2": _all_but_every("sliding_window_pattern"),
-    "cohere2_moe": _cohere_mixture,
-    "cwm": _all_but_the_first_of_four,
-    "dots1": _from_max_window_layers,
-    "exaone4": _all_but_every("sliding_window_pattern"),
-    "exaone_moe": _all_but_every("sliding_window_pattern"),
-    "gemma3_text": _all_but_every("sliding_window_pattern"),
-    "gemma2": _all_but_every(2),
-    "gpt_oss": _all_but_every(2),
-    "granite_swa": _all_but_the_first_of_four,
-    "granitemoe_swa": _all_but_the_first_of_four,
-    "kolibri1": _all_but_every(5),
-    "laguna": _no_layer,
-    "mellum": _no_layer,
-    "ministral": _every_layer,
-    "olmo3": _all_but_every(4),
-    "qwen2": _from_max_window_layers,
-    "qwen2_moe": _every_second_up_to_max_window_layers,
-    "qwen3": _from_max_window_layers,
-    "smollm3": _without_rope,
+_RULES: Mapping[str, Callable[[Config, int, Window], bool]] = {
+    "all": lambda _, __, ___: True,
+    "none": lambda _, __, ___: False,
+    "all_but_every": lambda config, layer, window: _all_but_every(config, layer, window.every),
+    "all_but_first_of": lambda _, layer, window: layer % cast(int, window.every) != 0,
+    "of_cohere_mixture": _of_cohere_mixture,
+    "from_max_window_layers": _from_max_window_layers,
+    "even_up_to_max_window_layers": _even_up_to_max_window_layers,
+    "without_rope": _without_rope,
 }
-"""Families whose window is in the layers that ``layer_types`` names, and the layers that their
-class names where the config has none. A family in neither list has no window, whatever its config
-says."""
-_MASK_FOR_LAYERS_THAT_SLIDE = frozenset(("dots1", "exaone4", "mellum", "qwen2", "qwen3", "smollm3"))
-"""Families whose class makes the window's mask only where a layer slides: without a window the
-others cannot run, whatever their layers are."""
-_SWITCHED_ON = frozenset(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"))
-"""Families whose window is there only with ``use_sliding_window``."""
+"""Whether the layer of a number, counted from 0, attends within the window, by the rule's name in
+a family's row."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import ModelError
-from highwater.model.families import EXPERTS_PER_TOKEN, UNGATED, WITH_SINKS
+from highwater.model.families import EXPERTS_PER_TOKEN, family_row
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.model.model_config import (
     Mixture,
@@ -30,10 +30,6 @@ from highwater.model.rope_block import own_rope_scaling
 from highwater.model.small_parameters import small_parameters
 from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
-
-WITHOUT_ROPE = frozenset(("opt",))
-"""Trained families whose positions are no RoPE: learned, fixed or none. A config.json tells nothing
-of it."""
 
 _MOST_PARAMETERS = 10**15
 """No model has more, and bytes of one that had would not fit into the 64 bits of a document."""
@@ -214,7 +210,7 @@ def load_model(name: str) -> Model:
         config_digest=config_digest(config, source),
         shape=shape,
         own_rope_scaling=own_rope_scaling(config, source),
-        rope=shape.model_type not in WITHOUT_ROPE,
+        rope=family_row(shape.model_type).has_rope,
     )
 
 
@@ -246,7 +242,7 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         shared_expert_size=mixture.shared_size,
         dense_layers=mixture.dense_layers,
         dense_intermediate_size=mixture.dense_width if mixture.dense_layers else 0,
-        mlp_matrices=2 if family in UNGATED else 3,
+        mlp_matrices=3 if family_row(family).is_gated else 2,
     )
     _refuse_impossible(shape, config, source)
     return _with_switches(_with_runs(shape, config, mixture, source), config)
@@ -273,7 +269,8 @@ def _with_runs(
     """The shape with its layers as the config names them, where sizes alone do not tell them."""
     windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
-    has_sinks, soft_cap = shape.model_type in WITH_SINKS, score_cap(config, source)
+    has_sinks = family_row(shape.model_type).has_sinks
+    soft_cap = score_cap(config, source)
     runs = runs_of(
         (1, _attending(without if is_dense else usual, window, has_sinks, soft_cap))
         for window, is_dense in zip(windows, dense, strict=True)

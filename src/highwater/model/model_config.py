@@ -11,18 +11,14 @@ from typing import Any, NamedTuple
 
 from highwater.errors import ModelError
 from highwater.model.families import (
-    DENSE_WIDTHS,
     EXPERT_COUNTS,
-    EXPERTS,
     EXPERTS_PER_TOKEN,
-    MLP_WIDTHS,
-    NEEDED,
-    WITH_CAPS,
-    unsupported_dropout,
+    family_row,
+    refuse_untrained,
     value_of,
 )
 from highwater.model.layer_kind import refuse_missing_window, slides
-from highwater.model.trained_families import OF_TEXT, refuse_features, refuse_untrained
+from highwater.model.logit_transform import logit_transform_of, transforms
 from highwater.nouns.codec import digest
 from highwater.nouns.files import CONFIG_BYTES, read_file
 
@@ -36,6 +32,22 @@ MIN_FIELDS = (
 )
 """Fields that every config has to have."""
 
+ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
+"""Kinds of layers that only attend, to whole documents or within a window."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logits_scaling", "logit_scale", "output_multiplier_scale"), (1,)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), ()),
+    **dict.fromkeys(("use_bidirectional_attention", "alibi", "lm_head_bias"), (False,)),
+}
+"""Fields that change logits or attention, and the values, beside null, that change nothing."""
+_DROPOUT = {
+    **dict.fromkeys(
+        ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"),
+        "drops attention weights",
+    ),
+    **dict.fromkeys(("layerdrop", "decoder_layerdrop"), "leaves layers out"),
+}
+_OF_TEXT = "use a decoder-only language model of text, for example `highwater find Qwen3-0.6B`"
 _LARGEST_SIZE = 2**31 - 1
 _MOST_LAYERS = 10_000
 """No model has a size or as many layers beyond these; layers are read one by one."""
@@ -76,9 +88,8 @@ def trained_family(config: dict[str, Any], source: str) -> str:
     """
     family = _family_of_text(config, source)
     refuse_untrained(family, source, has_own_code=has_own_code(config))
-    missing = [
-        field for field in (*MIN_FIELDS, *NEEDED.get(family, ())) if config.get(field) is None
-    ]
+    needed = (*MIN_FIELDS, *family_row(family).needs)
+    missing = [field for field in needed if config.get(field) is None]
     if missing:
         raise ModelError(
             f"{source}, of the family {family}, has no {', '.join(missing)}",
@@ -127,7 +138,7 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
         raise ModelError(
             f"{source} is of the family {family}, which reads more than text: its text model is "
             f"in text_config",
-            hint=alone if _trains(text, source) else OF_TEXT,
+            hint=alone if _trains(text, source) else _OF_TEXT,
         )
     if "text_config" in config:
         raise ModelError(
@@ -165,11 +176,83 @@ def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
             )
 
 
+def refuse_features(config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError for a config by which logits or attention are not the plain ones."""
+    family, row = config["model_type"], family_row(config["model_type"])
+    _refuse_other_sizes(config, source)
+    for field, neutral in {**_NEUTRAL, **row.only}.items():
+        value = config.get(field)
+        is_cap = field == "attn_logit_softcapping" and row.caps_scores
+        is_computed = is_cap or transforms(family, field)
+        if value is not None and value not in neutral and not is_computed:
+            allowed = " or ".join(map(repr, (*neutral, None)))
+            raise _unsupported(config, source, field, value, allowed)
+    logit_transform_of(config, source)
+    for field in row.not_zero:
+        if config.get(field) == 0:
+            raise _unsupported(config, source, field, 0, "more than 0")
+    kinds = config.get("layer_types")
+    named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set[str]()
+    others = named - ATTENTION_LAYERS
+    if others:
+        raise ModelError(
+            f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which "
+            f"are no full attention",
+            hint="use a model of a family that was compared, for example `highwater find "
+            "Qwen3-0.6B`",
+        )
+
+
+def _unsupported(
+    config: Mapping[str, Any], source: str, field: str, value: Any, allowed: str
+) -> ModelError:
+    return ModelError(
+        f"{source}, of the family {config['model_type']}, has {field} = {value!r}, which is not "
+        f"supported",
+        hint=f"use a model whose {field} is {allowed}, for example `highwater find Qwen3-0.6B`",
+    )
+
+
+def _refuse_other_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Raise ModelError for matrices between the hidden size and another one, before an OPT's
+    embedding and head, and where Helium's heads together are of another size; and for layers of a
+    Laguna that have other numbers of query heads, which nobody has compared with its own class.
+    """
+    family, hidden = config["model_type"], config.get("hidden_size")
+    heads, head_dim = config.get("num_attention_heads"), value_of(config, "head_dim")
+    field, size = "word_embed_proj_dim", None
+    if family == "opt":
+        size = config.get(field)
+    elif family == "helium" and isinstance(heads, int) and isinstance(head_dim, int):
+        field, size = "num_attention_heads times head_dim", heads * head_dim
+    if size is not None and size != hidden:
+        raise ModelError(
+            f"{source}, of the family {family}, has {field} = {size!r} beside a hidden_size of "
+            f"{hidden!r}, which is not supported",
+            hint="use a model where they are the same, for example `highwater find Qwen3-0.6B`",
+        )
+    field = "num_attention_heads_per_layer"
+    by_layer = config.get(field) if family == "laguna" else None
+    if isinstance(by_layer, list) and any(each != heads for each in by_layer):
+        raise ModelError(
+            f"{source} has {field} = {by_layer!r} beside num_attention_heads = {heads!r}: layers "
+            f"that have other numbers of heads are not supported",
+            hint="use a model whose layers all have as many heads, for example `highwater find "
+            "Qwen3-0.6B`",
+        )
+
+
 def refuse_dropout(config: dict[str, Any], source: str) -> None:
     """Raise ModelError for dropout that no fused attention computes or ranks would wait for."""
-    dropout = unsupported_dropout(config)
-    if dropout is not None:
-        field, value, what = dropout
+    nested = config.get("attn_config")
+    blocks = (config, nested if isinstance(nested, Mapping) else {})
+    found = ((field, block[field]) for block in blocks for field in _DROPOUT if block.get(field))
+    field, value = next(found, (None, None))
+    usual = family_row(config["model_type"]).dropout_field
+    what = "" if field is None else _DROPOUT[field]
+    if field is None and usual is not None and usual not in config:
+        field, value, what = usual, "left out", f"{_DROPOUT[usual]} by default"
+    if field is not None:
         raise ModelError(
             f"{field} is {value} in {source}, which {what}: that is not supported",
             hint=f"set {field} to 0.0 there",
@@ -243,15 +326,14 @@ def mixture_of(config: dict[str, Any], source: str) -> Mixture:
     """MLPs and experts, by whichever of the fields the config has; else the usual ones of its
     family's class. Raises ModelError for more experts a token than there are.
     """
-    family = config["model_type"]
-    width = dense_width = optional_size(
-        config, MLP_WIDTHS.get(family, "intermediate_size"), source
-    ) or 4 * size(config, "hidden_size", source)
-    usual = EXPERTS.get(family)
+    row = family_row(config["model_type"])
+    width = optional_size(config, row.width_field, source)
+    width = dense_width = width or 4 * size(config, "hidden_size", source)
+    usual = row.experts
     if usual is None:
         return Mixture(width, dense_width)
-    if family in DENSE_WIDTHS:
-        dense_width = optional_size(config, DENSE_WIDTHS[family], source) or width
+    if row.dense_width_field is not None:
+        dense_width = optional_size(config, row.dense_width_field, source) or width
     if usual.width is not None:
         width = optional_size(config, "moe_intermediate_size", source) or usual.width
     shared_field, _ = usual.shared
@@ -300,9 +382,8 @@ def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]
 
 def score_cap(config: dict[str, Any], source: str) -> float | None:
     """What no score of attention exceeds; None: no cap. Raises ModelError for no number."""
-    if config["model_type"] not in WITH_CAPS:
-        return None
-    cap = value_of(config, "attn_logit_softcapping")
+    caps = family_row(config["model_type"]).caps_scores
+    cap = value_of(config, "attn_logit_softcapping") if caps else None
     if cap is None:
         return None
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST_SIZE:

@@ -1,12 +1,12 @@
-"""Where a model lies that somebody named: a directory, the Hub's cache, the catalog, or the Hub.
-They are looked at in this order, and the first that has a ``config.json`` is the model's.
+"""Model place: find a model by its name, in a directory, the Hub's cache, the catalog, or the Hub.
+They are searched in this order, and the first that has a ``config.json`` is the model's place.
 
 The catalog has a row for each model in ``catalog/models.json``, and its shape in
 ``catalog/models/NAME/config.json``. The Hub's cache is read by its layout,
-``models--ORG--NAME/refs/main`` and ``snapshots/REVISION``, which needs no package. What is not in
-it ``huggingface_hub`` fetches where it is installed, imported here and nowhere else; no code of a
-model's is run: one file of JSON is all that comes.
-Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+``models--ORG--NAME/refs/main`` and ``snapshots/REVISION``, which needs no package. Models not in
+the cache are fetched by ``huggingface_hub`` if it is installed; it is imported nowhere else. Only
+one JSON file is fetched: no code of a model is run. Source:
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
 import json
@@ -25,57 +25,57 @@ from highwater.nouns.codec import Record, from_builtins
 from highwater.nouns.files import read_file
 
 _OFFERED = 3
-"""Names that an error offers in the place of one that no model has."""
+"""Number of names that an error offers in place of an unknown one."""
 _ALIKE = 0.75
-"""Share of letters from which a name may be meant by another."""
+"""Similarity (0 to 1) from which a name is offered for another one."""
 
 
 class CatalogModel(Record, frozen=True, kw_only=True):
     """One model of the catalog."""
 
     name: str
-    """The name in tables and log paths."""
+    """Name in tables and log paths."""
     hub_id: str | None = None
-    """Its id on the Hugging Face Hub; None of a model that is on no hub."""
+    """Id on the Hugging Face Hub; None for a model that is not on it."""
     also: tuple[str, ...] = ()
-    """Ids on the Hub of models with the very same shape: instruction-tuned, renamed, distilled."""
+    """Hub ids of models with exactly the same shape: instruction-tuned, renamed, distilled."""
     published_parameters: float | None = None
-    """Parameters in billions, as its card or paper has them."""
+    """Parameters in billions, according to its card or paper."""
     source: str
-    """Where its ``config.json`` was read."""
+    """Where its ``config.json`` comes from."""
 
     @property
     def directory(self) -> Path:
-        """The directory that holds its ``config.json``."""
+        """Directory that holds its ``config.json``."""
         return Path(str(files("highwater.model") / "catalog" / "models" / self.name))
 
     @property
     def hub_ids(self) -> tuple[str, ...]:
-        """Every id of the Hub that means its shape."""
+        """All Hub ids of models with this shape."""
         return (*(() if self.hub_id is None else (self.hub_id,)), *self.also)
 
 
 @cache
 def model_catalog() -> tuple[CatalogModel, ...]:
-    """Every model whose shape ships with the package, in the order of its file."""
+    """Return the models whose shape ships with the package, in the order of its file."""
     text = (files("highwater.model") / "catalog" / "models.json").read_text(encoding="utf-8")
     return tuple(from_builtins(entry, CatalogModel) for entry in json.loads(text))
 
 
 def catalog_names() -> list[str]:
-    """Names of the models whose shapes ship with the package, in alphabetical order."""
+    """Return the names of the models whose shape ships with the package, in alphabetical order."""
     return sorted(model.name for model in model_catalog())
 
 
 def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
-    """The model of a catalog name or of a Hub id, in any case, or of an id's last part; beside it
-    the name as the catalog spells it.
+    """Find a model by catalog name, Hub id, or last part of an id, in any case; return it with the
+    name as the catalog spells it. None if there is no such model.
     """
     return _spellings().get(name.lower())
 
 
 def near_names(name: str) -> list[str]:
-    """Names of the catalog that somebody may have meant, of as many models, the nearest first: ids
+    """Return catalog names similar to a misspelt one, one for each model, the nearest first: ids
     for an id, short names for a short one.
     """
     typed = name.lower()
@@ -90,7 +90,7 @@ def near_names(name: str) -> list[str]:
 
 @cache
 def _spellings() -> dict[str, tuple[str, CatalogModel]]:
-    """Every name in lower case: a model's own before those that are another's last part."""
+    """Map every name in lower case to its model; a model's own name wins over last parts of ids."""
     spellings: dict[str, tuple[str, CatalogModel]] = {}
     for model in model_catalog():
         spellings[model.name.lower()] = (model.name, model)
@@ -108,18 +108,18 @@ _REF_BYTES = 4096
 _REVISION = re.compile(r"[0-9a-f]{7,64}")
 _TRUE = frozenset(("1", "on", "yes", "true"))
 _ANSWER_S = 5.0
-"""Seconds that the Hub has to begin its answer, unless HF_HUB_ETAG_TIMEOUT says otherwise."""
+"""Seconds that the Hub has to begin its answer, unless HF_HUB_ETAG_TIMEOUT gives another number."""
 _INSTALL = "pip install -U huggingface_hub"
 _LOGIN = "`hf auth login`, or set HF_TOKEN"
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form of a model's id on the Hub: ``Qwen/Qwen2.5-7B-Instruct``."""
+    """True if a text has the form of a Hub id, like ``Qwen/Qwen2.5-7B-Instruct``."""
     return _ID.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
 def cached_directory(hub_id: str) -> Path | None:
-    """The directory of a model's current revision in the Hub's cache; None: there is none."""
+    """Return the directory of a model's current revision in the Hub's cache, or None."""
     folder = cache_folder(os.environ) / f"models--{hub_id.replace('/', '--')}"
     try:
         revision = read_file(folder / "refs" / "main", most_bytes=_REF_BYTES).decode().strip()
@@ -131,7 +131,7 @@ def cached_directory(hub_id: str) -> Path | None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where the Hub's cache is, as ``huggingface_hub`` finds it."""
+    """Return the folder of the Hub's cache, found like ``huggingface_hub`` does."""
     home = environment.get("XDG_CACHE_HOME", "~/.cache")
     home = environment.get("HF_HOME", f"{home}/huggingface")
     older = environment.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")
@@ -140,10 +140,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def fetched_directory(hub_id: str) -> Path:
-    """Fetch the ``config.json`` of a model into the Hub's cache; the directory that then holds it.
+    """Fetch a model's ``config.json`` into the Hub's cache, and return the directory that holds it.
 
-    Raises ModelError where the Hub is not to be asked, or does not give the file: the hint is the
-    command that fetches it, or what the Hub asks for.
+    Raises ModelError if the Hub must not be asked or does not give the file: the hint is the
+    command that fetches it, or what the Hub requires.
     """
     switch = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(name)), "")
     if switch:
@@ -164,7 +164,7 @@ def fetched_directory(hub_id: str) -> Path:
 
     disable_progress_bars()
     try:
-        # asked first, for a download tries again for minutes where nobody answers
+        # asked first, because a download retries for minutes if nobody answers
         url = huggingface_hub.hf_hub_url(hub_id, CONFIG, endpoint=_endpoint())
         huggingface_hub.get_hf_file_metadata(url, timeout=_timeout_s())
         path = huggingface_hub.hf_hub_download(hub_id, CONFIG, endpoint=_endpoint())
@@ -183,7 +183,7 @@ def fetched_directory(hub_id: str) -> Path:
             f"{hub_id} has no {CONFIG} on the Hub",
             hint="give the model that it was made from: adapters and GGUF files have none",
         ) from error
-    # whichever client for HTTP a version of huggingface_hub has, its errors come through
+    # errors of the HTTP client, which differs between versions of huggingface_hub
     except Exception as error:
         raise ModelError(
             f"{hub_id} is not in the Hub's cache, and the Hub does not give it: "
@@ -194,7 +194,7 @@ def fetched_directory(hub_id: str) -> Path:
 
 
 def fetch_command(hub_id: str) -> str:
-    """The command that puts a model's ``config.json`` into the Hub's cache."""
+    """Return the command that fetches a model's ``config.json`` into the Hub's cache."""
     return f"hf download {hub_id} {CONFIG}"
 
 
@@ -221,32 +221,31 @@ def _first_line(error: Exception) -> str:
 
 
 _LONGEST_NAME = 120
-"""Characters of a name that an error repeats."""
+"""Characters of a name that an error repeats at most."""
 _LIST = "`highwater models` lists the catalog"
 
 
 class ModelPlace(NamedTuple):
-    """What a name means."""
+    """Place of a model, found by its name."""
 
     directory: Path
     """Absolute directory that holds the ``config.json``."""
     name: str
-    """The short name: of a directory its own, of an id what follows the organisation."""
+    """Short name: the directory's own, or the part of an id after the organisation."""
     opened_as: str | None = None
-    """What other programs open it by: its directory's path, or its id on the Hub where it was named
-    by one; None where the catalog alone has it."""
+    """Name by which other programs open it: the directory's path, or the Hub id if it was named by
+    one; None if only the catalog has it."""
 
 
 def model_place(name: str) -> ModelPlace:
-    """The place of a model that is named by a directory, a ``config.json``, an id on the Hub or a
-    catalog name.
+    """Find a model by a directory, a ``config.json``, a Hub id or a catalog name.
 
-    Raises ModelError where nothing is there, or what is there cannot be read; the hint says how to
-    come by it.
+    Raises ModelError if nothing is there, or if it cannot be read; the hint says how to get
+    it.
     """
     try:
         directory = _named_directory(name)
-    # a name too long, a folder without rights; a home that nobody has
+    # a name too long, a folder without permission, or ``~user`` of no user
     except (OSError, RuntimeError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
@@ -268,9 +267,9 @@ def model_place(name: str) -> ModelPlace:
 
 
 def _named_directory(name: str) -> Path | None:
-    """The absolute directory of a name that is a path with a ``config.json``; None of any other.
-    Raises ModelError for a directory without one or with a pipe or a device in it, and for another
-    file.
+    """Return the absolute directory of a name that is a path with a ``config.json``; None for any
+    other. Raises ModelError for a directory without one, or with a pipe or a device in it, and for
+    another file.
     """
     path = Path(name).expanduser()
     if path.name == CONFIG and path.exists() and not path.is_dir():
@@ -293,7 +292,7 @@ def _named_directory(name: str) -> Path | None:
 
 
 def _refuse_irregular(directory: Path) -> None:
-    """Raise ModelError for a pipe or a device where a model's files are: who opens it waits."""
+    """Raise ModelError for a pipe or device among a model's files: opening it would block."""
     for path in sorted(directory.iterdir()):
         if path.is_fifo() or path.is_char_device() or path.is_block_device():
             raise ModelError(
@@ -331,8 +330,8 @@ def _catalog_place(name: str) -> ModelPlace:
 
 
 def _fetched(hub_id: str) -> Path:
-    """The directory of what the Hub gives; where it gives nothing the hint names what is near in
-    the catalog, too.
+    """Return the directory fetched from the Hub; on failure the hint also offers similar names of
+    the catalog.
     """
     try:
         return fetched_directory(hub_id)
@@ -343,6 +342,6 @@ def _fetched(hub_id: str) -> Path:
 
 
 def _meant(near: list[str]) -> str:
-    """``did you mean `Qwen3-4B`? ``; empty where nothing is near."""
+    """Return ``did you mean `Qwen3-4B`? ``; empty without similar names."""
     names = " or ".join(f"`{name}`" for name in near)
     return f"did you mean {names}? " if near else ""

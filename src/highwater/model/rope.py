@@ -7,18 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from highwater.model.families import CLASS_DEFAULTS, ROPE_BY_LAYER, value_of
+from highwater.model.families import family_row, value_of
 from highwater.model.model import Model
 from highwater.model.model_config import read_config
 from highwater.model.rope_block import BEFORE_SCALING, rope_block
 from highwater.nouns.codec import Record
 from highwater.nouns.settings import Rope
 
-WITHOUT_YARN_IN_FILES = ("phi3",)
-"""Families whose config class takes no YaRN: it trains, and its saved model cannot be loaded."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
-_OLD_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
-"""Names of these fields in families that have them beside ``rope_parameters``."""
 _ROPE_THETA = 10_000.0
 """The base of a family that has none of its own."""
 
@@ -46,16 +42,13 @@ def grows(own: Mapping[str, Any]) -> bool:
 
 def unscalable(model: Model) -> str | None:
     """Why no YaRN takes the model's positions past its native length, in words; None: one can."""
-    family = model.shape.model_type
+    family, row = model.shape.model_type, family_row(model.shape.model_type)
     if not model.rope:
         return f"{family} has no RoPE to scale"
-    if family in ROPE_BY_LAYER or any(isinstance(value, Mapping) for value in _own(model).values()):
+    blocks = _own(model).values()
+    if row.has_rope_by_layer or any(isinstance(value, Mapping) for value in blocks):
         return f"{family} has a RoPE for each kind of layer, which one scaling does not fit"
-    if family == "ministral3":
-        return "ministral3 scales its queries by their positions, which YaRN does not say"
-    if family == "phimoe":
-        return "phimoe scales cosines by the length, which YaRN does not say"
-    return None
+    return row.unscalable and f"{family} {row.unscalable}, which YaRN does not say"
 
 
 def ends_at_native(model: Model, rope: Rope) -> bool:
@@ -97,7 +90,7 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
         if rope == "auto" and grows(own):
             return None
         # Where the class has the field beside the block, it overrides the block's.
-        beside = BEFORE_SCALING in CLASS_DEFAULTS[model.shape.model_type]
+        beside = BEFORE_SCALING in family_row(model.shape.model_type).defaults
         before = value_of(config, BEFORE_SCALING) if beside else own.get(BEFORE_SCALING)
         native = int(before or native)
     if length_tokens <= native:
@@ -115,7 +108,7 @@ def yarn(model: Model, *, length_tokens: int, rope: Rope = "auto") -> Yarn | Non
 
 def _beside(config: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters that a config, or else its class, has beside the block, which leaves them out."""
-    names = _OLD_NAMES.get(config["model_type"], {})
+    names = family_row(config["model_type"]).other_names
     values = {name: value_of(config, names.get(name, name)) for name in _KEPT}
     found = {name: value for name, value in values.items() if value is not None}
     return {"rope_theta": _ROPE_THETA} | found

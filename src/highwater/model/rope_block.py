@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from highwater.errors import ModelError
-from highwater.model.families import ROPE_BY_LAYER, value_of
+from highwater.model.families import family_row, value_of
 from highwater.model.model_config import whole_number
 
 BEFORE_SCALING = "original_max_position_embeddings"
@@ -33,15 +33,6 @@ _AS_WRITTEN: Types = {
     for kind, fields in TYPES.items()
 }
 """The same where the class fills nothing in."""
-_OWN_TYPES: Mapping[str, Types] = {
-    **dict.fromkeys(("cohere2_moe", "laguna", "mellum"), _AS_WRITTEN),
-    "ministral3": {"yarn": ("factor", BEFORE_SCALING, "llama_4_scaling_beta")},
-    "phi3": {"default": (), "longrope": TYPES["longrope"]},
-    "phimoe": {"default": (), "longrope": (*TYPES["longrope"], "short_mscale", "long_mscale")},
-}
-"""The same of families whose class takes fewer types, or needs more fields."""
-_WITHOUT_OLD_NAME = ("cohere2_moe", "laguna", "mellum")
-"""Families whose class does not read ``rope_scaling``."""
 
 
 def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -50,7 +41,7 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
     Raises ModelError for what is no such block, and for one of which no model can be built.
     """
-    family, found = config["model_type"], {}
+    family, row, found = config["model_type"], family_row(config["model_type"]), {}
     for field in ("rope_scaling", "rope_parameters"):
         rope = config.get(field)
         if rope is None or rope == {}:
@@ -60,12 +51,12 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
                 f"{field} is {rope!r} in {source}, not a block of fields",
                 hint=f'remove {field}, or write for example {{"rope_type": "yarn", "factor": 4.0}}',
             )
-        if field == "rope_scaling" and family in _WITHOUT_OLD_NAME:
+        if field == "rope_scaling" and not row.reads_rope_scaling:
             raise ModelError(
                 f"{source} has rope_scaling = {rope!r}, which the class of {family} does not read",
                 hint="call it rope_parameters, and give it a rope_theta; or remove rope_scaling",
             )
-        if field == "rope_parameters" and family in ROPE_BY_LAYER:
+        if field == "rope_parameters" and row.has_rope_by_layer:
             _refuse_missing_blocks(config, rope, source)
         blocks = [each for each in rope.values() if isinstance(each, dict)]
         for block in blocks or [rope]:
@@ -85,7 +76,8 @@ def _type_of(block: Mapping[str, Any]) -> Any:
 
 def _refuse_unknown(block: Mapping[str, Any], field: str, family: str, source: str) -> None:
     """Raise ModelError for a type that transformers does not know, and for fields that it lacks."""
-    kind, types = _type_of(block), _OWN_TYPES.get(family, TYPES)
+    kind, row = _type_of(block), family_row(family)
+    types = row.rope_types or (TYPES if row.reads_rope_scaling else _AS_WRITTEN)
     if not isinstance(kind, str) or kind not in types:
         raise ModelError(
             f"{field} in {source} has the rope_type {kind!r}, which transformers does not know for "

@@ -1,9 +1,9 @@
-"""Weight files: which files of a Hugging Face directory hold the model's weights.
+"""Weight files: which files of a Hugging Face directory hold the model's weights, by their headers.
 
-Their headers say which tensors; they are read without torch. A safetensors file begins with its
-header's length in 8 bytes and the header in JSON: name, dtype, shape and place of every tensor.
-Where there are several files transformers' order decides which is read: the single safetensors
-file, the index of several, then PyTorch's own format, whose files only the engine opens.
+Headers are read without torch. A safetensors file begins with its header's length in 8 bytes and
+the header in JSON: name, dtype, shape and position of every tensor. If there are several kinds
+of files, the first of transformers' order is read: the single safetensors file, the index of
+several, then PyTorch's own format, whose files only the engine opens.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -19,16 +19,16 @@ from highwater.errors import ModelError
 from highwater.nouns.files import open_regular, read_file
 
 SCORE = "score.weight"
-"""The head of a model that gives one number per token. Hugging Face's sequence and token
-classifiers call it so."""
+"""Name of the weight of a head that gives one number per token, as in Hugging Face's sequence and
+token classifiers."""
 MXFP4 = "mxfp4"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
-"""Ends of a parameter's names in gpt-oss's files. They hold two numbers to a byte, and an exponent
-for every 32 of them."""
+"""Suffixes of the two tensors of a parameter in gpt-oss's files: two numbers to a byte, and an
+exponent for every 32 of them."""
 _LARGEST_HEADER_BYTES = 100_000_000
-"""Bytes of a header at the most, as in the safetensors library."""
+"""Largest size of a header, as in the safetensors library."""
 _LARGEST_INDEX_BYTES = 100_000_000
-"""Bytes of an index at the most. It has a name and a file for every tensor: the largest known, of
+"""Largest size of an index, which has a name and a file for every tensor: the largest known, with
 90,000 tensors, has 9 MB."""
 _COMPARED_BYTES = 4 * 1024**2
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
@@ -54,9 +54,9 @@ _MARKS = {
     ".SCB": "bitsandbytes 8-bit",
     ".scales": "MLX or GGUF scales",
 }
-"""Ends of names of tensors that belong to a quantisation, and its name."""
+"""Suffixes of tensor names that belong to a quantisation method, and the method's name."""
 _NARROW = ("F8_", "F6_", "F4", "I8", "U8", "I4", "U4")
-"""Beginnings of dtypes in which no weight is saved that is not quantised."""
+"""Prefixes of dtypes in which only quantised weights are saved."""
 _UNQUANTISED = (
     "use the model's bfloat16 or float32 weights; a copy of config.json alone, without "
     "quantization_config, shows its memory"
@@ -71,14 +71,14 @@ class SavedTensor(NamedTuple):
     shape: tuple[int, ...]
     file: Path
     begin: int
-    """First of its bytes in the file."""
+    """Offset of its first byte in the file."""
     end: int
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that hold the weights, none of them missing. There are none at all where the model
-    has no weights here. Raises ModelError for an index that names what is not there, and for
-    weights that are not a whole model's, or not readable.
+    """Return the files that hold the weights, none of them missing; empty if the model has no
+    weights here. Raises ModelError for an index that names missing files, and for weights that are
+    not a whole model's or cannot be read.
     """
     for name in (
         "model.safetensors",
@@ -98,16 +98,16 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def saved_tensors(directory: Path) -> Mapping[str, SavedTensor]:
-    """Every tensor of a directory's safetensors, by name. PyTorch's own files are not read; nothing
-    where there are no weights. Raises ModelError for what ``weight_files`` refuses, and for files
-    that are damaged or name a tensor twice.
+    """Return every tensor in a directory's safetensors files, by name; empty without any. PyTorch's
+    own files are not read. Raises ModelError for what ``weight_files`` refuses, for damaged files,
+    and for a tensor that is there twice.
     """
     return _tensors(_versions(directory))
 
 
 def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError, by the method's name, for weights that are not numbers as they stand. All
-    but MXFP4 is refused, which is dequantised. Raises what ``saved_tensors`` raises, too.
+    """Raise ModelError, naming the method, for quantised weights. Only MXFP4 of gpt-oss is
+    accepted, which is dequantised. Raises the errors of ``saved_tensors``, too.
     """
     source = directory / "config.json"
     method = configured_method(config, source)
@@ -116,13 +116,13 @@ def refuse_quantised(directory: Path, config: Mapping[str, Any]) -> None:
             f"{source} is of a quantised checkpoint ({method}), which cannot be trained as it is",
             hint=_UNQUANTISED,
         )
-    # gpt-oss alone: what the numbers of another family's blocks are of, no file says.
+    # only gpt-oss: files do not say how another family's blocks are laid out
     is_mxfp4 = method == MXFP4 and config.get("model_type") == "gpt_oss"
     refuse_quantised_tensor(_quantised_tensor(_versions(directory), is_mxfp4=is_mxfp4), directory)
 
 
 def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
-    """The method of quantisation that a config names; None where it names none."""
+    """Return the quantisation method that a config names; None if it names none."""
     for field in ("quantization_config", "compression_config", "quantization"):
         block = config.get(field)
         if not block:
@@ -139,14 +139,14 @@ def configured_method(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None:
-    """What shows that tensors of these dtypes are quantised; None where nothing does. Dtypes are in
-    safetensors' words. Pairs of MXFP4 are passed over where they are expected.
+    """Say what shows that tensors of these dtypes are quantised; None if nothing does. Dtypes are
+    named as in safetensors. With ``is_mxfp4`` pairs of blocks and scales are ignored.
     """
     for name, dtype in dtypes.items():
         if is_mxfp4 and _has_partner(name, dtypes):
             continue
         mark = next((what for end, what in _MARKS.items() if name.endswith(end)), None)
-        # Old files have causal masks of bytes, called bias.
+        # Old files have causal masks, stored as bytes and called bias.
         if mark is None and dtype.startswith(_NARROW) and not name.endswith("bias"):
             mark = f"numbers of dtype {dtype}"
         if mark is not None:
@@ -155,7 +155,7 @@ def quantised_tensor(dtypes: Mapping[str, str], *, is_mxfp4: bool) -> str | None
 
 
 def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
-    """Raise ModelError for what ``quantised_tensor`` found."""
+    """Raise ModelError if ``quantised_tensor`` found anything."""
     if found is not None:
         raise ModelError(
             f"the weights in {directory} are quantised ({found}) and cannot be trained as they are",
@@ -164,9 +164,9 @@ def refuse_quantised_tensor(found: str | None, directory: Path) -> None:
 
 
 def unties(directory: Path) -> bool:
-    """Whether the files hold a head and an embedding of different values. transformers does not tie
-    these whatever the config says. Compares all bytes of both where they do not differ early:
-    seconds for a large vocabulary, where files hold a tied head twice.
+    """True if the files hold a head and an embedding with different values; transformers does not
+    tie these whatever the config says. Compares all bytes if they are equal: seconds for a large
+    vocabulary whose files hold a tied head twice.
     """
     tensors = saved_tensors(directory)
     heads = [name for name in _HEADS if name in tensors]
@@ -210,7 +210,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 def _all_of(shards: Sequence[Path]) -> tuple[Path, ...]:
-    """Numbered files without an index: all of them, of one set."""
+    """Return numbered files without an index if they are all of one set; else raise ModelError."""
     matches = [cast(re.Match[str], _SHARD.fullmatch(path.name)) for path in shards]
     counts = {int(match[2]) for match in matches}
     if len(counts) > 1 or [int(match[1]) for match in matches] != list(range(1, max(counts) + 1)):
@@ -233,7 +233,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_what_is_no_model(directory: Path) -> None:
-    """Refuse weights that are here and would not be read: random ones are not meant."""
+    """Refuse weights that would not be read: the user does not want random ones instead."""
     _refuse_adapter(directory)
     kinds = (
         *("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*"),
@@ -257,7 +257,7 @@ def _files(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def _versions(directory: Path) -> tuple[tuple[Path, int, int], ...]:
-    """The safetensors files, each with what changes when it does: its time and size."""
+    """Return the safetensors files, each with its time and size, which show a change."""
     files = [file for file in weight_files(directory) if file.suffix == ".safetensors"]
     try:
         return tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -311,7 +311,7 @@ def _entry(file: Path, entry: Any, data: int, size: int) -> SavedTensor:
 
 
 def _has_partner(name: str, dtypes: Mapping[str, str]) -> bool:
-    """Whether these are blocks that have scales, or scales that have blocks."""
+    """True for blocks that have their scales, and for scales that have their blocks."""
     for end, other in ((MXFP4_BLOCKS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_BLOCKS)):
         if name.endswith(end):
             return dtypes[name] == dtypes.get(name.removesuffix(end) + other) == "U8"
@@ -326,7 +326,7 @@ def _quantised_tensor(files: tuple[tuple[Path, int, int], ...], *, is_mxfp4: boo
 
 @lru_cache(maxsize=16)
 def _same_bytes(one: SavedTensor, other: SavedTensor, _: tuple[tuple[Path, int, int], ...]) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes in files of these versions."""
+    """True if two tensors of one shape and dtype have the same bytes; cached by file versions."""
     with open_regular(one.file) as first, open_regular(other.file) as second:
         for offset in range(0, one.end - one.begin, _COMPARED_BYTES):
             length = min(_COMPARED_BYTES, one.end - one.begin - offset)

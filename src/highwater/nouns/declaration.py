@@ -108,6 +108,13 @@ class Setting:
     """A value's part of a rung's label, by the value."""
     other_label: str = ""
     """The part of a rung's label for every other value, which ``{}`` stands for."""
+    told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
+    """A value in a table's column and at the end of a sentence, by the value: for those that a
+    label is too short for."""
+    says_what: bool = False
+    """Whether it says what is trained; else how, or where."""
+    moves_loss: bool = False
+    """Whether the loss of a training's steps depends on it."""
     range: Any = None
     """What a number may be (nouns/hyperparameters.py); None: nothing is bounded here."""
     part: Any = None

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from highwater.errors import HighwaterError, ModelError, UsageError
+from highwater.model.families import family_row
 from highwater.model.footprint import PROCESS_BYTES, device_state_bytes
 from highwater.model.model import Model, load_model
-from highwater.model.rope import WITHOUT_YARN_IN_FILES, ends_at_native, unscalable, yarn
+from highwater.model.rope import ends_at_native, unscalable, yarn
 from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
@@ -112,11 +113,10 @@ def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
             f"`--rope yarn` cannot replace {model.name}'s own scaling: {obstacle}",
             hint="leave `--rope` out",
         )
-    is_saved = (
-        request.settings.save_hf != "never" and model.shape.model_type in WITHOUT_YARN_IN_FILES
-    )
+    loses_yarn = not family_row(model.shape.model_type).saves_yarn
     if (
-        is_saved
+        loses_yarn
+        and request.settings.save_hf != "never"
         and yarn(model, length_tokens=longest_tokens, rope=request.settings.rope) is not None
     ):
         raise UsageError(

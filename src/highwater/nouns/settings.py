@@ -2,7 +2,7 @@
 GPUs; and in plain words, a few for a table's column, in full for a sentence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from highwater.errors import UsageError
@@ -70,6 +70,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "recommended where no setting is named"
         },
         labels={"expandable": "Env"},
+        told={"expandable": ("expandable", "expandable segments")},
     )
     loss: Loss = setting(
         "full",
@@ -79,12 +80,15 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "what is recommended where no setting is named"
         },
         labels={"chunked": "chunked"},
+        told={"chunked": ("chunked loss", "a chunked loss")},
     )
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
     entropy: Entropy = setting(
         "none",
         "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
         labels={"chunked": "entropy-saving"},
+        says_what=True,
+        told={"chunked": ("chunked entropy", "a chunked entropy")},
     )
     """``full``: from the logits as the loss has them; ``chunked``: recomputed, and the
     log-probability from the same chunks: the logits are never whole, whatever ``loss`` says."""
@@ -93,6 +97,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "adamw: 16 bytes of states a parameter; adamw-8bit: 10, moments of 8 bits; adamw-bf16: "
         "12, moments in bfloat16; the last two are torchao's, and lossy: moments are rounded",
         other_label="{}",
+        says_what=True,
+        moves_loss=True,
     )
     """What each keeps and needs is in nouns/optimizer.py."""
     parameters: Parameters = setting(
@@ -100,6 +106,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
         "and --micro-batches 1; lossy: each update is rounded at random",
         labels={"bf16": "bf16-parameters"},
+        says_what=True,
+        moves_loss=True,
     )
     """``bf16``: an update rounds each parameter to one of its two neighbours at random
     (engine/training/low_bit.py)."""
@@ -109,6 +117,10 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "optimizer's moments alone, and the GPU updates, bit by bit as without",
         kinds.OFFLOAD,
         labels={True: "Offload", "states": "Offload-states"},
+        told={
+            True: ("states on host", "all states in host memory"),
+            "states": ("moments on host", "the optimizer's moments in host memory"),
+        },
     )
     """Read by ``offloads_model`` and ``offloads_states``: both values are true
     (engine/training/host_states.py)."""
@@ -119,6 +131,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         metavar="RANK",
         example=32,
         other_label="LoRA-{}",
+        says_what=True,
     )
     """None: all of the model is trained."""
     lora_alpha: float | None = setting(
@@ -128,35 +141,50 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         metavar="ALPHA",
         example=32,
         other_label="alpha-{:g}",
+        says_what=True,
     )
     lora_targets: str = setting(
         ALL_LINEAR,
         "linear layers with an adapter: all-linear, or names with commas between them",
         kinds.NAMES,
         other_label="on-{}",
+        says_what=True,
     )
     lora_base: LoraBase = setting(
         "bf16",
         "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
         "which is QLoRA, by bitsandbytes, and lossy",
         labels={"nf4": "NF4"},
+        says_what=True,
     )
     lora_merged: bool = setting(
         False,
         "what is saved is the model with its adapters in it, and not the adapters",
         kinds.SWITCH,
         commands=TRAINED,
+        says_what=True,
     )
     objective: Objective = setting(
         "sft",
         "what is minimised, as the mean over all trained tokens of a step (TRL's dapo, verl's "
         "token-mean)",
+        says_what=True,
+        moves_loss=True,
     )
     """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
     or DPO's. What each needs is in nouns/objective.py."""
-    critic: bool = setting(False, "ppo: train a model of token values along", kinds.SWITCH)
+    critic: bool = setting(
+        False,
+        "ppo: train a model of token values along",
+        kinds.SWITCH,
+        says_what=True,
+        moves_loss=True,
+    )
     sequences_per_micro_batch: int = setting(
-        1, "sequences packed into one micro-batch", kinds.COUNT
+        1,
+        "sequences packed into one micro-batch",
+        kinds.COUNT,
+        says_what=True,
     )
     """Packed without padding."""
     token_budget_tokens: int | None = setting(
@@ -165,6 +193,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         kinds.TOKENS,
         name="token_budget",
         commands=PREDICTED,
+        says_what=True,
     )
     """None: the number of sequences is given."""
     recompute: Recompute = setting(
@@ -172,6 +201,10 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "activations recomputed in the backward pass",
         labels={"none": "no-recompute", "all-but-attention": "attention-kept"},
         other_label="recompute-{}",
+        told={
+            "all-but-attention": ("attention's outputs kept",) * 2,
+            "none": ("no recomputation",) * 2,
+        },
     )
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
     faster, the more so the longer the sequence, and one more number per token, layer and query
@@ -188,8 +221,12 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     rope: Rope = setting(
         "auto",
         "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
+        says_what=True,
+        moves_loss=True,
     )
-    save_hf: SaveHf = setting("never", "when Hugging Face weights are written", commands=TRIED)
+    save_hf: SaveHf = setting(
+        "never", "when Hugging Face weights are written", commands=TRIED, says_what=True
+    )
     """After all steps (``always``), none (``never``) or the ``last``."""
     checkpoint: Checkpoint = setting(
         "none", "sharded: write model and optimizer after the last step", commands=TRIED
@@ -210,12 +247,14 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "dense, or block_sparse: each block of tokens reads the blocks that a pattern keeps, "
         "which changes the model",
         labels={"block_sparse": "block-sparse"},
+        moves_loss=True,
     )
     pattern_type: PatternType = setting(
         _PATTERN.pattern_type,
         "block_sparse: which blocks are kept",
         labels={"dilated_sparse": ""},
         other_label="{}",
+        moves_loss=True,
     )
     sparsity_ratio: SparsityRatio = setting(
         _PATTERN.sparsity_ratio,
@@ -223,6 +262,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "2 % to 128k, 1 % above); default: 0.1, or what the window gives",
         kinds.SHARE,
         other_label="kept-{}",
+        moves_loss=True,
     )
     block_size: int = setting(
         _PATTERN.block_size,
@@ -230,6 +270,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         kinds.COUNT,
         example=128,
         other_label="block-{}",
+        moves_loss=True,
     )
     local_window_size: int = setting(
         _PATTERN.local_window_size,
@@ -237,6 +278,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         kinds.COUNT,
         example=512,
         other_label="window-{}",
+        moves_loss=True,
     )
     global_tokens: int = setting(
         _PATTERN.global_tokens,
@@ -244,16 +286,17 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         kinds.COUNT,
         example=64,
         other_label="global-{}",
+        moves_loss=True,
     )
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
-        _check_counts(self)
-        _check_objective(self)
-        _check_attention(self)
-        _check_lora(self)
-        _check_parameters(self)
-        _check_optimizer(self)
+        for is_broken, problem, hint in _REFUSED:
+            if is_broken(self):
+                raise UsageError(problem.format(s=self), hint=hint.format(s=self))
+        _refuse_idle(self)
+        if self.adapters is not None:
+            check_lora(self.adapters)
 
     def sequences(self, length_tokens: int, *, context_degree: int) -> int:
         """Sequences of this length in one micro-batch; 0: the token budget does not hold one."""
@@ -356,193 +399,158 @@ _IN_A_LABEL: tuple[Setting, ...] = (
 )
 
 
-def _check_counts(settings: Settings) -> None:
-    """Raise UsageError for a number of sequences, of tiles or of tokens that cannot be."""
-    if settings.sequences_per_micro_batch < 1:
-        raise UsageError(
-            f"{settings.sequences_per_micro_batch} sequences per micro-batch",
-            hint="use `--sequences-per-micro-batch 1`",
-        )
-    for name, what in (
-        ("sequences_per_micro_batch", "sequences per micro-batch"),
-        ("mlp_tiles", "MLP tiles"),
-    ):
-        count = getattr(settings, name) or 1
-        if count > MOST_SEQUENCES:
-            raise UsageError(
-                f"{count} {what}, and {MOST_SEQUENCES} is the most",
-                hint=f"use `{RUNG_ROWS[name].flag} {MOST_SEQUENCES}` or fewer",
-            )
-    if settings.token_budget_tokens is not None and settings.token_budget_tokens < 1:
-        raise UsageError(
-            f"a token budget of {settings.token_budget_tokens}",
-            hint="for example `--token-budget 16k`",
-        )
-    if settings.mlp_tiles is not None and settings.mlp_tiles < 1:
-        raise UsageError(
-            f"{settings.mlp_tiles} MLP tiles", hint="use `--mlp-tiles 1` or more, or leave it out"
-        )
+_REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
+    (
+        lambda s: s.sequences_per_micro_batch < 1,
+        "{s.sequences_per_micro_batch} sequences per micro-batch",
+        "use `--sequences-per-micro-batch 1`",
+    ),
+    (
+        lambda s: s.sequences_per_micro_batch > MOST_SEQUENCES,
+        f"{{s.sequences_per_micro_batch}} sequences per micro-batch, and {MOST_SEQUENCES} is the "
+        "most",
+        f"use `--sequences-per-micro-batch {MOST_SEQUENCES}` or fewer",
+    ),
+    (
+        lambda s: (s.mlp_tiles or 1) > MOST_SEQUENCES,
+        f"{{s.mlp_tiles}} MLP tiles, and {MOST_SEQUENCES} is the most",
+        f"use `--mlp-tiles {MOST_SEQUENCES}` or fewer",
+    ),
+    (
+        lambda s: s.token_budget_tokens is not None and s.token_budget_tokens < 1,
+        "a token budget of {s.token_budget_tokens}",
+        "for example `--token-budget 16k`",
+    ),
+    (
+        lambda s: s.mlp_tiles is not None and s.mlp_tiles < 1,
+        "{s.mlp_tiles} MLP tiles",
+        "use `--mlp-tiles 1` or more, or leave it out",
+    ),
+    (
+        lambda s: s.critic and not s.traits.critic,
+        "the objective {s.objective} has no critic",
+        "use `--objective ppo`, or leave `--critic` out",
+    ),
+    (
+        lambda s: s.entropy != "none" and s.traits.advantages == "none",
+        "the objective {s.objective} has no entropy in it",
+        "use `--entropy none`",
+    ),
+    (
+        lambda s: (
+            s.traits.pairs and s.token_budget_tokens is None and s.sequences_per_micro_batch % 2 > 0
+        ),
+        "{s.objective} trains on pairs, and {s.sequences_per_micro_batch} sequences per "
+        "micro-batch are not",
+        "use `--sequences-per-micro-batch 2`",
+    ),
+    (  # in a user's flags, before the pattern says it in Python's words
+        lambda s: (
+            s.attention == "block_sparse"
+            and s.pattern_type in WINDOWED
+            and s.sparsity_ratio is not None
+        ),
+        "sparsity ratio {s.sparsity_ratio}: the window of {s.pattern_type} says what is kept",
+        "leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
+    ),
+    (
+        lambda s: s.pattern is not None and s.recompute == "all-but-attention",
+        "block-sparse attention is not kept in recomputation: it is the cheap part",
+        "use `--recompute layer`, or `--recompute none`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_merged and s.save_hf == "never",
+        "merged adapters, and nothing is saved",
+        "add `--save-hf last`, or leave `--lora-merged` out",
+    ),
+    (
+        lambda s: s.lora is not None and s.strategy != "fsdp2",
+        "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
+        "use `--strategy fsdp2`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_base == "nf4" and s.offloads_model,
+        "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
+        "leave `--offload` out, or `--lora-base`",
+    ),
+    (
+        lambda s: s.lora is not None and s.lora_base == "nf4" and s.lora_merged,
+        "adapters were trained beside a model in nf4, and would be merged into another one",
+        "leave `--lora-merged` out: peft merges them into the model of your choice",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.lora is not None,
+        "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
+        "leave `--parameters` out",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.optimizer == "adamw",
+        "adamw rounds to the nearest, which loses small updates of parameters in bf16",
+        "use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at random, or "
+        "`--parameters float32`",
+    ),
+    (
+        lambda s: s.parameters != "float32" and s.accumulates,
+        "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
+        "use `--micro-batches 1`, or `--parameters float32`",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.offloads_model,
+        "{s.optimizer} updates on the GPU, and `--offload` on the host",
+        "use `--optimizer adamw`, or leave `--offload` out",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.strategy != "fsdp2",
+        "{s.optimizer} has a moment for each tensor's shard, and FSDP1 flat ones",
+        "use `--strategy fsdp2`, or `--optimizer adamw`",
+    ),
+    (
+        lambda s: s.optimizer != "adamw" and s.offloads_states,
+        "`--offload states` keeps AdamW's moments in float32, and {s.optimizer} has its own",
+        "use `--optimizer adamw`, or leave `--offload states` out",
+    ),
+    (
+        lambda s: s.offloads_states and s.strategy != "fsdp2",
+        "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
+        "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
+    ),
+)
+"""What is refused: whether settings are, the problem and the hint, in which ``s`` is the
+settings."""
 
 
-def _check_objective(settings: Settings) -> None:
-    """Raise UsageError for what the objective does not have or cannot be trained on."""
-    if settings.critic and not settings.traits.critic:
-        raise UsageError(
-            f"the objective {settings.objective} has no critic",
-            hint="use `--objective ppo`, or leave `--critic` out",
-        )
-    if settings.entropy != "none" and settings.traits.advantages == "none":
-        raise UsageError(
-            f"the objective {settings.objective} has no entropy in it", hint="use `--entropy none`"
-        )
-    if (
-        settings.traits.pairs
-        and settings.token_budget_tokens is None
-        and settings.sequences_per_micro_batch % 2
-    ):
-        raise UsageError(
-            f"{settings.objective} trains on pairs, and {settings.sequences_per_micro_batch} "
-            f"sequences per micro-batch are not",
-            hint="use `--sequences-per-micro-batch 2`",
-        )
-
-
-def _check_attention(settings: Settings) -> None:
-    """Raise UsageError for a pattern that cannot be, and for one of dense attention."""
-    kind = settings.pattern_type
-    if settings.attention == "block_sparse":
-        # in a user's flags, before the pattern says it in Python's words
-        if kind in WINDOWED and settings.sparsity_ratio is not None:
-            raise UsageError(
-                f"sparsity ratio {settings.sparsity_ratio}: the window of {kind} says what is kept",
-                hint="leave `--sparsity-ratio` out, or use `--pattern-type dilated_sparse`",
-            )
-        if settings.pattern is not None and settings.recompute == "all-but-attention":
-            raise UsageError(
-                "block-sparse attention is not kept in recomputation: it is the cheap part",
-                hint="use `--recompute layer`, or `--recompute none`",
-            )
-        for name, types in READ_BY.items():
-            if kind not in types and getattr(settings, name) != getattr(_PATTERN, name):
-                row = RUNG_ROWS[name]
-                raise UsageError(
-                    f"{row.words} {getattr(settings, name)}: {kind} does not read it",
-                    hint=f"leave `{row.flag}` out, or use `--pattern-type {types[-1]}`",
-                )
-        return
-    for name in PATTERN_FIELDS:
-        if getattr(settings, name) != getattr(_PATTERN, name):
-            row = RUNG_ROWS[name]
-            raise UsageError(
-                f"{row.words} {getattr(settings, name)}: dense attention keeps every block",
-                hint=f"use `--attention block_sparse`, or leave `{row.flag}` out",
-            )
-
-
-def _check_lora(settings: Settings) -> None:
-    """Raise UsageError for adapters that cannot be, and for what they are not trained with."""
-    adapters = settings.adapters
-    if adapters is not None:
-        check_lora(adapters)
-        if settings.lora_merged and settings.save_hf == "never":
-            raise UsageError(
-                "merged adapters, and nothing is saved",
-                hint="add `--save-hf last`, or leave `--lora-merged` out",
-            )
-        if settings.strategy != "fsdp2":
-            raise UsageError(
-                "LoRA keeps frozen and trained parameters apart, and FSDP1 has them in one piece",
-                hint="use `--strategy fsdp2`",
-            )
-        is_packed = settings.lora_base == "nf4"
-        if is_packed and settings.offloads_model:
-            raise UsageError(
-                "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
-                hint="leave `--offload` out, or `--lora-base`",
-            )
-        if is_packed and settings.lora_merged:
-            raise UsageError(
-                "adapters were trained beside a model in nf4, and would be merged into another one",
-                hint="leave `--lora-merged` out: peft merges them into the model of your choice",
-            )
-        return
-    for name in ("lora_alpha", "lora_targets", "lora_base", "lora_merged"):
-        if getattr(settings, name) not in (None, ALL_LINEAR, "bf16", False):
-            raise UsageError(
-                f"{RUNG_ROWS[name].words} {getattr(settings, name)}, and no LoRA",
-                hint=f"add `--lora 32`, or leave `{RUNG_ROWS[name].flag}` out",
-            )
-
-
-def _check_optimizer(settings: Settings) -> None:
-    """Raise UsageError for moments that cannot be where they are wanted."""
-    name, is_sharded = settings.optimizer, settings.strategy == "fsdp2"
-    if name != "adamw" and settings.offloads_model:
-        raise UsageError(
-            f"{name} updates on the GPU, and `--offload` on the host",
-            hint="use `--optimizer adamw`, or leave `--offload` out",
-        )
-    if name != "adamw" and not is_sharded:
-        raise UsageError(
-            f"{name} has a moment for each tensor's shard, and FSDP1 flat ones",
-            hint="use `--strategy fsdp2`, or `--optimizer adamw`",
-        )
-    if name != "adamw" and settings.offloads_states:
-        raise UsageError(
-            f"`--offload states` keeps AdamW's moments in float32, and {name} has its own",
-            hint="use `--optimizer adamw`, or leave `--offload states` out",
-        )
-    if settings.offloads_states and not is_sharded:
-        raise UsageError(
-            "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
-            hint="use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
-        )
-
-
-def _check_parameters(settings: Settings) -> None:
-    """Raise UsageError for what would lose updates or gradients of parameters in bfloat16."""
-    if settings.parameters == "float32":
-        return
-    if settings.lora is not None:
-        raise UsageError(
-            "LoRA's adapters are trained in float32, and the model beside them is in bf16 already",
-            hint="leave `--parameters` out",
-        )
-    if settings.optimizer == "adamw":
-        raise UsageError(
-            "adamw rounds to the nearest, which loses small updates of parameters in bf16",
-            hint="use `--optimizer adamw-8bit --micro-batches 1`, whose updates are rounded at "
-            "random, or `--parameters float32`",
-        )
-    if settings.accumulates:
-        raise UsageError(
-            "gradients of parameters in bf16 would be added up in bf16, micro-batch by micro-batch",
-            hint="use `--micro-batches 1`, or `--parameters float32`",
-        )
+def _refuse_idle(settings: Settings) -> None:
+    """Raise UsageError for a setting that says nothing beside the others."""
+    kind, is_dense = settings.pattern_type, settings.attention == "dense"
+    idle: dict[str, tuple[str, str]] = {}
+    if is_dense:
+        hint = "use `--attention block_sparse`, or leave `{}` out"
+        idle |= dict.fromkeys(PATTERN_FIELDS, (": dense attention keeps every block", hint))
+    for name, types in () if is_dense else READ_BY.items():
+        if kind not in types:
+            hint = f"leave `{{}}` out, or use `--pattern-type {types[-1]}`"
+            idle[name] = f": {kind} does not read it", hint
+    if settings.lora is None:
+        hint = "add `--lora 32`, or leave `{}` out"
+        lora = ("lora_alpha", "lora_targets", "lora_base", "lora_merged")
+        idle |= dict.fromkeys(lora, (", and no LoRA", hint))
+    for name, (why, hint) in idle.items():
+        row, value = RUNG_ROWS[name], getattr(settings, name)
+        if value != row.default:
+            raise UsageError(f"{row.words} {value}{why}", hint=hint.format(row.flag))
 
 
 NOTHING_SET = "nothing set"
-_IN_WORDS = {
-    *("allocator", "loss", "entropy", "offload", "recompute"),
-    *("lora", "lora_targets", "lora_base", "optimizer", "parameters"),
-}
-_RECOMPUTE = {"all-but-attention": "attention's outputs kept", "none": "no recomputation"}
-_BY_LABEL = tuple(row for row in _IN_A_LABEL if row.name not in _IN_WORDS)
-_CHUNKED_LOSS, _HOST_STATES, _HOST_MOMENTS = "chunked loss", "states on host", "moments on host"
+_IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def short_settings(settings: Settings) -> str:
     """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
     ``nothing set`` where nothing is.
     """
-    said = other_training(settings)
-    said += ["expandable"] if settings.allocator == "expandable" else []
-    said += [_CHUNKED_LOSS] if settings.loss == "chunked" else []
-    said += ["chunked entropy"] if settings.entropy == "chunked" else []
-    said += [_HOST_STATES] if settings.offloads_model else []
-    said += [_HOST_MOMENTS] if settings.offloads_states else []
-    said += _others(settings)
-    return ", ".join(said) or NOTHING_SET
+    told = _told(settings, _IN_A_TABLE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
+    return ", ".join((*other_training(settings), *first, *told.values())) or NOTHING_SET
 
 
 def settings_in_words(
@@ -558,19 +566,30 @@ def settings_in_words(
     takes of the host's memory; ``is_lowered`` says that a micro-batch holds fewer sequences than by
     default, ``is_scaled`` that YaRN scales the positions.
     """
-    said = other_training(settings)
-    said += ["expandable segments"] if settings.allocator == "expandable" else []
-    said += [f"a {_CHUNKED_LOSS}"] if settings.loss == "chunked" else []
-    said += ["a chunked entropy"] if settings.entropy == "chunked" else []
-    said += _others(settings)
+    told = _told(settings, _IN_A_SENTENCE)
+    first = [told.pop(name) for name in ("allocator", "loss", "entropy") if name in told]
+    host = [told.pop("offload")] if "offload" in told else []
     takes = "" if host_bytes is None else f" ({format_bytes(host_bytes)} of it)"
-    said += [f"all states in host memory{takes}"] if settings.offloads_model else []
-    said += [f"the optimizer's moments in host memory{takes}"] if settings.offloads_states else []
+    said = [*other_training(settings), *first, *told.values(), *(f"{each}{takes}" for each in host)]
     said += [] if layout is None else _of_layout(layout)
     if is_lowered:
         said.append(f"{counted(settings.sequences_per_micro_batch, 'sequence')} a micro-batch")
     said += ["YaRN"] if is_scaled else []
     return listed(said) or NOTHING_SET
+
+
+def _told(settings: Settings, where: int) -> dict[str, str]:
+    """What is said of each setting that is not the default, but for those of ``other_training``."""
+    told: dict[str, str] = {}
+    for row in _IN_A_LABEL:
+        value = getattr(settings, row.rung_field)
+        words = row.told[value][where] if value in row.told else row.label_of(value)
+        if words and row.name not in _OF_ANOTHER_TRAINING:
+            told[row.name] = words
+    return told
+
+
+_OF_ANOTHER_TRAINING = ("lora", "lora_targets", "lora_base", "optimizer", "parameters")
 
 
 def other_training(settings: Settings) -> list[str]:
@@ -595,14 +614,6 @@ def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     *first, last = words or ("",)
     return f"{', '.join(first)} and {last}" if first else last
-
-
-def _others(settings: Settings) -> list[str]:
-    """What is recomputed, where that is not all of a layer; and by its label what else is set."""
-    label = RUNG_ROWS["recompute"].label_of(settings.recompute)
-    said = [_RECOMPUTE.get(settings.recompute, label)] if label else []
-    labels = (row.label_of(getattr(settings, row.rung_field)) for row in _BY_LABEL)
-    return said + [label for label in labels if label]
 
 
 def _of_layout(layout: Layout) -> list[str]:

@@ -28,7 +28,7 @@ from highwater.nouns.declaration import (
     setting,
 )
 from highwater.nouns.hyperparameters import DEFAULTS
-from highwater.nouns.settings import PATTERN_FIELDS, Settings
+from highwater.nouns.settings import RUNG_ROWS, Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.units import counted, parse_tokens
 
@@ -147,10 +147,7 @@ _FOLLOWS = {
     "steps": "schedule",
 }
 """What need not be said where this changed, too."""
-_OF_SETTINGS = (
-    *("objective", "critic", "optimizer", "parameters", "rope", "attention"),
-    *PATTERN_FIELDS,
-)
+_OF_SETTINGS = tuple(name for name, row in RUNG_ROWS.items() if row.moves_loss)
 _USUAL: Mapping[str, Any] = {
     **DEFAULTS,
     **{name: getattr(Settings(), name) for name in _OF_SETTINGS},

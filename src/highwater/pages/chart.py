@@ -12,8 +12,8 @@ from typing import NamedTuple
 from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import MemoryProfile
 from highwater.nouns.trial import Outcome
-from highwater.pages.study.study_report import CellReport, StudyReport, TrialReport
-from highwater.pages.study.study_tables import lacks_headroom, outcome
+from highwater.pages.study_report import CellReport, StudyReport, TrialReport
+from highwater.pages.study_tables import lacks_headroom, outcome
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
 

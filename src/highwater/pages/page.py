@@ -144,7 +144,7 @@ def paths_shortened(value: Any) -> Any:
 
 
 def digest(script: str) -> str:
-    """What the page's Content-Security-Policy allows that script by."""
+    """Digest by which the page's Content-Security-Policy allows that script."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 

@@ -2,7 +2,7 @@
 many cells of a known table a prediction hits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import MachineConstants, Term
@@ -14,8 +14,8 @@ from highwater.memory.trainers import MEMORY, by_replay
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
 from highwater.nouns.trainer import OURS, trainer_title
-from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.table import TextTable, table_of
+from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
+from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
 from highwater.units import GIB, format_bytes, format_rate, format_seconds, format_tokens
@@ -31,9 +31,6 @@ _BINDINGS: dict[Binding, str] = {
     "host": "host memory",
     "ceiling": "the longest length in question",
 }
-
-
-_Column = tuple[str, Callable[[CellPrediction], str]]
 
 
 def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
@@ -53,17 +50,17 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
             return binding
         return f"{format_tokens(each.does_not_fit_tokens)}: {binding}"
 
-    reach: list[_Column] = [("fits", _fits)]
+    reach: list[Column[CellPrediction]] = [("fits", _fits)]
     if not at_length:
         reach = [
             ("trains up to", lambda each: _length(each.capacity_tokens, native)),
             ("may reach", lambda each: _length(each.likely_edge_tokens, native)),
         ]
-    speed: list[_Column] = [
+    speed: list[Column[CellPrediction]] = [
         ("a step", lambda each: format_seconds(each.step and each.step.time_s)),
         ("tokens/s", lambda each: format_rate(each.step and each.step.tokens_per_s)),
     ]
-    more: list[_Column] = [
+    more: list[Column[CellPrediction]] = [
         ("ended by", ended),
         ("GPU memory", _device_memory),
         ("peak in", lambda each: each.peak_phase),
@@ -272,7 +269,7 @@ def _constants(own: MachineConstants, gpus: int) -> str:
 
 
 def learned(calibration: Calibration) -> list[str]:
-    """What the intervals promise, what they were learned from, and for what they were not."""
+    """Say what the intervals promise, what they were learned from, and for what they were not."""
     notes: list[str] = []
     what = "edges" if calibration.edges else "trials"
     each = [

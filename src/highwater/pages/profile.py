@@ -24,7 +24,7 @@ _PLACES = 12
 
 
 def answer(profile: MemoryProfile) -> str:
-    """What was alive, in a sentence."""
+    """Say in a sentence what was alive."""
     known = (each for each in profile.categories if each.bytes)
     largest = sorted(known, key=lambda each: -each.bytes)
     parts = ", ".join(
@@ -41,7 +41,7 @@ def answer(profile: MemoryProfile) -> str:
 
 
 def total(profile: MemoryProfile) -> str:
-    """How much was alive, and when."""
+    """Say how much was alive, and when."""
     when = "at the peak" if profile.moment == "peak" else "when memory ran out"
     return f"{plain(profile.name)}: {format_bytes(profile.allocated_bytes)} {when}"
 
@@ -51,7 +51,7 @@ def _in(profile: MemoryProfile) -> str:
 
 
 def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
-    """What was alive by category, a row each; of two profiles with the difference."""
+    """A row for each category that was alive; for two profiles with the difference."""
     notes = [line for profile in profiles for line in _notes(profile, named=len(profiles) > 1)]
     if len(profiles) == 1:
         (profile,) = profiles
@@ -124,7 +124,7 @@ def _notes(profile: MemoryProfile, *, named: bool) -> Iterator[str]:
 
 
 def what_is_not_known(profile: MemoryProfile) -> Iterator[str]:
-    """What the file does not tell, and why."""
+    """Say what the file does not tell, and why."""
     if profile.is_traced:
         yield (
             "predicted: traced, nothing was trained; gradients that stay are counted with the "
@@ -142,7 +142,7 @@ def what_is_not_known(profile: MemoryProfile) -> Iterator[str]:
 
 
 def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
-    """What was alive by the line that asked for it, the largest first."""
+    """Memory that was alive, by the line that asked for it, the largest first."""
     places = profile.places[:most]
     rest = profile.allocated_bytes - sum(each.bytes for each in places)
     return table_of(
@@ -158,7 +158,7 @@ def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:
 
 
 def stack_heading(stack: InStack, profile: MemoryProfile) -> str:
-    """What a stack asked for, and its innermost frame."""
+    """A heading with what a stack asked for, and its innermost frame."""
     innermost = plain(stack.frames[0]) if stack.frames else "no stack"
     phase = f", in {plain(stack.phase)}" if stack.phase else ""
     return (

@@ -1,8 +1,9 @@
 """Tables of a recommendation: the rung to take, why simpler ones do not do, what the next would
-buy; or every rung that fits.
+buy; or every rung that fits; and the page of a folder that is taken away, of which ``check.j2``
+has the prose.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from highwater.memory.interval.residuals import unlike_cell
@@ -11,40 +12,47 @@ from highwater.model.rope import Yarn
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation, StepTime
-from highwater.nouns.settings import short_settings
+from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
-from highwater.nouns.trainer import OURS, predicted_trainer, predicted_traits, trainer_title
-from highwater.pages.answer_sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.table import TextTable, table_of
+from highwater.nouns.trainer import (
+    OURS,
+    predicted_trainer,
+    predicted_traits,
+    step_in_words,
+    trainer_title,
+)
+from highwater.pages.page import drawn_page
+from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
+from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
+from highwater.trainers.emitted import Emitted
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
-_Column = tuple[str, Callable[[Candidate], str]]
 
 
 def _by(candidate: Candidate) -> str:
     return f"{candidate.source}, memory-only" if candidate.is_memory_only else candidate.source
 
 
-_NAMES: tuple[_Column, ...] = (
+_NAMES: tuple[Column[Candidate], ...] = (
     ("settings", lambda each: short_settings(each.cell.settings)),
     ("SP", lambda each: each.cell.layout.sharing),
     ("by", _by),
 )
-_BUDGET: tuple[_Column, ...] = (
+_BUDGET: tuple[Column[Candidate], ...] = (
     ("sequences", lambda each: str(each.cell.settings.sequences_per_micro_batch)),
     ("token budget", lambda each: format_tokens(each.token_budget_tokens)),
 )
 
 
-def _reach(found: Recommendation) -> _Column:
+def _reach(found: Recommendation) -> Column[Candidate]:
     return "trains up to", lambda each: _capacity(each, found)
 
 
-def _costs_of(found: Recommendation) -> _Column:
+def _costs_of(found: Recommendation) -> Column[Candidate]:
     return "costs", lambda each: "; ".join(costs(each, found)) or "nothing"
 
 
@@ -75,7 +83,7 @@ def recommendation_tables(
 
 
 def _tried_table(found: Recommendation) -> TextTable:
-    """What studies of a foreign trainer say of a length: all that was tried, the simplest first."""
+    """All that studies of a foreign trainer tried at a length, the simplest first."""
     return table_of(
         f"{_title(found)}: measured",
         found.candidates,
@@ -117,7 +125,7 @@ def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
 
 
 def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
-    """What a rung costs, against the first of the ladder."""
+    """Costs of a rung, compared with the first of the ladder."""
     settings, layout = candidate.cell.settings, candidate.cell.layout
     said: list[str] = []
     if settings.allocator == "expandable":
@@ -147,7 +155,7 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
 
 
 def reason(candidate: Candidate) -> str:
-    """Why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
+    """Say why a rung does not do: what it lacks, or, where trials say so, that memory ran out."""
     if candidate.source not in ("measured", "predicted"):
         return "does not fit"
     left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"
@@ -381,3 +389,30 @@ def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]
             f"there: {plain(', '.join(found.unlike))}"
         )
     yield f"not in {'it' if is_all else 'what is predicted'}: {', '.join(found.not_modelled)}"
+
+
+_STEPS = 10
+"""Steps of a first run: the allocator's memory has long stopped to grow by then."""
+
+
+def check_page(
+    found: Recommendation, chosen: Candidate, emitted: Emitted, **told: str | Sequence[str]
+) -> str:
+    """The page's text. ``answer``: what was found, in a sentence; ``name``, ``package``: of the
+    trainer; ``yours``: what the files leave to the user; ``command``: what was typed, but for the
+    folder; ``roomier``: what asks for more headroom.
+    """
+    cell = chosen.cell
+    return drawn_page(
+        "check.j2",
+        form="text",
+        found=found,
+        chosen=chosen,
+        emitted=emitted,
+        settings=settings_in_words(cell.settings, cell.layout, is_scaled=found.yarn is not None),
+        used_bytes=found.device_bytes - found.reserved_bytes - (chosen.headroom_bytes or 0),
+        risk_in_words=RISK_IN_WORDS,
+        step=step_in_words(found.trainer),
+        steps=_STEPS,
+        **told,
+    )

@@ -21,6 +21,8 @@ from rich.cells import cell_len
 from highwater.pages.text import INDENT, escaped, folded, hanging, pieces
 
 Row = TypeVar("Row")
+Column = tuple[str, Callable[[Row], str]]
+"""A heading, and what a table says of a record below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class TextTable:
 def table_of(
     title: str,
     records: Iterable[Row],
-    *columns: tuple[str, Callable[[Row], str]] | None,
+    *columns: Column[Row] | None,
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
@@ -142,7 +144,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
+class _DrawnColumn:
     """A column of a table."""
 
     heading: str
@@ -158,10 +160,10 @@ class _Column:
         return hanging(cell, width) if self.is_name else folded(cell, width)
 
 
-def _columns(table: TextTable) -> list[_Column]:
+def _columns(table: TextTable) -> list[_DrawnColumn]:
     cells = zip(*table.rows, strict=True) if table.rows else ((),) * len(table.columns)
     return [
-        _Column(
+        _DrawnColumn(
             heading=heading,
             cells=texts,
             is_left=index < table.left_columns or not _are_figures(texts),
@@ -179,7 +181,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
     )
 
 
-def _drawn(columns: Sequence[_Column], width: int) -> _Drawn:
+def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
     """Draw the table in the form that takes the fewest lines, with whole names if they do not take
     many more.
     """
@@ -206,12 +208,12 @@ def _taken(widths: Iterable[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
 
 
-def _whole_width(column: _Column) -> int:
+def _whole_width(column: _DrawnColumn) -> int:
     """Width with every text on one line."""
     return max(map(cell_len, (column.heading, *column.cells)))
 
 
-def _narrowest_by_height(column: _Column) -> list[int]:
+def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
     """The narrowest that cells of one line, of two lines, and so on allow, the heading broken as
     well.
     """
@@ -253,7 +255,7 @@ def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
 
 
 def _wrapped_widths(
-    columns: Sequence[_Column], options: Sequence[Sequence[int]], width: int
+    columns: Sequence[_DrawnColumn], options: Sequence[Sequence[int]], width: int
 ) -> list[int] | None:
     """Widths with which all columns have room beside each other, or None where none have. From
     whole cells on, that column is broken next which adds the fewest lines for the room that it
@@ -277,7 +279,7 @@ def _wrapped_widths(
     return _widened(columns, widths, width)
 
 
-def _widened(columns: Sequence[_Column], widths: list[int], width: int) -> list[int]:
+def _widened(columns: Sequence[_DrawnColumn], widths: list[int], width: int) -> list[int]:
     """Give the room that is left to columns that need fewer lines with it."""
     for index, column in enumerate(columns):
         room = width - _taken(widths)
@@ -288,7 +290,7 @@ def _widened(columns: Sequence[_Column], widths: list[int], width: int) -> list[
     return widths
 
 
-def _lines_in_all(columns: Sequence[_Column], widths: Sequence[int]) -> int:
+def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int:
     """Lines of all rows together."""
     heights = (
         [len(column.lines(cell, width)) for cell in column.cells]
@@ -297,7 +299,7 @@ def _lines_in_all(columns: Sequence[_Column], widths: Sequence[int]) -> int:
     return sum(map(max, zip(*heights, strict=True)))
 
 
-def _side_by_side(columns: Sequence[_Column], widths: Sequence[int]) -> _Drawn:
+def _side_by_side(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> _Drawn:
     """The headings, broken where a column is narrower, above a rule; each row in as many lines as
     its highest cell has.
     """
@@ -339,7 +341,7 @@ def _aligned(text: str, width: int, *, is_left: bool) -> str:
     return text + blanks if is_left else blanks + text
 
 
-def _blocks(columns: Sequence[_Column], needed: Sequence[int], width: int) -> _Drawn:
+def _blocks(columns: Sequence[_DrawnColumn], needed: Sequence[int], width: int) -> _Drawn:
     """Rows of the columns that have room beside the first; below each row the others."""
     widths = {0: min(needed[0], width)}
     for index in range(1, len(columns)):
@@ -355,7 +357,7 @@ def _blocks(columns: Sequence[_Column], needed: Sequence[int], width: int) -> _D
     return replace(beside, rows=rows)
 
 
-def _groups(columns: Sequence[_Column], width: int) -> _Drawn:
+def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
     """Each name on a line of its own, and below it, indented, the other columns of its rows and of
     those after it that have none.
     """
@@ -373,7 +375,7 @@ def _groups(columns: Sequence[_Column], width: int) -> _Drawn:
 class _Pair:
     """A column below its rows: where its name and its value stand in their line."""
 
-    column: _Column
+    column: _DrawnColumn
     name_width: int
     """Of the name with its colon and a blank."""
     value_width: int
@@ -383,7 +385,7 @@ class _Pair:
         return self.name_width + self.value_width
 
 
-def _lines_of_pairs(columns: Sequence[_Column], width: int) -> list[list[_Pair]]:
+def _lines_of_pairs(columns: Sequence[_DrawnColumn], width: int) -> list[list[_Pair]]:
     """Which columns share a line below a row: as many as have room, for all rows the same."""
     lines: list[list[_Pair]] = []
     for column in columns:

@@ -70,7 +70,7 @@ _BREAKS_AFTER = "/_-=,;:.&?"
 
 
 def pieces(text: str) -> list[str]:
-    """What no line may end within: words, figures with their unit, commands."""
+    """Parts that no line may end within: words, figures with their unit, commands."""
     return _PIECE.findall(text)
 
 

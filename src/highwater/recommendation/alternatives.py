@@ -2,8 +2,9 @@
 GPUs, a larger one, another technique); and what studies found of trainers that no formula knows.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -18,10 +19,16 @@ from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, flag_of, words_of
 from highwater.nouns.hardware import gpu_catalog, lacking, runs_trials
 from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
+from highwater.nouns.request import DECLARED
 from highwater.nouns.study import Cell, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
-from highwater.recommendation.candidates import Goal, first_fit, token_budget
-from highwater.units import GIB, format_bytes
+from highwater.recommendation.candidates import (
+    Goal,
+    first_fit,
+    token_budget,
+    unknown_candidate,
+)
+from highwater.units import GIB, format_bytes, parse_memory
 
 MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
@@ -248,10 +255,17 @@ def tried_recommendation(
     memory_limit: MemoryLimit,
     trainer: AnyTrainer,
     studies: Sequence[Study],
-    margin_bytes: int,
+    settings: Mapping[str, Any],
 ) -> Recommendation:
-    """Simplest settings in a foreign trainer's studies; UsageError where none has an answer."""
-    read = load_model(model)
+    """Simplest settings in a foreign trainer's studies, which is told none but a headroom;
+    UsageError where none has an answer.
+    """
+    others = [name for name in settings if name != "headroom"]
+    if others:
+        row, title = DECLARED[others[0]], trainer_title(trainer)
+        problem = f"a {row.words}, and what is recommended is what studies of {title} found"
+        raise UsageError(problem, hint=f"leave `{row.flag}` out")
+    read, margin_bytes = load_model(model), parse_memory(str(settings.get("headroom", 0)))
     found: dict[Cell, Candidate] = {}
     notes: list[str] = []
     for recorded in studies:
@@ -290,21 +304,14 @@ def tried_recommendation(
 
 
 def measured_cells(study: Study, gpus: int, length_tokens: int) -> dict[Cell, Candidate]:
-    """What a study's trials say of a length, by cell."""
+    """Candidates that a study's trials tell of at a length, by cell."""
+    found_in = study.path or "a study"
     unknown = (
-        Candidate(
-            cell=cell,
-            is_lowered=False,
-            token_budget_tokens=token_budget(cell, length_tokens),
-            fits=False,
-            source="measured",
-            found_in=study.path or "a study",
-            headroom_bytes=None,
-            capacity_tokens=0,
-            capacity_source="measured",
+        unknown_candidate(
+            cell, token_budget(cell, length_tokens), source="measured", found_in=found_in
         )
         for cell in study.question.cells
         if cell.layout.gpus == gpus
     )
     told = ((each.cell, as_measured(each, study, length_tokens)) for each in unknown)
-    return {cell: measured for cell, measured in told if measured is not None}
+    return {cell: found for cell, found in told if found is not None}

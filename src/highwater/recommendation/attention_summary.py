@@ -1,6 +1,6 @@
 """What follows from a benchmark of attentions: the longest lengths, the fit of memory, other GPUs,
 what sharing brings, and what to use for which lengths. Pure: figures in, figures out;
-``pages/attention_report`` shows them.
+``pages/attention`` shows them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -105,7 +105,7 @@ class PredictedLongest(OfEntry, frozen=True, kw_only=True):
 
 
 class ScalingEfficiency(OfEntry, frozen=True, kw_only=True):
-    """What several GPUs bring over one."""
+    """Speed and reach of several GPUs, compared with one."""
 
     gpus: int
     length_tokens: int
@@ -318,7 +318,7 @@ def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
 
 
 def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> MemoryFit | None:
-    """Of these powers of the length those that describe the peaks best with no factor below 0."""
+    """The powers of the length that describe the peaks best with no factor below 0."""
     fits: dict[float, MemoryFit] = {}
     for powers in candidates:
         factors = _factors(powers, peaks)

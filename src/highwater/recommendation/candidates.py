@@ -1,28 +1,32 @@
 """Candidates: every cell at one length, predicted with the default token budget and a lowered one,
-the simplest first.
+the simplest first; and the queries that ``recommend`` can be asked about a study, a prediction or a
+published capacity.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from highwater.errors import UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.errors import ModelError, UsageError
+from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
-from highwater.nouns.cluster import Cluster
+from highwater.model.model import load_model
+from highwater.nouns.capacities import Capacity
+from highwater.nouns.cluster import Cluster, nameless
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.recommendation import Candidate, StepTime, order
-from highwater.nouns.request import DECLARED, setting_flags
+from highwater.nouns.recommendation import Candidate, Query, StepTime, order
+from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question, counted_ranks
-from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.nouns.study import Cell, Question, Study, counted_ranks
+from highwater.nouns.trainer import TRAINERS, TrainerName, predicted_trainer
 from highwater.trainers.emitted import refuse_several_machines
 
 
@@ -43,7 +47,7 @@ def trainer_question(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What is recommended for: a model and a length on some GPUs."""
+    """The goal of a recommendation: a model and a length on some GPUs."""
 
     model: str
     where: Cluster
@@ -78,7 +82,7 @@ class Goal:
         return trainer_question(self.model, self.where, self.trainer, length_tokens, settings)
 
     def known(self, question: Question) -> Calibration | None:
-        """What the intervals of predictions are learned from."""
+        """The calibration that the intervals of predictions are learned from."""
         return calibration_of(question, self.trainer)
 
 
@@ -125,6 +129,27 @@ def first_fit(goal: Goal) -> Candidate | None:
 def token_budget(cell: Cell, length_tokens: int) -> int:
     """Tokens of a micro-batch for each GPU that hold the cell's sequences of this length."""
     return -(-cell.settings.sequences_per_micro_batch * length_tokens // cell.layout.context_degree)
+
+
+def unknown_candidate(
+    cell: Cell,
+    token_budget_tokens: int,
+    *,
+    source: Literal["measured", "predicted"] = "predicted",
+    found_in: str = "",
+) -> Candidate:
+    """A candidate of which nobody knows yet whether it fits."""
+    return Candidate(
+        cell=cell,
+        is_lowered=False,
+        token_budget_tokens=token_budget_tokens,
+        fits=False,
+        source=source,
+        found_in=found_in,
+        headroom_bytes=None,
+        capacity_tokens=0,
+        capacity_source=source,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -233,3 +258,101 @@ def _expressible(question: Question, trainer: TrainerName) -> tuple[Question, tu
     if not kept:
         raise refused[0]
     return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))
+
+
+_RECOMMENDED = ("allocator", "loss", "offload")
+"""Settings that differ among what is recommended."""
+_ASKED = {
+    row.rung_field: row
+    for row in taken_by("recommend")
+    if row.name not in _RECOMMENDED and row.rung_field in Settings.__struct_fields__
+}
+"""Settings of a rung that `recommend` can be asked for, besides those, by the rung's field."""
+_NOT_ASKED = tuple(
+    field for field in Settings.__struct_fields__ if field not in (*_ASKED, *_RECOMMENDED)
+)
+"""Settings that it cannot be asked for."""
+
+
+def query_of_study(study: Study) -> Query | None:
+    """The query about a study's model and GPUs; None where ``recommend`` cannot be asked it."""
+    question, kind = study.question, kind_of(study.question.device_name)
+    if question.foreign is not None:
+        return None
+    names = (question.model.name, question.model.directory)
+    model = _model_words(names, question.model.config_digest)
+    settings = _settings(question.cells)
+    if model is None or kind is None or settings is None or question.data is not None:
+        return None
+    margin = (("headroom", question.margin_bytes),) if question.margin_bytes else ()
+    return Query(
+        model=model,
+        kind=kind.name,
+        gpu_memory_bytes=question.memory_budget_bytes,
+        studies=() if study.path is None else (study.path,),
+        settings=(*settings, *margin),
+    )
+
+
+def query_of_prediction(prediction: Prediction, model: str | None = None) -> Query | None:
+    """The query about a prediction's model and GPUs; None where ``recommend`` cannot be asked it.
+    ``model`` is what somebody called the model. A prediction by trace is not asked again.
+    """
+    kind = kind_of(prediction.device_name)
+    words = _model_words((model or prediction.model_name,), prediction.config_digest)
+    cells = tuple(each.cell for each in prediction.cells)
+    settings = _settings(cells) if TRAINERS[prediction.trainer].is_run else _rope(cells)
+    is_nameless = prediction.device_name == nameless(prediction.device_bytes)
+    if words is None or settings is None or prediction.method == "trace":
+        return None
+    if any(cell.layout.is_several_machines for cell in cells):  # copies are no part of a query
+        return None
+    if kind is None and not is_nameless:
+        return None
+    is_whole = kind is not None and kind.usable_bytes == prediction.device_bytes
+    margin = () if prediction.has_default_headroom else (("headroom", prediction.margin_bytes),)
+    return Query(
+        model=words,
+        kind=None if kind is None else kind.name,
+        gpu_memory_bytes=None if is_whole else prediction.device_bytes,
+        reserved_bytes=prediction.device_bytes - prediction.memory_limit.device_bytes,
+        trainer=prediction.trainer,
+        settings=(*settings, *margin),
+    )
+
+
+def query_of_table(capacity: Capacity) -> Query | None:
+    """The query of a formula about a published capacity's model and GPUs."""
+    kind = kind_of(capacity.device_name)
+    trainer = predicted_trainer(capacity.trainer)
+    if kind is None or trainer is None:
+        return None
+    return Query(model=capacity.model_name, kind=kind.name, trainer=trainer)
+
+
+def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
+    """The first name that stands for this very model."""
+    for name in names:
+        with suppress(ModelError):
+            if config_digest in (None, load_model(name).config_digest):
+                return name
+    return None
+
+
+def _rope(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
+    """The one setting that can be asked of another trainer."""
+    return (("rope", "yarn"),) if any(cell.settings.rope == "yarn" for cell in cells) else ()
+
+
+def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
+    """Settings that all cells share and that are no default; None if some cannot be asked for."""
+    default = Settings()
+    for name in _NOT_ASKED:
+        if any(getattr(cell.settings, name) != getattr(default, name) for cell in cells):
+            return None
+    found: list[tuple[str, str | int | bool]] = []
+    for field, row in _ASKED.items():
+        values = {getattr(cell.settings, field) for cell in cells}
+        if len(values) == 1 and getattr(default, field) not in values:
+            found.append((row.name, row.typed_for(values.pop())))
+    return tuple(found)

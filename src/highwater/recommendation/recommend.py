@@ -29,18 +29,17 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
-from highwater.nouns.request import DECLARED, TOPICS, request_from
-from highwater.nouns.study import Cell, Question, Study, counted_ranks, default_headroom_bytes
+from highwater.nouns.request import TOPICS, request_from
+from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
     OURS,
     TRAINERS,
     AnyTrainer,
     TrainerName,
     predicted_trainer,
-    trainer_title,
 )
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
-from highwater.recommendation.candidates import Goal, predicted_candidates
+from highwater.recommendation.candidates import Goal, predicted_candidates, unknown_candidate
 from highwater.store.journal import read_study
 from highwater.trials.probe import gpus_meant, host_meant
 from highwater.units import parse_memory, parse_tokens
@@ -78,36 +77,18 @@ def recommend(
     limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
     recorded = [read_study(Path(path)) for path in studies]
     if known is None:
-        return _tried(model, parse_tokens(str(length)), where, limit, trainer, recorded, settings)
+        return tried_recommendation(
+            model,
+            length_tokens=parse_tokens(str(length)),
+            where=where,
+            memory_limit=limit,
+            trainer=trainer,
+            studies=recorded,
+            settings=settings,
+        )
     goal = _goal(model, parse_tokens(str(length)), where, limit, known, settings)
     return _recommended(
         goal, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved))
-    )
-
-
-def _tried(
-    model: str,
-    length_tokens: int,
-    where: Cluster,
-    limit: MemoryLimit,
-    trainer: AnyTrainer,
-    studies: Sequence[Study],
-    settings: Mapping[str, Any],
-) -> Recommendation:
-    """What the studies of a foreign trainer say; it is told no settings but a headroom."""
-    others = [name for name in settings if name != "headroom"]
-    if others:
-        row, title = DECLARED[others[0]], trainer_title(trainer)
-        problem = f"a {row.words}, and what is recommended is what studies of {title} found"
-        raise UsageError(problem, hint=f"leave `{row.flag}` out")
-    return tried_recommendation(
-        model,
-        length_tokens=length_tokens,
-        where=where,
-        memory_limit=limit,
-        trainer=trainer,
-        studies=studies,
-        margin_bytes=parse_memory(str(settings.get("headroom", 0))),
     )
 
 
@@ -140,7 +121,7 @@ def _limit(
     host_memory: str | int | None,
     reserved: str | int,
 ) -> MemoryLimit:
-    """What each GPU and the machine have; of the machine what is usual where nobody said."""
+    """Memory of each GPU and of the machine; the machine's usual one where nobody said."""
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     return with_usual_host(limit, where, host_meant(gpus, gpu_memory))
 
@@ -153,7 +134,7 @@ def _goal(
     trainer: TrainerName,
     settings: Mapping[str, Any],
 ) -> Goal:
-    """What is recommended for; raises HighwaterError for settings that cannot be."""
+    """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
     refuse_unknown_family(load_model(model))
     typed = request_from({"model": model, **settings}, keywords=True)
     return Goal(
@@ -293,7 +274,7 @@ def _with_trials(
 def _measured_beside(
     candidates: Sequence[Candidate], goal: Goal, study: Study
 ) -> tuple[Candidate, ...]:
-    """What a watched trainer was seen to train with settings that nobody asked about or set."""
+    """Cells that a watched trainer was seen to train with settings that nobody asked about."""
     if not TRAINERS[goal.trainer].is_watched or set(goal.settings) - {"headroom"}:
         return ()
     known = {each.cell for each in candidates}
@@ -330,23 +311,8 @@ def drafted(
         device_bytes=where.device_bytes,
         default_sequences=cells[0].settings.sequences_per_micro_batch,
         chosen=None,
-        candidates=tuple(_unpredicted(cell, tokens) for cell in cells),
+        candidates=tuple(unknown_candidate(cell, tokens) for cell in cells),
         yarn=yarn(question.model, length_tokens=tokens, rope=cells[0].settings.rope),
         accuracy="not predicted yet",
         notes=notes,
-    )
-
-
-def _unpredicted(cell: Cell, tokens: int) -> Candidate:
-    """A candidate of which nobody knows yet whether it fits."""
-    return Candidate(
-        cell=cell,
-        is_lowered=False,
-        token_budget_tokens=tokens,
-        fits=False,
-        source="predicted",
-        found_in="",
-        headroom_bytes=None,
-        capacity_tokens=0,
-        capacity_source="predicted",
     )

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import MachineError, UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, predict_cells
-from highwater.memory.formula.formula import likely_footprint
-from highwater.memory.trainers import calibration_of, with_steps
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
@@ -32,11 +31,7 @@ from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
-_OF_WHAT_IS_TRAINED = (
-    *("objective", "critic", "entropy", "optimizer", "parameters", "rope"),
-    *("lora", "lora_alpha", "lora_targets", "lora_base", "lora_merged"),
-    *("sequences_per_micro_batch", "token_budget", "save_hf"),
-)
+_OF_WHAT_IS_TRAINED = tuple(row.name for row in TOPICS["trial"] if row.says_what)
 """Settings that say what is trained, not how: those that are named beside ``--settings``."""
 
 
@@ -106,7 +101,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
 
 
 def _on_one_machine(request: Request) -> Request:
-    """What each machine is asked of a request across several; UsageError if it is not as much."""
+    """The part of a request that each of several machines gets; UsageError if parts differ."""
     nodes = request.nodes
     if nodes == 1:
         return request
@@ -141,7 +136,7 @@ def named_settings(request: Request) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Training:
-    """What one machine is asked to train, and the trial that it names."""
+    """A training of one machine, and the trial that it names."""
 
     request: Request
     asked: TrainingRequest
@@ -149,7 +144,7 @@ class _Training:
     spec: TrialSpec
 
     def of_each(self, nodes: int) -> "_Training":
-        """What is asked of each of so many machines."""
+        """The training of each of so many machines."""
         if self.asked.rows is None or nodes == 1:
             return self
         rows = max(1, self.asked.rows // nodes)
@@ -175,7 +170,7 @@ class _Training:
         return msgspec.structs.replace(plan(alone, self.machine).question, cells=(cell,))
 
     def predicted(self, question: Question) -> CellPrediction:
-        """What the cell of a question takes."""
+        """Predict the memory of a question's cell."""
         is_gpu = question.device == "cuda"
         if question.memory_bytes is None:
             problem = "nobody knows the memory that there is"
@@ -185,8 +180,7 @@ class _Training:
             host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
         )
         known = calibration_of(question, OURS) if is_gpu else None
-        cells = predict_cells(question, limit, likely_footprint, known)
-        return with_steps(question, cells)[0] if is_gpu else cells[0]
+        return predict_by_formula(question, limit, OURS, known)[0]
 
     def rows_bytes(self, question: Question) -> int:
         """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""
@@ -199,7 +193,7 @@ class _Training:
         return _TOKEN_OF_A_ROW_BYTES * row_tokens * max(0, own - trial.micro_batches)
 
     def what_fits(self, lacks_bytes: int) -> str:
-        """What to type where the named settings do not fit, for want of so many bytes."""
+        """Say what to type where the named settings do not fit, for want of so many bytes."""
         is_gpu = self.spec.device == "cuda"
         try:
             cell = self.recommended()
@@ -267,7 +261,7 @@ class _Training:
         )
 
     def more_memory(self, lacks_bytes: int) -> str:
-        """What to type where a process on the CPU lacks so much of its memory."""
+        """Say what to type where a process on the CPU lacks so much of its memory."""
         needed_bytes = (self.spec.memory_budget_bytes or 0) + lacks_bytes
         needed_mib = -(-(needed_bytes + self.room_bytes(needed_bytes)) // MIB)
         host_bytes = self.machine.host_memory_total_bytes
@@ -392,13 +386,21 @@ def training_notes(
 ) -> tuple[str, ...]:
     """All that is said of a training's settings, weights and data, a sentence each."""
     trial = chosen.spec
+    trained = [Path(path).resolve() for path in asked.data]
+    both = [
+        path
+        for path in asked.eval_data
+        for own in (Path(path).resolve(),)
+        if any(own.is_relative_to(each) or each.is_relative_to(own) for each in trained)
+    ]
+    said = f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out"
     return (
         *chosen.notes,
         *data_notes(chosen, corpus),
         *weights_notes(model, trial.settings, simulated=False),
         *adapter_notes(trial),
         *corpus.notes,
-        *_overlap_notes(asked),
+        *((said,) if both else ()),
     )
 
 
@@ -437,7 +439,7 @@ def has_lost_base(trial: TrialSpec) -> bool:
 
 
 def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
-    """What adapters alone do not say of the model that they belong to."""
+    """Notes on the model that adapters belong to and do not have in them."""
     settings = trial.settings
     if settings.lora is None or settings.lora_merged:
         return ()
@@ -456,21 +458,3 @@ def adapter_notes(trial: TrialSpec) -> tuple[str, ...]:
             "one that does"
         )
     return tuple(notes)
-
-
-def _overlap_notes(asked: TrainingRequest) -> tuple[str, ...]:
-    """What is evaluated though it is trained on."""
-    trained = [Path(path).resolve() for path in asked.data]
-    both = [
-        path
-        for path in asked.eval_data
-        if any(_is_within(Path(path).resolve(), each) for each in trained)
-    ]
-    if not both:
-        return ()
-    return (f"{', '.join(both)} of `--eval-data` is in `--data`, too: its loss is not held out",)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Whether one of two paths is, or holds, the other."""
-    return path.is_relative_to(other) or other.is_relative_to(path)

@@ -40,7 +40,7 @@ from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.store.journal import read_study
-from highwater.trials.tracing import CachedTracer, fullest_rank
+from highwater.trials.traced import CachedTracer, fullest_rank
 from highwater.trials.trial_process import cache_directory
 
 OnCalibrate = Callable[[int, int], None]

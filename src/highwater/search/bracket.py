@@ -20,7 +20,7 @@ that fits, ``linear`` tries each index up to n + 1.
 from collections.abc import Callable
 
 from highwater.nouns.study import Method
-from highwater.nouns.support import Contradiction, contradictions
+from highwater.store.trial_evidence import Contradiction, contradictions
 
 HINT_COST = 3
 """Trials that a wrong hint costs (``_around_the_hint``) before the search starts at index 1."""
@@ -95,7 +95,7 @@ class Bracket:
     def contradictions(
         self, packed_tokens: Callable[[int], int] = lambda index: index
     ) -> tuple[Contradiction, ...]:
-        """Pair each failed index with the nearest longer one that fit and packs no less."""
+        """Pair each failed index with the nearest fit, from there on, that packs no less."""
         return contradictions(self._fit, self._failed, packed_tokens)
 
     @property
@@ -128,7 +128,7 @@ class Bracket:
         for index in (*self._around_the_hint, self._least_packed):
             if self.fits < index < self.end:
                 return index
-        # Gallop away from the start; where a shorter length failed, what is above may pack as much.
+        # Gallop away from the start, unless a shorter length failed: longer ones may pack as much.
         if self.end > self._size and not any(index < self.fits for index in self._failed):
             distance = self.fits - self._first + 1
             return min(self.fits + distance, self._size)

@@ -14,8 +14,8 @@ from itertools import takewhile
 
 import msgspec
 
-from highwater.memory.capacity import MemoryLimit, predict_at
-from highwater.memory.trainers import formula_of
+from highwater.memory.capacity import MemoryLimit
+from highwater.memory.trainers import predictor_of
 from highwater.nouns.protocols import Launch, OnPhase, Runner, unheard
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
@@ -112,11 +112,12 @@ def _of_cell(question: Question, cell: Cell, limit_s: float | None) -> CellOutlo
 
 def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
     """True if a length is predicted to fit, or if the memory or the formula is unknown."""
-    memory_bytes, formula = question.memory_bytes, formula_of(question)
-    if memory_bytes is None or formula is None:
+    if question.memory_bytes is None:
         return True
-    limit = MemoryLimit(device_bytes=memory_bytes)
-    return predict_at(question, cell, limit, formula, length_tokens).capacity_tokens > 0
+    limit = MemoryLimit(device_bytes=question.memory_bytes)
+    predictor = predictor_of(question, cell, limit)
+    room_bytes = question.memory_bytes - question.margin_bytes
+    return predictor is None or predictor.at(length_tokens, room_bytes).fits
 
 
 _ABOUT = 1.1

@@ -243,7 +243,7 @@ class TrialRuns:
     cell: Cell
     spec: TrialSpec
     phase: str
-    """What the trial's first rank is doing now, for example ``step 1 of 2``."""
+    """Current work of the trial's first rank, for example ``step 1 of 2``."""
 
 
 SearchEvent = TrialStarted | TrialRuns | TrialFinished | CellAnswered

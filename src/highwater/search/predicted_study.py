@@ -1,5 +1,5 @@
-"""What the memory formula predicts for a study: an interval for each trial, a capacity for each
-cell. Also: return a study that already has every answer, on a machine without GPUs to search again.
+"""Predicted study: what the memory formula says of each trial (an interval) and cell (a capacity).
+Also: return a study that already has every answer, on a machine without GPUs to search again.
 """
 
 import shlex
@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError, ModelError, StudyError
-from highwater.memory.capacity import MemoryLimit, predict_at, predict_cells
-from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.capacity import MemoryLimit
+from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
-from highwater.memory.trainers import calibration_of
+from highwater.memory.predictor import predict_at, predict_cells
+from highwater.memory.trainers import MEMORY, calibration_of
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import OLDEST_CAPABILITY, Gpu, Machine
 from highwater.nouns.plan import plan
@@ -89,7 +90,7 @@ def predictions_of(study: Study) -> Predictions:
             PredictedCell(
                 capacity_tokens=found.capacity_tokens, likely_tokens=found.likely_edge_tokens
             )
-            for found in predict_cells(question, memory_limit, likely_footprint, known)
+            for found in predict_cells(question, memory_limit, MEMORY[OURS].predictor, known)
         ),
         calibration=known,
         shared_trials=len(keys & learned),
@@ -124,7 +125,8 @@ def _of_trial(
 ) -> PredictedTrial:
     cell = Cell(layout=spec.layout, settings=spec.settings)
     factors = None if known is None else known.of(spec.settings.allocator)
-    found = predict_at(question, cell, memory_limit, likely_footprint, spec.length_tokens, factors)
+    predictor = MEMORY[OURS].predictor(question, cell, memory_limit)
+    found = predict_at(predictor, spec.length_tokens, factors)
     return PredictedTrial(
         allocated_bytes=found.footprint.allocated_bytes,
         reserved_bytes=found.footprint.reserved_bytes,
@@ -150,7 +152,7 @@ def completed_study(request: Request) -> Study | None:
     if study is None or study.question.device != "cuda" or study.question.simulated:
         return None
     asked = None
-    with suppress(HighwaterError):  # what it asks on a machine with the study's GPUs
+    with suppress(HighwaterError):  # its question on a machine with the study's GPUs
         asked = plan(gone_on(request)[0], _machine_of(study.question)).question
     if asked is None or asked.key != study.question.key:
         return None

@@ -24,12 +24,10 @@ from highwater.memory.capacity import (
     CellPrediction,
     MemoryLimit,
     Prediction,
-    predict_cell,
 )
-from highwater.memory.formula.formula import Formula
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.exact import predict_exactly
-from highwater.memory.trainers import formula_of
+from highwater.memory.predictor import FormulaPredictor, longest
+from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
 from highwater.nouns.files import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
@@ -38,7 +36,7 @@ from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question
 from highwater.nouns.trainer import OURS
 from highwater.search.predicted_study import unlike_trials
 from highwater.trials.probe import probe
-from highwater.trials.tracing import CachedTracer
+from highwater.trials.traced import CachedTracer, predict_traced
 from highwater.trials.trial_process import cache_directory
 from highwater.units import format_bytes
 
@@ -61,19 +59,17 @@ class MemoryLine:
 
 
 MemoryLineOf = Callable[[Question, Cell, int], MemoryLine]
-"""Line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
+"""Memory line of a trainer before any trial, from question, cell, and usable bytes of a GPU."""
 
 
 def predicted_line(
-    question: Question, cell: Cell, usable_bytes: int, formula: Formula
+    question: Question, cell: Cell, usable_bytes: int, predictor: FormulaPredictor
 ) -> MemoryLine:
     """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
-    memory_limit = MemoryLimit(device_bytes=usable_bytes)
-    predicted = predict_cell(question, cell, memory_limit, formula)
-    length_tokens = predicted.likely_edge_tokens or question.grid.length(1)
+    length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
     shape, settings, layout = question.model.shape, cell.settings, cell.layout
     at, beyond = (
-        formula(Step(shape, settings, layout, length, question.device)).needed_bytes
+        predictor.closed_form(Step(shape, settings, layout, length, question.device)).needed_bytes
         for length in (length_tokens, 2 * length_tokens)
     )
     tokens = _tokens_per_gpu(cell, length_tokens)
@@ -84,24 +80,25 @@ def predicted_line(
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """Return the memory line of the question's trainer."""
-    formula, foreign = formula_of(question), question.foreign
-    if formula is not None:
-        return predicted_line(question, cell, usable_bytes, formula)
+    predictor = predictor_of(question, cell, MemoryLimit(device_bytes=usable_bytes))
+    if predictor is not None:
+        return predicted_line(question, cell, usable_bytes, predictor)
+    foreign = question.foreign
     assert foreign is not None, "our engine has a formula"  # noqa: S101
     return _LINES[foreign.trainer](question, cell, usable_bytes)
 
 
 def hugging_face_line(question: Question, _: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of a script with Hugging Face's own loss: whole logits, and layers recomputed."""
+    """Memory line of scripts with Hugging Face's own loss: whole logits, recomputed layers."""
     shape = question.model.shape
     of_token = layer_input_bytes(shape) + _HF_LOGITS_BYTES * shape.vocab_size
     return MemoryLine(_FIXED_SHARE * usable_bytes, of_token)
 
 
 def unknown_trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-    """Line of an unknown trainer: geometric mean of the least and the most that a token can cost.
-    Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest 1 to
-    4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
+    """Memory line of an unknown trainer: geometric mean of the least and most that a token can
+    cost. Logits cost 2 (ours) to 12.4 bytes (Hugging Face) per token and vocabulary entry; the rest
+    1 to 4 times the layer inputs that recomputation keeps. The fixed part is a tenth of the memory.
     """
     shape = question.model.shape
     vocabulary = shape.vocab_size if cell.settings.loss == "full" else 0
@@ -116,7 +113,7 @@ _LINES: Mapping[str, MemoryLineOf] = {
     **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
-"""Lines of trainers without a formula; scripts of accelerate and trainers for supervised
+"""Memory lines of trainers without a formula; scripts of accelerate and trainers for supervised
 fine-tuning mostly have Hugging Face's loss."""
 
 
@@ -139,7 +136,7 @@ def first_index(
     """
     memory_bytes = question.memory_bytes
     if cell.settings.token_budget_tokens is not None:
-        return question.size_of(cell)  # whatever the length, a micro-batch has about as many tokens
+        return question.size_of(cell)  # a micro-batch has about as many tokens at any length
     if memory_bytes is None:
         return None
     usable_bytes = memory_bytes - question.margin_bytes
@@ -303,12 +300,15 @@ def expectation(
     """Return the predicted length of a cell before its first trial, or None if there is none."""
     if told_tokens is not None:
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
-    memory_bytes, formula = question.memory_bytes, formula_of(question)
-    if memory_bytes is None or formula is None or unlike_trials(question) is not None:
+    if question.memory_bytes is None or unlike_trials(question) is not None:
         return None
-    limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
-    likely = predict_cell(question, cell, limit, formula)
-    return Expectation(cell=cell, likely_tokens=likely.likely_edge_tokens, prediction="formula")
+    limit = MemoryLimit(device_bytes=question.memory_bytes - question.margin_bytes)
+    predictor = predictor_of(question, cell, limit)
+    if predictor is None:
+        return None
+    index = longest(predictor, limit.device_bytes)
+    likely_tokens = question.grid.length(index) if index else 0
+    return Expectation(cell=cell, likely_tokens=likely_tokens, prediction="formula")
 
 
 @contextmanager
@@ -323,7 +323,7 @@ def _traced(question: Question) -> Generator[Expected]:
 
         def predicted(cell: Cell) -> CellPrediction:
             of_one = msgspec.structs.replace(question, cells=(cell,))
-            return predict_exactly(of_one, memory_limit, tracer)[0]
+            return predict_traced(of_one, memory_limit, tracer)[0]
 
         pool = ThreadPoolExecutor(max_workers=1)
         futures: dict[Cell, Future[CellPrediction]] = {

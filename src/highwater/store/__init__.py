@@ -1,1 +1,1 @@
-"""Control plane: the study on disk."""
+"""Control plane: studies and training runs on disk."""

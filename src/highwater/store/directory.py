@@ -1,5 +1,5 @@
-"""Directories and files that are written: where studies lie, and proof, before anything starts,
-that there is room.
+"""Directories and files to write: where studies are, and checks, before anything starts, that there
+is room.
 """
 
 import errno
@@ -22,7 +22,7 @@ _PROBE_BYTES = 4096
 
 
 def check_log_directory(directory: Path) -> None:
-    """Write a file in the directory: UsageError where that fails, MachineError when it is full."""
+    """Write a test file in the directory: UsageError if that fails, MachineError if it is full."""
     try:
         _write_in(directory)
     except OSError as error:
@@ -39,8 +39,8 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Write a file in the directory, made if need be, and compare what is free with what a trial
-    saves. UsageError when it cannot be written, MachineError when there is no room.
+    """Write a test file in the directory, made if need be, and compare the free space with what a
+    trial saves. UsageError if it cannot be written, MachineError if there is too little room.
     """
     try:
         _write_in(directory)
@@ -63,7 +63,7 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
 
 
 def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints: int) -> None:
-    """Raise MachineError where a run's folder lacks room for its checkpoints and the model."""
+    """Raise MachineError if a run's folder lacks room for its checkpoints and the model."""
     needed = needed._replace(sharded_bytes=needed.sharded_bytes * checkpoints)
     disk = shutil.disk_usage(directory)
     if disk.free >= _with_spare(needed) or not disk.total:  # some network disks say nothing
@@ -79,8 +79,8 @@ def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that is there already, or cannot be written. The hint makes a
-    folder that is missing, or offers a free name like ``name``.
+    """Raise UsageError for a file that exists already or cannot be written. The hint tells how to
+    make a missing folder, or offers a free name like ``name``.
     """
     try:
         path.touch(exist_ok=False)
@@ -100,7 +100,7 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
 
 
 def write_new_file(path: Path, content: bytes, *, flag: str) -> None:
-    """Write a file that is not there yet; MachineError, and no file, where that fails."""
+    """Write a file that does not exist yet; if that fails, raise MachineError and leave no file."""
     try:
         with path.open("xb") as file:
             try:
@@ -115,19 +115,19 @@ def write_new_file(path: Path, content: bytes, *, flag: str) -> None:
 
 
 def free_name(name: str) -> str:
-    """``guide.md``, ``guide-2.md``, ...: the first that is not in the working directory yet."""
+    """Return the first of ``guide.md``, ``guide-2.md``, ... not yet in the working directory."""
     stem, suffix = Path(name).stem, Path(name).suffix
     names = (name, *(f"{stem}-{number}{suffix}" for number in range(2, 1000)))
     return next(name for name in names if not Path(name).exists())
 
 
 def study_path(log_directory: Path, question: Question) -> Path:
-    """The path of a question's study unless the user says otherwise: one file for one question."""
+    """Return the default path of a question's study: one file for each question."""
     return log_directory / question.model.name / f"study-{question.key[:6]}.jsonl"
 
 
 def newest_studies(log_directory: Path) -> list[Path]:
-    """Studies under the log directory, newest first; StudyError when there is none."""
+    """Return the studies under the log directory, newest first; StudyError if there are none."""
     try:
         found = log_directory.glob("*/study-*.jsonl")
         studies = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -144,7 +144,7 @@ def newest_studies(log_directory: Path) -> list[Path]:
 
 
 def _write_in(directory: Path) -> None:
-    """Write a file in the directory, made if need be, to the disk; raises OSError."""
+    """Write and sync a test file in the directory, made if need be; raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=".highwater-", dir=directory) as probe:
         probe.write(b"\0" * _PROBE_BYTES)
@@ -153,7 +153,7 @@ def _write_in(directory: Path) -> None:
 
 
 def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
-    """Flags that would do, each alone: a place with room, or what fits here."""
+    """Return alternatives, each enough alone: a folder with room, or flags to save less here."""
     less = {
         "--save-hf never": needed._replace(hf_bytes=0),
         "--checkpoint none": needed._replace(sharded_bytes=0),
@@ -167,7 +167,7 @@ def _ways_to_save_less(needed: CheckpointBytes, free: int) -> list[str]:
 
 
 def _roomy(needed: CheckpointBytes, flag: str, name: str) -> list[str]:
-    """A flag with a folder where there is room, if there is one."""
+    """Return the flag for a folder with enough room, in a list; empty if there is none."""
     return [
         f"use `{flag} {shlex.quote(str(place / name))}`"
         for place in _writable_places()
@@ -180,19 +180,19 @@ def _make_room(directory: Path) -> str:
 
 
 def _with_spare(needed: CheckpointBytes) -> int:
-    """Bytes that have to be free: counts are true to 0.1 %, files have headers, logs lie beside."""
+    """Bytes that must be free: counts are within 0.1 %, files have headers, logs need room too."""
     return sum(needed) + sum(needed) // 100 + FREE_BYTES
 
 
 def _another(what: str = "logs") -> str:
-    """A directory that can be written, as typed: at home, or where temporary files go."""
+    """Return a writable directory, quoted for a shell: at home, or among temporary files."""
     return shlex.quote(str(_writable_places()[0] / f"highwater-{what}"))
 
 
 def _writable_places() -> list[Path]:
-    """Home, where it can be written, and where temporary files go."""
+    """Return the home directory, if it can be written, and the one for temporary files."""
     home, temporary = Path("~"), Path(tempfile.gettempdir())
-    with suppress(RuntimeError):  # whose user has none
+    with suppress(RuntimeError):  # some users have no home directory
         home = home.expanduser()
     return [home, temporary] if os.access(home, os.W_OK) else [temporary]
 

@@ -1,7 +1,7 @@
-"""The journal: an append-only study on disk that survives ``kill -9`` at any byte.
+"""Journal: an append-only study on disk that survives ``kill -9`` at any byte.
 
-One JSON object per line (lines.py). Each line is one write and one fsync, and holds a checksum of
-itself and of all before it. While it is open for writing the file itself is locked
+One JSON object per line (lines.py). Each line is one write and one fsync, and has a checksum of
+itself and of all lines before it. While the journal is open for writing its file is locked
 (journal_file.py), so that two processes cannot write one study. A line cut short by a crash is
 dropped when the journal is next opened.
 """
@@ -61,11 +61,11 @@ _NO_PART_OF_A_QUESTION = ("model.directory", "timeout_s")
 
 
 def another_question(path: Path, *, recorded: Question, asked: Question) -> StudyError:
-    """The error for a journal whose question is not the one that is asked: it says what differs."""
+    """Return the error for a journal that has another question, naming what differs."""
     there, here = dict(_flat(recorded)), dict(_flat(asked))
     differing = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     names = [name for name in differing if name not in _NO_PART_OF_A_QUESTION]
-    # Of other cells it is enough to say which there are.
+    # If cells differ, their names are enough.
     if "cells" in names:
         names = [name for name in names if not name.startswith("cells.")]
     first = names[:_DIFFERENCES_SHOWN]
@@ -78,7 +78,7 @@ def another_question(path: Path, *, recorded: Question, asked: Question) -> Stud
 
 
 def _flat(question: Question) -> Iterator[tuple[str, Any]]:
-    """Every field of a question with its dotted name; cells by their labels, listed as a field."""
+    """Yield every field of a question with its dotted name; cells by label, after their list."""
     fields = to_builtins(question)
     fields["cells"] = {cell.label_on(question.device): to_builtins(cell) for cell in question.cells}
     yield "cells", "; ".join(fields["cells"])
@@ -94,7 +94,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 _LOG_DIRECTORY = "./logs"
-"""The directory in which ``highwater show`` looks, unless it is told otherwise."""
+"""Directory in which ``highwater show`` looks by default."""
 
 
 class Journal:
@@ -108,26 +108,26 @@ class Journal:
         self._file = file
         self._record = record
         self._retry_crashed = retry_crashed
-        """Whether whoever opened it asks to launch again what only crashed."""
+        """True if trials that only crashed are to be launched again."""
         self._decided = {answer.cell for answer in record.answers if not answer.is_undecided}
-        """Cells that were answered with a decision when it was opened."""
+        """Cells that had a decided answer when the journal was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
-        """The result of this launch of this trial; None when it has to be run."""
+        """Return the recorded result of a launch; None if it has to be run."""
         trial = self._record.trial((spec.key, attempt, repeat))
         return trial.result if trial is not None and self._stands(trial) else None
 
     def past(self, cell: Cell) -> Past:
-        """The part of a cell's search that need not be made again."""
+        """Return the part of a cell's search that need not be repeated."""
         trials = tuple(trial for trial in self._record.trials_of(cell) if self._stands(trial))
         answer = self._record.answer(cell) if self._is_settled(cell) else None
         return Past(answer=answer, trials=trials)
 
     def _stands(self, trial: RecordedTrial) -> bool:
-        """Whether a trial's result is taken as it is. One that did not tell in less time than there
-        is now is run again, unless another attempt told. A crash was tried often enough: it is run
-        again only if asked for. What ran out of time counts where time does, or its cell was
-        decided (docs/decisions/026).
+        """True if a trial's result is used as it is. A result that did not tell, under a shorter
+        time limit than now, is run again unless another attempt told. A crash was tried often
+        enough and is run again only if asked for. A timeout counts if the question has a time
+        limit, or if its cell was decided (docs/decisions/026).
         """
         if trial.result is None:
             return False
@@ -144,14 +144,14 @@ class Journal:
         return Cell(layout=trial.spec.layout, settings=trial.spec.settings) in self._decided
 
     def has_given_up(self, cell: Cell) -> bool:
-        """Whether a cell is answered though a trial only crashed, which is not launched again."""
+        """True if a cell is answered although a trial only crashed, and it is not retried."""
         trials = self._record.trials_of(cell)
         crashed = [t for t in trials if t.result and t.result.outcome is Outcome.CRASHED]
         is_answered = self._record.answer(cell) is not None and self._record.has_crashed(cell)
         return is_answered and all(self._stands(trial) for trial in crashed)
 
     def _is_settled(self, cell: Cell) -> bool:
-        """Whether a cell is settled: answered in more time, or in as much and not retried."""
+        """True if a cell was answered under a longer time limit, or the same one and no retry."""
         answer, within_s = self._record.answer(cell), self._record.answered_within_s(cell)
         now_s = self._record.question.timeout_s
         if answer is None or within_s is None or now_s is None or answer.limit == "inconclusive":
@@ -175,7 +175,7 @@ class Journal:
         self._append(line)
 
     def takes_expectation(self, cell: Cell) -> bool:
-        """Whether a cell's prediction is to be recorded: before its search, since schema 2."""
+        """True if a cell's prediction is to be recorded: before its search, from schema 2 on."""
         return self._record.schema_version > 1 and not self._record.has_begun(cell)
 
     def cell_expected(self, expectation: Expectation) -> None:
@@ -195,7 +195,7 @@ class Journal:
         self._append(FinishedLine(**launch, at_unix_s=time.time(), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
-        """Record a cell's answer, unless that very answer is recorded, with as much time."""
+        """Record a cell's answer, unless the same one is recorded under no less time."""
         now_s = self._record.question.timeout_s
         within_s = self._record.answered_within_s(answer.cell)
         has_time = now_s is None or (within_s is not None and within_s >= now_s)
@@ -203,11 +203,11 @@ class Journal:
             self._append(AnsweredLine(at_unix_s=time.time(), answer=answer))
 
     def snapshot(self) -> Study:
-        """The study as it is now."""
+        """Return the study as it is now."""
         return _study(self.path, self._record, self.notes)
 
     def close(self) -> None:
-        """Release the lock; the journal can be opened again, by anybody."""
+        """Release the lock, so that any process can open the journal again."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -217,9 +217,9 @@ class Journal:
         self.close()
 
     def _append(self, line: Line) -> None:
-        """Write one line, then take it in: what is not on the disk is not recorded."""
+        """Write one line, then add it to the record: what is not on the disk is not recorded."""
         text = to_json(line)
-        if self._record.checksum is None:  # begun before lines had any: its readers know none
+        if self._record.checksum is None:  # the journal has an older schema, without checksums
             self._file.append(text.encode() + b"\n")
         else:
             content, checksum = sealed(text, after=self._record.checksum)
@@ -236,12 +236,12 @@ def open_journal(
     environment: Environment | None = None,
     retry_crashed: bool = False,
 ) -> Journal:
-    """Open the study at ``path`` for writing: created, or resumed when it asks the same question.
+    """Open the study at ``path`` for writing: created, or resumed if it asks the same question.
 
-    The time limit is no part of the question. With ``retry_crashed`` a trial that only crashed is
-    launched again, as often as a new one. Raises StudyError when another process writes it, when it
-    asks something else, is damaged, or is no study, and later when somebody touches the file while
-    it is open; MachineError when the disk is full.
+    The time limit is not part of the question. With ``retry_crashed`` a trial that only crashed is
+    launched again, as often as a new one. Raises StudyError if another process is writing the file,
+    or if it has another question, is damaged, or is not a study; later also if anyone touches the
+    open file. Raises MachineError when the disk is full.
     """
     file = _open(path, is_private=_has_secrets(question))
     try:
@@ -258,7 +258,7 @@ def open_journal(
 
 
 def read_study(path: Path) -> Study:
-    """Read the study at ``path``, without a lock; StudyError when there is none, or damaged."""
+    """Read the study at ``path``, without a lock; StudyError if it is missing or damaged."""
     try:
         content = read_journal(path)
     except OSError as error:
@@ -268,14 +268,14 @@ def read_study(path: Path) -> Study:
         if not full:
             raise not_a_study(path)
         record = parse(full, path=path)
-    except StudyError as error:  # its hint is for who would write another
+    except StudyError as error:  # the original hint is for writing a study, not for reading one
         raise StudyError(error.problem, hint=_another()) from error
     note = "the last line is not complete: a search is writing it, or was killed while it did"
     return _study(path, record, (note,) if torn else ())
 
 
 def _another() -> str:
-    """A hint that shows a study where ``highwater show`` looks, or else makes one."""
+    """Return a hint: ``highwater show`` if that finds a study, else how to make one."""
     with suppress(StudyError, OSError):
         newest_studies(Path(_LOG_DIRECTORY))
         return "`highwater show` shows the newest study that can be read"
@@ -294,7 +294,7 @@ def _open(path: Path, *, is_private: bool) -> JournalFile:
 
 
 def _holder(path: Path) -> str:
-    """The process that opened the journal last, in words; the lock alone does not tell."""
+    """Name the process that last opened the journal; the lock alone does not tell."""
     try:
         opened = parse(split_torn(read_journal(path))[0], path=path).opened
     except (OSError, HighwaterError):
@@ -306,13 +306,13 @@ def _holder(path: Path) -> str:
 
 
 def _recover(file: JournalFile, question: Question) -> tuple[JournalContent, tuple[str, ...]]:
-    """Read the locked journal; its torn end is cut off, and an empty one gets its header."""
+    """Read the locked journal, cut off a torn last line, and give an empty file its header."""
     path = file.path
     full, torn = split_torn(file.content())
     if not full:
         header = HeaderLine(schema_version=STUDY_SCHEMA_VERSION, question=question)
         text, checksum = sealed(to_json(header), after="")
-        # A crash left the beginning of our header; anything else is somebody else's file.
+        # A crash may leave the beginning of our header; other content is somebody else's file.
         if not text.startswith(torn):
             raise not_a_study(path)
         file.cut(0)
@@ -332,7 +332,7 @@ def _recover(file: JournalFile, question: Question) -> tuple[JournalContent, tup
 def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
     typed = record.opened.command if record.opened else ()
     is_ours = typed[:1] == ("search_context_length_capacity",) or typed[:2] == ("highwater", "find")
-    if typed and not is_ours:  # who wrote the file would have a reader type it
+    if typed and not is_ours:  # a forged file could make its reader type any command
         notes += ("the command that it names is none of highwater's, and is left out",)
     if _has_secrets(record.question):
         notes += (f"secrets in the command are not kept: type them in the place of {HIDDEN}",)
@@ -356,7 +356,7 @@ def _has_secrets(question: Question) -> bool:
 
 
 def _unproven(record: JournalContent) -> Iterator[str]:
-    """Each answer that its trials do not bear out, in words."""
+    """Yield each answer that its trials do not support, in words."""
     for each in record.unproven:
         tokens = each.answer.reach_tokens
         said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"

@@ -1,8 +1,8 @@
-"""The file of a journal, held open and locked, to which lines are appended and synced.
+"""Journal file: held open and locked, while lines are appended and synced.
 
-A line is on the disk when it is written, or the file is as long as before. Who deletes, replaces,
-cuts or writes the file while a search has it open stops that search: what it would append
-afterwards belonged to nothing (docs/decisions/026).
+A line is on the disk once it is written, or else the file is as long as before. If anyone deletes,
+replaces, cuts or writes the file while a search has it open, that search stops: further lines would
+not belong to what is left (docs/decisions/026).
 """
 
 import errno
@@ -16,7 +16,7 @@ from highwater.nouns.files import read_file, refuse_irregular
 from highwater.units import MIB, format_bytes
 
 MOST_BYTES = 512 * MIB
-"""Bytes of a study at the most: 10,000 trials on 8 GPUs have about 60 MiB."""
+"""Largest size of a study: 10,000 trials on 8 GPUs have about 60 MiB."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -25,7 +25,7 @@ class LockedError(Exception):
 
 
 class JournalFile:
-    """One open file. Made by ``open_file``; nobody else has it while it is open."""
+    """One open file, locked against other processes. Made by ``open_file``."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -33,17 +33,17 @@ class JournalFile:
         self._size = os.fstat(descriptor).st_size
 
     def content(self) -> bytes:
-        """All that is in the file."""
+        """Return all bytes of the file."""
         return os.pread(self._descriptor, self._size, 0)
 
     def cut(self, size: int) -> None:
-        """Drop what follows the first ``size`` bytes."""
+        """Drop everything after the first ``size`` bytes."""
         os.ftruncate(self._descriptor, size)
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append one line and wait until the disk has it; after a failure the file is as before.
-        Raises MachineError when that fails, StudyError when the file is not as this process left
+        """Append one line and wait until it is on the disk; if that fails the file is as before.
+        Raises MachineError when that fails, StudyError if the file is not as this process left
         it.
         """
         what = self._touched()
@@ -62,13 +62,13 @@ class JournalFile:
                 left = left[os.write(self._descriptor, left) :]
             os.fsync(self._descriptor)
         except OSError as error:
-            # Half a line, or one that is not on the disk, must not stand before the next one.
+            # Half a line, or one that may not be on the disk, must not come before the next one.
             os.ftruncate(self._descriptor, self._size)
             raise self._unwritable(error) from error
         self._size += len(line)
 
     def sync_name(self) -> None:
-        """Make a new file's name durable; the file's own fsync does not."""
+        """Make a new file's name durable; syncing the file itself does not."""
         descriptor = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -80,7 +80,7 @@ class JournalFile:
         os.close(self._descriptor)
 
     def _touched(self) -> str | None:
-        """What somebody did to the file since it was last written, in words; None for nothing."""
+        """Say what somebody did to the file since it was last written; None for nothing."""
         held = os.fstat(self._descriptor)
         try:
             found = self.path.stat()
@@ -95,9 +95,9 @@ class JournalFile:
         return None
 
     def _lost(self, what: str, line: bytes) -> StudyError:
-        """The error for a file that somebody touched. Of a file that is gone from its place
-        everything can still be read through the open descriptor: it is kept in a free path beside
-        it, the new line too.
+        """Return the error for a file that somebody touched. If the file is gone from its path, it
+        can still be read through the open descriptor: all of it and the new line are saved beside
+        that path.
         """
         problem = f"{self.path} was {what} while the search had it open"
         if what not in ("deleted", "replaced"):
@@ -136,9 +136,9 @@ class JournalFile:
 
 
 def open_file(path: Path, *, is_private: bool = False) -> JournalFile:
-    """Open the file at ``path`` for writing, locked, and create it where there is none; with
-    ``is_private`` its user alone may read it. Raises StudyError where it cannot be opened,
-    LockedError while somebody else has it.
+    """Open the file at ``path`` for writing and lock it; it is created if need be. With
+    ``is_private`` only its user may read it. Raises StudyError if it cannot be opened, LockedError
+    if another process has it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,18 +163,18 @@ def open_file(path: Path, *, is_private: bool = False) -> JournalFile:
 
 
 def read_journal(path: Path) -> bytes:
-    """The content of the file at ``path`` now; raises OSError."""
+    """Return the current content of the file at ``path``; raises OSError."""
     return read_file(path, most_bytes=MOST_BYTES)
 
 
 def split_torn(content: bytes) -> tuple[bytes, bytes]:
-    """The full lines, and what follows the last line end."""
+    """Split off what follows the last line end, which is a torn line or nothing."""
     end = content.rfind(b"\n") + 1
     return content[:end], content[end:]
 
 
 def free_path(path: Path) -> Path:
-    """The first path beside ``path`` where there is no file."""
+    """Return the first numbered path beside ``path`` at which there is no file."""
     number = 2
     while (other := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
@@ -182,7 +182,7 @@ def free_path(path: Path) -> Path:
 
 
 def free_study(path: Path) -> str:
-    """The flag for a free path beside ``path``: what hints offer when ``path`` will not do."""
+    """Return the flag, quoted, for a free path beside ``path``, for hints."""
     name = shlex.quote(str(free_path(path)))
     return f"`--study={name}`" if name.startswith("-") else f"`--study {name}`"
 

@@ -1,15 +1,15 @@
-"""The lines of a journal: one JSON object each, the header first.
+"""Lines of a journal: one JSON object each, the header first.
 
 Schema 3:  header           the question, once
-           opened           somebody opened the journal for writing, under a time limit of theirs
-           cell_expected    what was predicted of one cell, before its first trial; not in schema 1
+           opened           a process opened the journal for writing, with its time limit
+           cell_expected    prediction for one cell, before its first trial; not in schema 1
            trial_started    a trial with its whole specification
            trial_finished   its result, named by the specification's key
            cell_answered    the answer for one cell; the last one for a cell counts
 
 Since schema 3 each line begins with its ``checksum``, of itself and of all lines before it: a line
-that was edited, moved or taken out in the middle is found and named. A journal that was begun
-without them goes on without them.
+that was edited, moved or removed in the middle is found and named. A journal begun in an older
+schema continues without checksums.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from highwater.nouns.study import (
     RecordedTrial,
     UnprovenAnswer,
 )
-from highwater.nouns.support import unsupported
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.store.journal_file import free_study
+from highwater.store.trial_evidence import unsupported
 
 _SEALED_SINCE = 3
-"""The first schema whose lines have checksums."""
+"""First schema whose lines have checksums."""
 _CHECKSUM_DIGITS = 16
 _SEAL = b'{"checksum":"%b",'
 
@@ -50,7 +50,7 @@ class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="heade
 
 
 class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opened"):
-    """Who writes from here on: what a second process is told when it finds the journal locked."""
+    """The process that writes from here on; another one that finds the journal locked names it."""
 
     pid: int
     host: str
@@ -60,10 +60,10 @@ class OpenedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="opene
     environment: Environment | None = None
     """Machine and shell of the process; None for a dry run, and in older journals."""
     timeout_s: float | None = None
-    """The time limit from here on; None: as before, the header's at first."""
+    """Time limit from here on; None: unchanged, at first the header's."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the command, which earlier versions recorded as they were typed."""
+        """Hide secrets in the command; earlier versions recorded them."""
         msgspec.structs.force_setattr(self, "command", hidden_words(self.command))
 
 
@@ -85,7 +85,7 @@ class StartedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="tria
 
 
 class FinishedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
-    """A launched trial came to its end."""
+    """A launched trial has ended."""
 
     spec_key: str
     attempt: int
@@ -95,7 +95,7 @@ class FinishedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="tri
 
 
 class AnsweredLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cell_answered"):
-    """The search of one cell ended."""
+    """The search of one cell has ended."""
 
     at_unix_s: float
     answer: CellAnswer
@@ -103,36 +103,36 @@ class AnsweredLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cel
 
 Line = OpenedLine | ExpectedLine | StartedLine | FinishedLine | AnsweredLine
 LaunchKey = tuple[str, int, int]
-"""Specification's key, attempt and repeat: the name of one launch of one trial."""
+"""Name of one launch of one trial: specification's key, attempt and repeat."""
 
 
 class JournalContent:
-    """What the lines of a journal say so far."""
+    """Content of a journal's lines so far."""
 
     def __init__(self, header: HeaderLine, *, checksum: str | None = None) -> None:
         self.schema_version = header.schema_version
         self.checksum = checksum
-        """Checksum of the last line; None: the lines have none."""
+        """Checksum of the last line; None if lines have none."""
         self.question = header.question
-        """The question with the time limit of whoever opened the journal last."""
+        """Question, with the time limit of the process that last opened the journal."""
         self.opened: OpenedLine | None = None
         self.environments: tuple[Environment, ...] = ()
-        """Each environment that differs from the one before, in their order."""
+        """Environments in order, each different from the one before."""
         self._trials: dict[LaunchKey, RecordedTrial] = {}
         self._keys: dict[str, str] = {}
-        """Keys as written, to keys of today: a later setting at its default changes no trial."""
+        """Today's key for each written key: a newer setting, at its default, changes no trial."""
         self._trials_of: dict[Cell, dict[LaunchKey, RecordedTrial]] = {}
-        """Trials by their cells."""
+        """Trials by cell."""
         self._claims: dict[Cell, _Claim] = {}
         self._answered_within_s: dict[Cell, float | None] = {}
-        """The time limit under which a cell was answered."""
+        """Time limit under which each cell was answered."""
         self._ended_since: set[Cell] = set()
-        """Cells of which a trial has ended after the answer."""
+        """Cells of which a trial has ended after their answer."""
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Take in one line. A trial that started again after an interruption keeps its place.
-        Raises ValueError for the end of a trial that never started.
+        """Add one line. A trial that started again after an interruption keeps its place. Raises
+        ValueError for the end of a trial that never started.
         """
         match line:
             case OpenedLine():
@@ -170,21 +170,21 @@ class JournalContent:
         cell = _cell_of(trial)
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:
-                del trials[key]  # it was run again, after all that stands before it
+                del trials[key]  # run again: it moves to the end
             trials[key] = trial
         self._ended_since.add(cell)
 
     def trial(self, key: LaunchKey) -> RecordedTrial | None:
-        """A launch of a trial; None when it never started."""
+        """Return a launch of a trial; None if it never started."""
         return self._trials.get(key)
 
     def has_told(self, spec: TrialSpec, repeat: int) -> bool:
-        """Whether any attempt of a trial told about memory."""
+        """True if any attempt of a trial told whether memory suffices."""
         results = (trial.result for trial in self._attempts(spec, repeat))
         return any(result is not None and result.outcome.tells for result in results)
 
     def ran_out_after(self, trial: RecordedTrial) -> bool:
-        """Whether a later attempt of a trial ran out of time."""
+        """True if a later attempt of a trial ran out of time."""
         attempts = self._attempts(trial.spec, trial.repeat)
         later = (other.result for other in attempts if other.attempt > trial.attempt)
         return any(result is not None and result.outcome is Outcome.TIMEOUT for result in later)
@@ -194,7 +194,7 @@ class JournalContent:
         return (trial for (key, _, again), trial in self._trials.items() if (key, again) == found)
 
     def has_crashed(self, cell: Cell) -> bool:
-        """Whether a trial of a cell crashed, and neither told nor ran out of time in the end."""
+        """True if a trial of a cell crashed, and no attempt of it told or timed out later."""
         return any(
             trial.result is not None
             and trial.result.outcome is Outcome.CRASHED
@@ -204,27 +204,27 @@ class JournalContent:
         )
 
     def answer(self, cell: Cell) -> CellAnswer | None:
-        """The recorded answer for a cell; None when there is none that its trials bear out."""
+        """Return the recorded answer for a cell; None if there is none that its trials support."""
         claim = self._claims.get(cell)
         return None if claim is None or self._why_unproven(claim) else claim.answer
 
     def _why_unproven(self, claim: "_Claim") -> str | None:
-        """Why the trials before an answer do not bear it out; None where they do. Judged once."""
+        """Say why the trials before an answer do not support it; None if they do. Judged once."""
         if not claim.is_judged:
             claim.why = unsupported(self.question, claim.answer, claim.trials)
             claim.is_judged = True
         return claim.why
 
     def answered_within_s(self, cell: Cell) -> float | None:
-        """The time limit of a cell's answer; None without one, or where a trial ended since."""
+        """Time limit of a cell's answer; None without an answer, or if a trial ended since."""
         return None if cell in self._ended_since else self._answered_within_s.get(cell)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
-        """The launches of a cell, in their order."""
+        """Return the launches of a cell, in their order."""
         return tuple(self._trials_of.get(cell, {}).values())
 
     def has_begun(self, cell: Cell) -> bool:
-        """Whether anything is recorded of the search of a cell."""
+        """True if anything is recorded of a cell's search."""
         return cell in self._expectations or bool(self.trials_of(cell))
 
     @property
@@ -235,36 +235,36 @@ class JournalContent:
 
     @property
     def trials(self) -> tuple[RecordedTrial, ...]:
-        """Every launch, in the order of their starts; one that was run again where it ended."""
+        """All launches, in the order of their starts; one that was run again by its end."""
         return tuple(self._trials.values())
 
     @property
     def answers(self) -> tuple[CellAnswer, ...]:
-        """The answers that trials bear out, in the order of the question's cells."""
+        """Answers that trials support, in the order of the question's cells."""
         found = map(self.answer, self.question.cells)
         return tuple(answer for answer in found if answer is not None)
 
     @property
     def unproven(self) -> tuple[UnprovenAnswer, ...]:
-        """The answers that trials do not bear out, in the order of the question's cells."""
+        """Answers that trials do not support, in the order of the question's cells."""
         claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
         whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
         return tuple(UnprovenAnswer(answer=each, why=why) for each, why in whys if why is not None)
 
     @property
     def answers_within_s(self) -> tuple[float, ...]:
-        """The time limit of each of ``answers``; empty where the question has none."""
+        """Time limit of each of ``answers``; empty if the question has none."""
         limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
         return tuple(limit_s for limit_s in limits if limit_s is not None)
 
 
 @dataclass(slots=True)
 class _Claim:
-    """An answer in the file, before its trials are asked whether they bear it out."""
+    """An answer in the file, and whether its trials support it."""
 
     answer: CellAnswer
     trials: tuple[RecordedTrial, ...]
-    """The cell's trials when the answer was written: one that was run again differs now."""
+    """The cell's trials when the answer was written; a trial run again later may differ now."""
     is_judged: bool = False
     why: str | None = None
 
@@ -274,14 +274,14 @@ def _cell_of(trial: RecordedTrial) -> Cell:
 
 
 def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """A line with its checksum, of it and all before it (``after``), in front; and the checksum."""
+    """Return a line with a checksum in front, of itself and all before (``after``), and that."""
     content = text.encode()
     checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
     return _SEAL % checksum.encode() + content[1:], checksum
 
 
 def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
-    """The line without its checksum, and the checksum; ValueError unless it is as written."""
+    """Return the line without its checksum, and the checksum; ValueError if they do not match."""
     text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
     as_written, checksum = sealed(text.decode(), after=after)
     if line != as_written:
@@ -290,9 +290,9 @@ def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:
-    """The content of the full lines of the journal at ``path``, header included. Raises StudyError
-    when it is no journal, is of a newer schema, or has a line that cannot be read or is not as it
-    was written: an accident cuts a journal at its end, never in the middle.
+    """Parse the full lines of the journal at ``path``, header included. Raises StudyError if it is
+    not a journal, is of a newer schema, or has a line that cannot be read or was changed: an
+    accident cuts a journal at its end, never in the middle.
     """
     first, *rest = full_lines.removesuffix(b"\n").split(b"\n")
     record = _header(first, path)
@@ -303,7 +303,7 @@ def parse(full_lines: bytes, *, path: Path) -> JournalContent:
             if record.checksum is not None:
                 text, record.checksum = _unsealed(line, after=record.checksum)
             record.add(decoder.decode(text))
-        # RecursionError: nested without end, in a line that no highwater wrote.
+        # RecursionError: a line nested too deeply, which highwater never writes.
         except (ValueError, RecursionError, HighwaterError) as error:
             raise _damaged(path, number, error) from error
     return record
@@ -314,7 +314,7 @@ class _AnyHeader(msgspec.Struct, tag_field="kind", tag="header"):
 
 
 def _header(line: bytes, path: Path) -> JournalContent:
-    """The content of a journal that has its header alone."""
+    """Return the content of a journal from its header alone."""
     try:
         version = msgspec.json.decode(line, type=_AnyHeader).schema_version
     except (ValueError, RecursionError) as error:
@@ -333,7 +333,7 @@ def _header(line: bytes, path: Path) -> JournalContent:
 
 
 def not_a_study(path: Path) -> StudyError:
-    """The error for a file that highwater did not write; such a file is never touched."""
+    """Return the error for a file that highwater did not write; such a file is never touched."""
     return StudyError(f"{path} is not a study", hint=f"use {free_study(path)}")
 
 

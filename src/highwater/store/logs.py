@@ -1,7 +1,7 @@
-"""Logs of trials: the last lines of one, and the memory snapshots beside it.
+"""Logs of trials: the last lines of a log, and the memory snapshots beside it.
 
-A study is a file that anybody may have written: a path in it is not read unless it is called as a
-trial's log is.
+Anyone may have written a study: a path in it is read only if its name is that of a trial's
+log.
 """
 
 import os
@@ -17,19 +17,19 @@ from highwater.nouns.trial import LogEnd, TrialResult, TrialSpec
 from highwater.units import format_tokens
 
 LINES = 20
-"""Lines of a log's end that are read."""
+"""Number of lines read from a log's end."""
 
 _TAIL_BYTES = 64 * 1024
 _LONGEST_LINE = 500
 _SAID = 60
-"""Characters of an error's text by which its line is found: logs and results cut longer ones."""
+"""Characters of an error's text that identify its line: logs and results cut longer texts."""
 _NAME = re.compile(r"model_len-\d+(?:\.attempt-\d+)?\.log")
 """Names that trials/local.py gives to logs."""
 _FOLDER = re.compile(r"gpu-\d+")
-"""The folder in a log's path from which on it lies beside the study."""
+"""Folder in a log's path: from it on, the path may also lie beside the study."""
 _LAUNCHER_ERROR = re.compile(r"torch\.distributed\.elastic\..*ChildFailedError:")
 _LAUNCHER_LINE = re.compile(r"[EWI]\d{4} \S+ \d+ torch/distributed/")
-"""Lines that torchrun writes into a log itself."""
+"""Lines that torchrun itself writes into a log."""
 _TRACEBACK = "Traceback (most recent call last):"
 _POINTER = re.compile(r"\s*[~^]+")
 """Marks that a traceback draws under a line."""
@@ -38,8 +38,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> LogEnd:
-    """The last lines of a log, as recorded or beside the study; never raises. They end with what
-    was ``said`` by the rank that failed first, if it is there: its peers write after it.
+    """Return the last lines of a log, as recorded or beside the study; never raises. They end with
+    what the rank that failed first ``said``, if that is there: other ranks write after it.
     """
     if log_path is None:
         return LogEnd(reason="no log is recorded")
@@ -48,13 +48,13 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
     for path in _places(Path(log_path), study_path):
         try:
             return LogEnd(lines=tuple(_last_lines(_end_of(path), said)))
-        except (OSError, ValueError):  # not there, no file, or no path at all
+        except (OSError, ValueError):  # missing, not a regular file, or not even a path
             continue
     return LogEnd(reason="it is not there any more")
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """Paths where a log may lie: as recorded, and beside the study. The study may have been moved
+    """Yield paths where a log may be: as recorded, and beside the study, which may have been moved
     with its logs, in the model's folder or above it.
     """
     yield log_path
@@ -68,7 +68,7 @@ def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
 
 
 def _end_of(path: Path) -> str:
-    """The last bytes of a regular file, as text; raises OSError for anything else, a link too."""
+    """Return the last bytes of a regular file, as text; OSError for anything else, links too."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         refuse_irregular(descriptor, path)
@@ -79,7 +79,7 @@ def _end_of(path: Path) -> str:
 
 
 def _last_lines(text: str, said: str) -> list[str]:
-    """Lines to show, without colours; what a progress bar overwrote are lines of their own."""
+    """Return lines to show, without colours; states that a progress bar overwrote are lines too."""
     lines = [_COLOUR.sub("", line).rstrip() for line in re.split(r"[\r\n]+", text)]
     kept = _without_launcher([line for line in lines if line and not _POINTER.fullmatch(line)])
     with_said = (index for index, line in enumerate(kept, 1) if said and said[:_SAID] in line)
@@ -89,7 +89,7 @@ def _last_lines(text: str, said: str) -> list[str]:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """The workers' lines, without torchrun's traceback and summary; all, where it wrote all."""
+    """Return the lines without torchrun's traceback and summary, or all if nothing else is left."""
     end = next((index for index, line in enumerate(lines) if _LAUNCHER_ERROR.match(line)), None)
     if end is None:
         return lines
@@ -99,12 +99,12 @@ def _without_launcher(lines: list[str]) -> list[str]:
 
 
 def snapshot_folder(log_path: Path) -> Path:
-    """The folder of one launch, beside its log: ``model_len-8192/memory_snapshots``."""
+    """Return the folder of one launch's snapshots: ``model_len-8192/memory_snapshots``."""
     return log_path.with_suffix("") / SNAPSHOTS
 
 
 def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
-    """Snapshots of every launch of a trial, by the log of one: those of the last step come last."""
+    """Return the snapshots of all launches of a trial, by one launch's log; latest step last."""
     stem = log_path.stem.partition(".attempt-")[0]
     found = [
         path
@@ -115,7 +115,7 @@ def recorded_snapshots(log_path: Path) -> tuple[Path, ...]:
 
 
 def ranks_snapshots(folder: Path) -> tuple[Path, ...]:
-    """Snapshots of one step's ranks: here, of the last step below, or whatever is ``.pickle``."""
+    """Return one step's snapshots: those in the folder, of its last step, or any ``.pickle``."""
     for pattern in ("", "*/", "memory_snapshots/*/"):
         found = sorted(folder.glob(f"{pattern}snapshot_rank*.pickle"))
         if found:
@@ -125,14 +125,14 @@ def ranks_snapshots(folder: Path) -> tuple[Path, ...]:
 
 
 def _step(part: Path) -> tuple[int, str]:
-    """The order of ``setup``, ``step_0`` and ``step_10``."""
+    """Sort key that orders ``setup``, ``step_0`` and ``step_10``."""
     number = part.name.removeprefix("step_")
     return (int(number) if number.isdecimal() else -1), part.name
 
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
-    """For each recorded part of the trial how many ranks wrote a snapshot, and which did not; and
-    which ranks ended before they could write one.
+    """Yield, for each recorded part of the trial, how many ranks wrote a snapshot and which did
+    not; then which ranks ended before they could write one.
     """
     if result.log_path is None:
         return
@@ -156,11 +156,11 @@ def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -
 
 
 def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
-    """Where a study's snapshots are, and which ranks ended before they could write one."""
+    """Yield where a study's snapshots are, and which ranks ended before they could write one."""
     yield "memory snapshots of each trial are in a folder beside its log"
     for trial in study.trials:
         result = trial.result
-        # made before a launch that records: without it the trial is of an earlier search
+        # this folder is made before a launch that records: else the trial is of an earlier search
         if not (result and result.log_path and snapshot_folder(Path(result.log_path)).is_dir()):
             continue
         ended = _ended(trial.spec, result, profiling)
@@ -171,7 +171,7 @@ def study_snapshot_lines(study: Study, profiling: Profiling) -> Iterator[str]:
 
 
 def _ended(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> str | None:
-    """The ranks that were ended, by a signal or because another had failed; None for none."""
+    """Name the ranks that were ended, by a signal or because another failed; None if none were."""
     recorded = {rank for rank in range(spec.layout.gpus) if profiling.records(rank)}
     ended = sorted(recorded - {rank.rank for rank in result.ranks})
     if not ended:

@@ -1,5 +1,5 @@
-"""The folder of a run of training, as whoever starts it sees it: what was decided, and how far the
-run came. Its ranks write the rest.
+"""Training folder: a run's folder as seen by whoever starts it: the run's specification, and how
+far it came. The ranks write the rest.
 """
 
 import shlex
@@ -22,30 +22,30 @@ from highwater.units import MIB
 
 _SPEC, _MODEL = "training.json", "model"
 _STATE_BYTES = 64 * MIB
-"""Bytes of a state at the most: one of a million steps has 20 MiB."""
+"""Largest size of a state; a million steps have 20 MiB."""
 
 
 class TrainingFolder:
     """One run's folder."""
 
     def __init__(self, path: str | Path) -> None:
-        """``path`` as it was typed; it need not be there yet."""
+        """``path`` as it was typed; it need not exist yet."""
         self.path = Path(path)
         self.statistics = self.path / "statistics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.snapshots = self.path / "snapshots"
         self.corpora = self.path / "corpora"
-        """Corpora of machines that train together, which all see this folder."""
+        """Corpora of machines that train together, all of which see this folder."""
         self._spec = self.path / _SPEC
         self._checkpoints = self.path / CHECKPOINTS
 
     @property
     def another(self) -> str:
-        """The flag of a folder beside this one."""
+        """Flag that names a folder beside this one."""
         return f"`--output {shlex.quote(f'{self.path}-2')}`"
 
     def spec(self) -> TrainingSpec | None:
-        """The run that it has; raises UsageError where it has something else."""
+        """Return the run's specification, None without one; UsageError if it is unreadable."""
         if not self._spec.exists():
             if self.statistics.exists() or self._checkpoints.exists():
                 raise UsageError(
@@ -61,7 +61,7 @@ class TrainingFolder:
             ) from error
 
     def refuse_another(self, before: TrainingSpec | None, spec: TrainingSpec) -> None:
-        """Raise UsageError where the run ``before`` could not go on exactly as this one."""
+        """Raise UsageError if the run ``before`` could not go on exactly as this one."""
         changed = () if before is None else differences(before, spec)
         if changed:
             raise UsageError(
@@ -70,7 +70,7 @@ class TrainingFolder:
             )
 
     def keep(self, spec: TrainingSpec) -> None:
-        """Write what was decided, and make the folders that its ranks write into."""
+        """Write the specification, and make the folders that the run's ranks write into."""
         beside = self.path / f".{_SPEC}.partial"
         beside.write_text(to_json(spec), encoding="utf-8")
         beside.replace(self._spec)
@@ -78,13 +78,13 @@ class TrainingFolder:
             self.snapshots.mkdir(exist_ok=True)
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of all whole checkpoints, ascending."""
+        """Return the steps of all whole checkpoints, ascending."""
         folders = (path for path in self._checkpoints.glob("step-*") if path.is_dir())
         steps = (checkpoint_step(folder.name) for folder in folders)
         return sorted(step for step in steps if step is not None)
 
     def last_state(self) -> RunState | None:
-        """The state in the last checkpoint that has one; None where none has."""
+        """Return the state in the last checkpoint that has one; None if none has."""
         for step in reversed(self.checkpoint_steps()):
             path = self._checkpoints / checkpoint_name(step) / STATE_FILE
             try:
@@ -94,14 +94,14 @@ class TrainingFolder:
         return None
 
     def done_steps(self, resume_from: str | None) -> int:
-        """The steps of the checkpoint that a run goes on from, which is there; 0 without one."""
+        """Return the steps of the checkpoint from which a run resumes; 0 without one."""
         if resume_from is not None:
             return checkpoint_step(resume_from) or 0
         state = self.last_state()
         return 0 if state is None else state.step
 
     def refuse_missing(self, resume_from: str | None) -> None:
-        """Raise UsageError for a checkpoint to go on from that is not there."""
+        """Raise UsageError if the checkpoint to resume from does not exist."""
         steps = self.checkpoint_steps()
         if resume_from is None or checkpoint_step(resume_from) in steps:
             return
@@ -110,6 +110,6 @@ class TrainingFolder:
         raise UsageError(problem, hint=latest or "leave `--resume-from` out")
 
     def new_model(self, steps: int) -> Path:
-        """Where the model goes: ``model``, ``model-<steps>``, or ``model-<steps>-2`` and so on."""
+        """Return a free path for a model: ``model``, ``model-<steps>``, ``model-<steps>-2``..."""
         names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
         return next(path for name in names if not (path := self.path / name).exists())

@@ -1,1 +1,1 @@
-"""Data plane: what a layer keeps for its backward pass, and what it computes anew."""
+"""Data plane: which activations a layer keeps for its backward pass, and which it recomputes."""

@@ -1,10 +1,10 @@
-"""Recompute: decoder layers that keep only their input, maybe the output of their attention, and
-run again in the backward pass; and dropout with a random stream of its own for each rank and step,
-the same in every run.
+"""Recompute: decoder layers that keep only their input, and optionally their attention's output,
+and run again in the backward pass. Also dropout, with a random stream for each rank and step that
+is the same in every run.
 
-Nothing is drawn in passes without a gradient. Ranks that share a sequence hold different tokens of
-it, so that no two need the same draws. Dropout inside attention would need them, and is refused
-before a trial starts (model/families.py).
+No random numbers are drawn in passes without a gradient. Ranks that share a sequence hold different
+tokens of it, so no two need the same draws. Dropout inside attention would need that, and is
+refused before a trial starts (model/families.py).
 """
 
 import hashlib
@@ -22,10 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 @contextmanager
 def seeded(*, seed: int, rank: int, step: int, device: torch.device) -> Generator[None]:
-    """Run the block with PyTorch's random numbers seeded by ``seed``, rank and step.
+    """Context manager: seed PyTorch's random numbers from ``seed``, rank and step.
 
-    The generators' state before the block is restored after it: a user's data source goes on
-    undisturbed.
+    The generators' state is restored afterwards, so that a user's data source is not disturbed.
     """
     # A digest, not a sum: seed + rank + step would give rank 1 in step 0 what rank 0 has in step 1.
     # 56 bits fit the seed of any generator.
@@ -39,7 +38,7 @@ def seeded(*, seed: int, rank: int, step: int, device: torch.device) -> Generato
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Generator[None]:
-    """Evaluate the model without dropout inside the block, and restore its mode after it."""
+    """Context manager: turn off a model's dropout, and restore its mode afterwards."""
     before = model.training
     model.eval()
     try:
@@ -49,10 +48,10 @@ def without_dropout(model: nn.Module) -> Generator[None]:
 
 
 def draws_in_training(modules: nn.Module) -> bool:
-    """Whether any module draws random numbers in training, which a recomputation has to repeat.
+    """True if any module draws random numbers in training, which a recomputation must repeat.
 
     Many families keep their dropout rate as an attribute for PyTorch's functional dropout. Noise on
-    a router's inputs ("jitter") counts whatever its rate, since some routers sample in any case.
+    a router's inputs ("jitter") counts whatever its rate, since some routers always sample.
     """
     return any(_draws(module) for module in modules.modules())
 
@@ -65,17 +64,17 @@ def _draws(module: nn.Module) -> bool:
 
 
 PREFIX = "_checkpoint_wrapped_module."
-"""What PyTorch's checkpoint wrapper puts before parameter names."""
+"""Prefix that PyTorch's checkpoint wrapper puts before parameter names."""
 ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Function that gives two contexts: for a layer's forward pass and for its recomputation."""
+"""Returns two contexts, for a layer's forward pass and for its recomputation."""
 
 
 def recompute_layers(layers: nn.ModuleList, *, keeping: ContextFunction | None = None) -> None:
     """Wrap every layer for recomputation, in place.
 
     The wrapper goes on before FSDP, which then gathers a layer's parameters once for both its
-    recomputation and its gradient. What is computed within the contexts of ``keeping`` may stay in
-    memory: of attention, the one part whose time grows with the square of the length.
+    recomputation and its gradient. Results computed in the contexts of ``keeping`` may stay in
+    memory: those of attention, the one part whose time is quadratic in the length.
     """
     # Without draws there is nothing to repeat, and no generator's state to save for every layer.
     draws = draws_in_training(layers)

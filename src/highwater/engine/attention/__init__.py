@@ -1,1 +1,1 @@
-"""Data plane: exact attention, fast and as the reference that the fast ones must equal."""
+"""Data plane: exact attention, as fast kernels and as the plain reference that they must equal."""

@@ -1,7 +1,7 @@
 """Block attention: fused attention of some queries over some keys, with the log-sum-exp that merges
 blocks, forward and backward, by the kernel of the hardware.
 
-PyTorch's own attention keeps the log-sum-exp to itself; these are the operators that it ends in.
+PyTorch's public attention does not return the log-sum-exp; the operators beneath it, used here, do.
 
 Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D head size
 """
@@ -18,31 +18,31 @@ from torch import Tensor
 from highwater.nouns.hardware import Kernel
 
 _VECTOR = 8
-"""Numbers that flash attention on a GPU reads at once: a head is padded to a multiple."""
+"""Flash attention on a GPU needs head sizes that are a multiple of this; others are padded."""
 aten: Any = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """Queries, keys and values that see each other."""
+    """One call: queries that all see the same keys and values, causally or fully."""
 
     query_BHQD: Tensor
     key_BKLD: Tensor
     value_BKLD: Tensor
     is_causal: bool
-    """Whether a query sees the keys up to its own alone; all of them otherwise."""
+    """True if a query sees only the keys up to its own position; else it sees all of them."""
     scaling: float
     kernel: Kernel
 
     @property
     def _operator(self) -> Kernel | None:
-        """Whose operators run; None on the CPU. cuDNN refuses a single key."""
+        """Library whose operators run; None on the CPU. Flash replaces cuDNN for a single key."""
         if self.query_BHQD.device.type == "cpu":
             return None
         return self.kernel if self.key_BKLD.shape[2] > 1 else "flash"
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What is attended, shape BHQD, and the logarithm of each query's sum of exponentials,
-        shape BHQ, in float32 or wider.
+        """Return the attention output, BHQD, and the log-sum-exp of each query, BHQ, in float32 or
+        wider.
         """
         match self._operator:
             case "cudnn":
@@ -66,13 +66,13 @@ class Block(NamedTuple):
     def backward(
         self, gradient_BHQD: Tensor, output_BHQD: Tensor, log_sums_BHQ: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, through these keys' part of an output that may be
-        of more: ``output`` and ``log_sums`` are those of all keys.
+        """Return gradients of queries, keys and values from these keys' part of the softmax.
+        ``output`` and ``log_sums`` are those over all keys, which may be more than this block's.
         """
         match self._operator:
             case "cudnn":
-                # PyTorch keeps cuDNN's plans by the strides of queries, keys and values alone: a
-                # plan made for other strides of the sums would be taken for these.
+                # PyTorch caches cuDNN's plans by the strides of queries, keys and values alone: it
+                # would reuse a plan that was made for other strides of the sums.
                 sums_BHQ1 = log_sums_BHQ.contiguous()[..., None]
                 return aten._scaled_dot_product_cudnn_attention_backward(
                     *(gradient_BHQD, *self[:3], output_BHQD, sums_BHQ1),
@@ -95,7 +95,7 @@ class Block(NamedTuple):
 
     @property
     def _lengths(self) -> tuple[None, None, int, int]:
-        """Documents are a batch, of one length each: no cumulative ones, and the longest."""
+        """Arguments for documents of equal length: no cumulative lengths, then the longest."""
         return None, None, self.query_BHQD.shape[2], self.key_BKLD.shape[2]
 
     def _backward_on_cpu(
@@ -113,9 +113,9 @@ class Block(NamedTuple):
 
 
 class WindowedBlock(NamedTuple):
-    """Documents of one length on a GPU, whose tokens read a window each, by flash attention.
+    """Sliding-window attention of documents of equal length on a GPU, by flash attention.
 
-    Whether it computes what it should is for engine/attention/kernel_proof to say.
+    Whether the kernel computes windows right is checked in engine/attention/kernel_proof.
     """
 
     query_BHSD: Tensor
@@ -125,9 +125,7 @@ class WindowedBlock(NamedTuple):
     window_tokens: int
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
-        shape BHS, in float32.
-        """
+        """Return the attention output, BHSD, and the log-sum-exp of each query, BHS, in float32."""
         size = self.query_BHSD.shape[-1]
         output_BSHD, log_sums_BHS, *_ = aten._flash_attention_forward(
             *_by_tokens(self[:3]), *(*self._lengths, 0.0, True, False), **self._window
@@ -137,8 +135,8 @@ class WindowedBlock(NamedTuple):
     def backward(
         self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, through these keys' part of an output that may be
-        of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
+        """Return gradients of queries, keys and values from these keys' part of the softmax.
+        ``output`` and ``log_sums`` include whatever else is in the softmax, like sinks.
         """
         size = self.query_BHSD.shape[-1]
         found = aten._flash_attention_backward(
@@ -156,13 +154,13 @@ class WindowedBlock(NamedTuple):
 
     @property
     def _window(self) -> dict[str, Any]:
-        # the kernel's window is the keys beside a token's own
+        # the kernel does not count the token's own key in its window
         left = self.window_tokens - 1
         return {"scale": self.scaling, "window_size_left": left, "window_size_right": 0}
 
 
 class VariedBlock(NamedTuple):
-    """The last queries of documents of any lengths over all keys of theirs, by flash attention.
+    """Causal attention of each document's last queries over all its keys, in one flash call.
 
     Shapes:  q queries of all documents  k keys of all documents  n documents
     """
@@ -175,8 +173,8 @@ class VariedBlock(NamedTuple):
     scaling: float
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What is attended, shape qHD, and the logarithms of the queries' sums of exponentials, as
-        the kernel lays them out.
+        """Return the attention output, qHD, and the log-sum-exp of the queries in the kernel's own
+        layout.
         """
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
@@ -192,7 +190,7 @@ class VariedBlock(NamedTuple):
     def backward(
         self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values: qHD, kKD and kKD."""
+        """Return gradients of queries, keys and values: qHD, kKD and kKD."""
         if self.query_qHD.device.type == "cpu":
             return self._backward_on_cpu(gradient_qHD, output_qHD, log_sums)
         size = self.query_qHD.shape[-1]
@@ -228,7 +226,7 @@ class VariedBlock(NamedTuple):
         return torch.cat(self._last(queries)), key, value
 
     def _documents(self) -> list[Block]:
-        """Each document as a whole, with zeros for the queries that are not there."""
+        """Return one block for each whole document, with zeros for queries that are not given."""
         each = zip(
             self._behind_zeros(self.query_qHD),
             self.key_kKD.split(self.key_lengths),
@@ -254,16 +252,16 @@ class VariedBlock(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _borders_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each document begins and the last one ends, on the device, in int32."""
+    """Return the offsets at which documents begin, then the end of the last one, int32."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def merge_(
     output_XD: Tensor, log_sums_X: Tensor, found: tuple[Tensor, Tensor], *, is_first: bool = False
 ) -> None:
-    """Add what more keys give to an output, in place: each weighs as the exponentials it summed.
+    """Merge the output over more keys into an output, in place, weighted by their log-sum-exp.
 
-    ``is_first``: nothing is there yet, not even zeros and sums of minus infinity.
+    With ``is_first`` the output is overwritten: it may be uninitialised.
     """
     partial, its_sums = found
     if is_first:
@@ -277,23 +275,23 @@ def merge_(
 
 
 def _by_tokens(tensors_BXSD: Iterable[Tensor]) -> list[Tensor]:
-    """As flash attention's own operators take them: padded, BSXD."""
+    """Pad and transpose tensors to BSXD, as flash attention's own operators take them."""
     return [_padded(tensor).transpose(1, 2) for tensor in tensors_BXSD]
 
 
 def _padded(tensor_BXSD: Tensor) -> Tensor:
-    """With zeros behind each head, up to what flash attention takes."""
+    """Pad each head with zeros to a size that flash attention takes."""
     rest = -tensor_BXSD.shape[-1] % _VECTOR
     return F.pad(tensor_BXSD, (0, rest)) if rest else tensor_BXSD
 
 
 def _for_every_head(tensor_BKLD: Tensor, query_BHQD: Tensor) -> Tensor:
-    """Keys or values, once for every query head: BHLD. The CPU's operator knows no groups."""
+    """Repeat keys or values for every query head, BHLD: the CPU's operator has no head groups."""
     repeats = query_BHQD.shape[1] // tensor_BKLD.shape[1]
     return tensor_BKLD.repeat_interleave(repeats, dim=1)
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed and offset of random numbers that nobody draws."""
+    """Return an empty seed and offset, as no random numbers are drawn."""
     none = torch.empty(0, dtype=torch.long, device=query.device)
     return none, none

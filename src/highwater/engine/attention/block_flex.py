@@ -1,11 +1,10 @@
 """Block-flex attention: block-sparse attention by PyTorch's FlexAttention, from our own tables.
 
-FlexAttention's block mask has a row of one width for every block of queries, and the transposed one
-for every block of keys; PyTorch makes it of a table of all pairs of blocks. Here both are filled
-from a BlockTable. Which blocks are kept is in the tables alone: without compiling, FlexAttention
-would not read them.
+FlexAttention's block mask is a table with rows of one width, once for blocks of queries and once
+transposed, for blocks of keys. PyTorch builds both from a table of all pairs of blocks; here they
+are filled from a BlockTable. Only a compiled FlexAttention reads these tables.
 
-A kernel that is compiled is used where it has shown, on small input, to do what block-gather does.
+A compiled kernel is used only after it gave the same as block-gather on small input.
 
 Shapes:  N groups of heads, of all sequences  G query heads of a group  S tokens  D head size
          E pairs of blocks of a table
@@ -32,19 +31,18 @@ from highwater.engine.attention.kernel_proof import PROVEN_BLOCKS, ProofSizes, d
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
 IsSeen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether a query sees a key of a kept block: of the numbers of a sequence, a head, the two."""
+"""True where a query sees a key of a kept block; takes indices of sequence, head, query and key."""
 SparseKernel = Literal["auto", "gather", "flex"]
-"""How block-sparse attention is computed; ``auto``: by FlexAttention where that was proven."""
+"""Implementation of block-sparse attention; ``auto``: FlexAttention if it passed its proof."""
 _PROGRAMS = 64
-"""Kinds of shapes and masks that are compiled in one process: past them PyTorch raises, rather than
-taking the quadratic path.
-"""
+"""Compiled variants (shapes and masks) allowed in one process: beyond them PyTorch raises, rather
+than taking the quadratic path."""
 
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(mode=False)
 def block_mask(table: BlockTable) -> BlockMask:
-    """The mask of a table, kept for the layers of a model, which ask again."""
+    """Return FlexAttention's mask for a table; cached, because every layer asks again."""
     assert table.tables == 1, "one table for all heads"
     length = table.length_tokens
     keys = length if table.keys_below is None else min(length, table.keys_below)
@@ -67,8 +65,8 @@ def filled_mask(
     is_seen: IsSeen,
     device: torch.device,
 ) -> BlockMask:
-    """The mask of pairs of blocks, by row: the rows, columns and which are seen whole, on the host;
-    of so many queries and keys.
+    """Build a mask from pairs of blocks: their rows, their columns, and whether each is seen whole,
+    all on the host. ``lengths``: numbers of queries and of keys.
     """
     row_E, column_E, is_full_E = entries_3E
     tensors: dict[str, Tensor] = {}
@@ -80,7 +78,7 @@ def filled_mask(
             _padded(line_E[is_own_E], entry_E[is_own_E], -(-length // size))
             for is_own_E in (~is_full_E, is_full_E)
         ]
-        # kernels of PyTorch before 2.12 read both at the one's distance between lines
+        # kernels of PyTorch before 2.12 read both tables with the row stride of one of them
         both = torch.cat([indices for _, indices in parts], dim=-1).to(device)
         widths = [indices.shape[-1] for _, indices in parts]
         indices_of = both.split(widths, dim=-1)
@@ -91,7 +89,7 @@ def filled_mask(
 
 
 def mask_bytes(mask: BlockMask) -> int:
-    """Bytes of a mask's tables."""
+    """Return the bytes of a mask's tables."""
     found = (
         getattr(mask, f"{full}{side}_{what}")
         for full in ("", "full_")
@@ -102,7 +100,7 @@ def mask_bytes(mask: BlockMask) -> int:
 
 
 def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
-    """Whether every token of a block of queries sees every key of a block."""
+    """True where every token of a block of queries sees every key of a block of keys."""
     size = table.block_size
     full_E = (column_E < row_E) & (column_E * size >= table.keys_from)
     if table.keys_below is not None:
@@ -113,8 +111,8 @@ def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
 
 
 def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor]:
-    """How many entries each line has, and its entries in their order, as many places for each;
-    (1, 1, lines) and (1, 1, lines, width), int32. A width is of whole 16 bytes.
+    """Sort entries by line and pad each line: number of entries, shape (1, 1, lines), and the
+    entries, shape (1, 1, lines, width), int32. The width is a multiple of 16 bytes.
     """
     order_E = torch.argsort(line_E * (int(entry_E.max()) + 1 if len(entry_E) else 1) + entry_E)
     line_E, entry_E = line_E[order_E], entry_E[order_E]
@@ -127,7 +125,7 @@ def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor
 
 
 def _is_seen(table: BlockTable) -> IsSeen:
-    """Which key of a kept block a query sees; all bounds are tensors' numbers, for one program."""
+    """Return a table's mask function; its bounds are tensors, so that one program serves all."""
     all_tokens = table.rows * table.block_size
     window, begins, ends = (
         torch.tensor(all_tokens if bound is None else bound, device=table.columns.device)
@@ -149,7 +147,7 @@ def _compiled() -> Callable[..., Any]:
 def attend_by_flex(
     query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor, table: BlockTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """One pass over a table, NGSD, and each query's log-sum-exp, NGS; differentiable on a GPU."""
+    """Attend by one table, NGSD, with each query's log-sum-exp, NGS; differentiable on a GPU."""
     asked = AuxRequest(lse=True)
     output_NGSD, auxiliary = attend_mask(
         query_NGSD, key_NSD, value_NSD, block_mask(table), scaling, return_aux=asked
@@ -166,8 +164,8 @@ def attend_mask(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """What queries attend to, NGSD, and what else is asked for beside it. A kernel for the CPU
-    gives that alone, and no gradient.
+    """Run the compiled FlexAttention: the output, NGSD, and with ``return_aux`` auxiliary tensors.
+    On the CPU there is only the output, without gradient.
     """
     keys = mask.seq_lengths[1]
     with dynamo_config.patch(recompile_limit=_PROGRAMS):
@@ -185,8 +183,8 @@ def attend_mask(
 def attend_table_of(
     implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
-    """How to attend by one table: by FlexAttention where a small proof passes, else by gathering
-    keys.
+    """Choose the function that attends by one table: FlexAttention if its small proof passes, else
+    gathered keys.
     """
     is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
@@ -202,8 +200,8 @@ def attend_table_of(
 
 
 def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig) -> bool:
-    """Whether FlexAttention is for this device, dtype and pattern, in this thread: of threads that
-    Python started nothing is compiled but in the first, and replicas of DataParallel are such.
+    """True if FlexAttention may serve this device, dtype and pattern in this thread. Threads that
+    Python started, like DataParallel's replicas, cannot compile; the main thread can.
     """
     return (
         device.type == "cuda"
@@ -216,16 +214,16 @@ def takes(device: torch.device, dtype: torch.dtype, pattern: SparsePatternConfig
 
 
 def may_compile() -> bool:
-    """Whether kernels are compiled in this thread: the first, or one of PyTorch's own, in which
-    backward passes run, and what they recompute.
+    """True if kernels may be compiled in this thread: the main one, or one of PyTorch's own, which
+    run backward passes and their recomputation.
     """
     current = threading.current_thread()
     return current is threading.main_thread() or type(current).__name__ == "_DummyThread"
 
 
 def kernel_of(module: nn.Module, implementation: SparseKernel) -> SparseKernel:
-    """What a module asks for; a replica of DataParallel gathers, so that what its backward pass
-    recomputes, in another thread, is what it was.
+    """Return the kernel that a module uses. With ``auto`` a replica of DataParallel gathers keys,
+    so that the recomputation of its backward pass, in another thread, uses the same kernel.
     """
     is_replica = getattr(module, "_is_replica", False)
     return "gather" if implementation == "auto" and is_replica else implementation
@@ -239,15 +237,15 @@ def obstacle(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Why FlexAttention does not give what block-gather gives, on small input: output, log-sum-exp
-    and all gradients. None where it does.
+    """Say why FlexAttention differs from block-gather on small input: output, log-sum-exp or a
+    gradient. None if it does not.
     """
     sizes = ProofSizes(groups, PROVEN_BLOCKS * pattern.block_size + 1, head_dim, dtype, device)
     return flaw(partial(deviations, pattern, sizes), sizes)
 
 
 def deviations(pattern: SparsePatternConfig, sizes: ProofSizes) -> Iterator[float]:
-    """How far FlexAttention is from block-gather, norm-relative: output, log-sum-exp, gradients."""
+    """Yield norm-relative errors of FlexAttention against block-gather: outputs and gradients."""
 
     def attended(attend: AttendTable, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         output, log_sums, _ = block_sparse_attention(

@@ -1,13 +1,13 @@
 """Block-gather attention: block-sparse attention in plain PyTorch, forward and backward, in any
 dtype and on any device.
 
-Rows of blocks are computed some at a time: the keys and values that they keep are gathered, and one
-softmax is over all of them. What is at hand is bounded, whatever the length, so that memory is
-linear in it. Scores and sums are in float32 at least.
+A few rows of blocks are computed at a time: the keys and values that they keep are gathered, and
+one softmax goes over all of them. The scores held at once are bounded for any length, so memory is
+linear in the length. Scores and sums are in float32 or wider.
 
 Shapes:  N groups of heads, of all sequences: B K  G query heads of a group  S tokens  D head size
-         R tiles of queries (``tiles``), a row each  C tiles of keys  r rows at hand  c entries of
-         the fullest of them  b tokens of a tile  l = c b keys at hand of a row  M 1, or N: tables
+         R tiles of queries (``tiles``), a row each  C tiles of keys  r rows computed at once
+         c entries of the fullest row  b tokens of a tile  l = c b keys of a row  M 1, or N: tables
 """
 
 import math
@@ -24,21 +24,21 @@ from highwater.engine.attention.tiles import TilePairs, pairs_of
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs
 
 SCORES_AT_HAND = 2**24
-"""Scores that are computed at once, of all heads; one row of blocks at the least."""
+"""Scores computed at once, over all heads; at least one row of blocks."""
 
 
 AttendTable = Callable[[Tensor, Tensor, Tensor, BlockTable, float], tuple[Tensor, Tensor]]
-"""One pass over a table: queries, keys and values of groups of heads, and the scaling."""
+"""Attend by one table: queries, keys and values of groups of heads, the table, and the scaling."""
 
 
 class SparseAttention(NamedTuple):
-    """What attention returns."""
+    """Result of block-sparse attention."""
 
     output_BHSD: Tensor
     log_sums_BHS: Tensor
     """Logarithm of each query's sum of exponentials, in float32 or wider."""
     kept_share: float
-    """Share of the causal pairs of tokens, within documents, that were kept, by element."""
+    """Share of the causal token pairs within documents that the pattern keeps, exactly."""
 
 
 def block_sparse_attention(
@@ -54,9 +54,9 @@ def block_sparse_attention(
     """Causal attention of each sequence over the keys that a pattern keeps: one softmax over all of
     them, differentiable through output and log-sum-exp.
 
-    ``document_lengths`` add up to S: each document attends to itself, and its pattern counts from
-    its own start; None: a sequence is one. Query head h reads key and value head ``h // (H / K)``.
-    ``attend_table`` is how one pass is computed; None: by gathering keys.
+    ``document_lengths`` add up to S: each document attends only to itself, and its pattern counts
+    from its own start; None: one document. Query head h reads key and value head ``h // (H / K)``.
+    ``attend_table`` computes the attention of one table; None: by gathering keys.
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
     length = query_BHSD.shape[2]
@@ -93,7 +93,7 @@ def _of_one_length(
     scaling: float,
     attend_table: AttendTable,
 ) -> tuple[Tensor, Tensor, int]:
-    """Output, log-sum-exp and pairs kept, of sequences that are a document each."""
+    """Attend within documents of one length: output, log-sum-exp, and number of kept pairs."""
     batch, kv_heads = key_BKSD.shape[:2]
     query_NGSD = query_BHSD.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     key_NSD, value_NSD = key_BKSD.flatten(0, 1), value_BKSD.flatten(0, 1)
@@ -115,13 +115,13 @@ def _of_one_length(
 def attend_by_gather(
     query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor, table: BlockTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """One pass over a table, NGSD, and each query's log-sum-exp, NGS."""
+    """Attend by one table by gathering keys, NGSD, with each query's log-sum-exp, NGS."""
     return _BlockGather.apply(query_NGSD, key_NSD, value_NSD, pairs_of(table), scaling)
 
 
 def merged(passes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One attention of several over keys that are different ones: each output weighs as the
-    exponentials it summed. Differentiable; a query may have no key in some, but not in all.
+    """Merge attention outputs over disjoint keys, each weighted by its sum of exponentials.
+    Differentiable; a query may have no key in some of the passes, but not in all.
     """
     if len(passes) == 1:
         return passes[0]
@@ -132,7 +132,7 @@ def merged(passes: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 class _BlockGather(torch.autograd.Function):
-    """One pass over a table: no row of scores outlives the next."""
+    """Autograd function for one table, which holds the scores of only a few rows at a time."""
 
     @staticmethod
     def forward(
@@ -162,7 +162,7 @@ class _BlockGather(torch.autograd.Function):
         cut = CutTensors.of(pairs, query_NGSD, key_NSD, value_NSD)
         upstream_NGSD, of_log_sums_NGS = gradients
         with exact(query_NGSD.device):
-            # a score's gradient is its weight times what its value is above the mean, and the sum's
+            # a score's gradient: weight x (its value above the mean + the log-sum-exp's gradient)
             above_NGS = of_log_sums_NGS - (upstream_NGSD.to(cut.wide) * output_NGSD).sum(-1)
             found = cut.gradients(
                 pairs,
@@ -179,18 +179,18 @@ class _BlockGather(torch.autograd.Function):
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:
-    """A context without autocast, which would round what is kept wide here."""
+    """Context manager: disable autocast, which would round numbers that must stay wide here."""
     return torch.autocast(device.type, enabled=False)
 
 
 class _Rows(NamedTuple):
-    """Some rows, and what they keep."""
+    """Some rows of a table, and the key tiles that they keep."""
 
     pairs: TilePairs
     first: int
-    """Number of the first row."""
+    """Index of the first row."""
     columns_Mrc: Tensor
-    """Tiles of keys of each, some number where a row has fewer."""
+    """Indices of each row's key tiles; arbitrary after a row's last entry."""
     is_entry_rc: Tensor
 
     @property
@@ -198,7 +198,7 @@ class _Rows(NamedTuple):
         return slice(self.first, self.first + len(self.is_entry_rc))
 
     def is_seen(self) -> Tensor:
-        """Whether a token of a row sees a key at hand; Mrbl."""
+        """True where a row's token sees a gathered key; Mrbl."""
         pairs, queries, keys = self.pairs, self.pairs.queries, self.pairs.keys
         within_b = torch.arange(queries.size, device=self.columns_Mrc.device)
         token_rb1 = (queries.offsets_R[self.slice, None] + within_b)[..., None]
@@ -218,7 +218,7 @@ class _Rows(NamedTuple):
 
 
 def _rows_at_hand(pairs: TilePairs, heads: int) -> Iterator[_Rows]:
-    """All rows, as many at a time as their scores have room."""
+    """Yield all rows, as many at a time as their scores fit into ``SCORES_AT_HAND``."""
     counts = pairs.starts.diff().tolist()
     first = 0
     while first < len(counts):
@@ -246,7 +246,7 @@ def _rows_from(pairs: TilePairs, first: int, stop: int, most: int) -> _Rows:
 
 
 class CutTensors(NamedTuple):
-    """Queries, keys and values in tiles, and what they attend to, some rows at a time."""
+    """Queries, keys and values cut into tiles, and their attention, a few rows at a time."""
 
     query_NGRbD: Tensor
     key_NCbD: Tensor
@@ -254,18 +254,18 @@ class CutTensors(NamedTuple):
 
     @classmethod
     def of(cls, pairs: TilePairs, query_NGSD: Tensor, key_NSD: Tensor, value_NSD: Tensor) -> Self:
-        """Cut them as the pairs' tiles are held."""
+        """Cut whole tensors into the tiles of these pairs."""
         keys = pairs.keys
         return cls(pairs.queries.cut(query_NGSD), keys.cut(key_NSD), keys.cut(value_NSD))
 
     @property
     def wide(self) -> torch.dtype:
-        """In which all sums are: float32 at least."""
+        """Dtype of all sums: float32 or wider."""
         return torch.promote_types(self.query_NGRbD.dtype, torch.float32)
 
     def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Some rows at a time: which, what they attend to, NGrbD, and the logarithm of each query's
-        sum of exponentials, NGrb, minus infinity where it sees no key; both wide.
+        """Yield some rows at a time: their slice, their output, NGrbD, and the log-sum-exp of each
+        query, NGrb, minus infinity if it sees no key; both wide.
         """
         for rows in _rows_at_hand(pairs, self.query_NGRbD.shape[:2].numel()):
             with exact(self.query_NGRbD.device):
@@ -284,11 +284,11 @@ class CutTensors(NamedTuple):
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values through these keys' part of an output that may be
-        of more: ``log_sums`` and ``above`` are those of all keys, the latter the gradient of the
-        log-sum-exp less that of the output times the output. Wide, or as the inputs.
+        """Return gradients of queries, keys and values from these keys' part of the softmax, wide
+        or as the inputs. ``log_sums`` and ``above`` are over all keys; ``above`` is the
+        log-sum-exp's gradient minus the sum of the output times its gradient.
         """
-        # rows are added through views of them, which tensors as they came would not have
+        # contiguous: rows are added in place through views
         query_sum, key_sum, value_sum = (
             torch.zeros_like(each, dtype=self.wide, memory_format=torch.contiguous_format)
             for each in self
@@ -308,7 +308,7 @@ class CutTensors(NamedTuple):
         return query_sum, key_sum, value_sum
 
     def _scores(self, rows: _Rows, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of the rows, NGrbl, minus infinity for keys not seen; their keys, values, NrlD."""
+        """Scores, NGrbl, minus infinity for unseen keys; the gathered keys and values, NrlD."""
         groups_N11 = torch.arange(len(self.key_NCbD), device=self.key_NCbD.device)[:, None, None]
         key_NrlD, value_NrlD = (
             each[groups_N11, rows.columns_Mrc].flatten(2, 3).to(self.wide)
@@ -320,7 +320,7 @@ class CutTensors(NamedTuple):
 
 
 def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
-    """Add what rows have for the keys at hand, in place. What is at hand of no entry is 0."""
+    """Add rows' parts to the sums of their gathered key tiles, in place; padded entries add 0."""
     groups, tiles = sum_NCbD.shape[:2]
     groups_N11 = torch.arange(groups, device=sum_NCbD.device)[:, None, None]
     tiles_Nrc = rows.columns_Mrc + groups_N11 * tiles
@@ -329,6 +329,6 @@ def _add_(sum_NCbD: Tensor, rows: _Rows, parts_NrlD: Tensor) -> None:
 
 
 def _weights(scores_NGrbl: Tensor, log_sums_NGrb: Tensor) -> Tensor:
-    """Weights of the softmax; all 0 where a query sees no key."""
+    """Return the softmax weights; all 0 where a query sees no key."""
     finite = log_sums_NGrb.masked_fill(log_sums_NGrb == -math.inf, 0.0)
     return (scores_NGrbl - finite[..., None]).exp()

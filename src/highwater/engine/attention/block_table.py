@@ -1,9 +1,8 @@
-"""Block tables: which blocks of keys each block of queries keeps, row by row, and which blocks of
-queries keep each block of keys.
+"""Block tables: which blocks of keys each block of queries keeps, row by row.
 
-A table has four bytes for each pair of blocks that is kept and one entry for each row, and is the
-same for all heads, but for ``block_top_k``, which has one for each group of heads. Causal within
-the diagonal block; a window is exact to the token, by the bounds that the table carries.
+A table takes four bytes for each kept pair of blocks, and one entry for each row. All heads share
+it, except with ``block_top_k``, which has one for each group of heads. The diagonal block is
+causal; a window is exact to the token, by bounds that the table carries.
 
 Shapes:  R blocks of the sequence  E pairs of blocks that are kept  M 1, or one table for each group
          of heads  N groups of heads, of all sequences  D head size
@@ -20,43 +19,43 @@ from highwater.nouns import sparse_pattern as sparse_costs
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 _SCORED_AT_ONCE = 2**22
-"""Scores of pairs of blocks that ``block_top_k`` has at hand at once."""
+"""Scores of block pairs that ``block_top_k`` holds at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """The pairs of blocks that are kept of one sequence, sorted by the block of queries."""
+    """Kept pairs of blocks of one sequence, sorted by block of queries."""
 
     length_tokens: int
     block_size: int
     starts: Tensor
-    """Where each row's entries begin, int64, and where the last one's end; R + 1, on the host."""
+    """Index of each row's first entry, then the number of entries; R + 1, int64, on the host."""
     columns: Tensor
-    """The block of keys of each entry, int32; ME."""
+    """Block of keys of each entry, int32; ME."""
     window_tokens: int | None = None
-    """Tokens that a token sees of those, itself and those before it; None: all of them."""
+    """Number of tokens that a token sees, itself included; None: all kept ones before it."""
     keys_from: int = 0
-    """The first token that is a key: those before it are seen in another pass."""
+    """Index of the first token that is a key; earlier ones are seen in another table."""
     keys_below: int | None = None
-    """The first token that is no key; None: all are."""
+    """Index after the last token that is a key; None: the sequence's end."""
 
     @property
     def rows(self) -> int:
-        """Blocks of the sequence, the last one perhaps not full."""
+        """Number of blocks of the sequence; the last one may be partly filled."""
         return len(self.starts) - 1
 
     @property
     def tables(self) -> int:
-        """1, or the number of groups of heads."""
+        """Number of tables: 1, or the number of head groups."""
         return self.columns.shape[0]
 
     @cached_property
     def row_of_entry(self) -> Tensor:
-        """The block of queries of each entry; E, int64, on the host."""
+        """Block of queries of each entry; E, int64, on the host."""
         return torch.repeat_interleave(torch.arange(self.rows), self.starts.diff())
 
     def kept_pairs(self) -> int:
-        """Pairs of a token and a key that it sees, of one table: exact, by element."""
+        """Count the pairs of a token and a key that it sees, in one table, exactly."""
         return self._kept_pairs
 
     @cached_property
@@ -79,13 +78,13 @@ class BlockTable:
 def block_tables(
     pattern: SparsePatternConfig, length_tokens: int, device: torch.device
 ) -> tuple[BlockTable, ...]:
-    """The tables of a pattern whose passes are merged: one, and of ``global_local`` a second one,
-    in which every token sees the first ones. Kept for the layers of a model, which ask again.
+    """Return a pattern's tables, whose outputs are merged: one, and for ``global_local`` a second,
+    in which every token sees the first tokens. Cached, because every layer of a model asks again.
 
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
     assert not pattern.follows_content, "its table is made of queries and keys"
-    sparse_costs.kept_share(pattern, length_tokens)  # refuses what contradicts itself
+    sparse_costs.kept_share(pattern, length_tokens)  # raises for a pattern that contradicts itself
     if not pattern.is_windowed:
         return (_by_ratio(pattern, length_tokens, device),)
     return _windowed(pattern, length_tokens, device)
@@ -106,20 +105,20 @@ def _by_ratio(pattern: SparsePatternConfig, length_tokens: int, device: torch.de
 
 
 def _counts(rows_R: Tensor, ratio: float) -> Tensor:
-    """Blocks that each row keeps of those up to its own: the ratio, rounded up."""
-    # what is a whole number but for its last bits is one
+    """Number of blocks that each row keeps, of those up to its own: the ratio, rounded up."""
+    # a product that is a whole number but for rounding must not be rounded up
     return torch.ceil(ratio * (rows_R + 1).double() - 1e-9).long().clamp(min=1)
 
 
 def _entries(counts_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of each entry, and its number within it."""
+    """Return each entry's row, and its index within that row."""
     row_E = torch.repeat_interleave(torch.arange(len(counts_R)), counts_R)
     first_R = counts_R.cumsum(0) - counts_R
     return row_E, torch.arange(len(row_E)) - first_R[row_E]
 
 
 def _drawn(row_E: Tensor, entry_E: Tensor, counts_R: Tensor, seed: int) -> Tensor:
-    """Each row's own block, and one drawn from each of equal stretches of those before it."""
+    """Return each row's own block, and one drawn from each of equal ranges of earlier blocks."""
     others_E = (counts_R - 1)[row_E].clamp(min=1)
     low_E = (entry_E * row_E).div(others_E, rounding_mode="floor")
     high_E = ((entry_E + 1) * row_E).div(others_E, rounding_mode="floor")
@@ -130,7 +129,7 @@ def _drawn(row_E: Tensor, entry_E: Tensor, counts_R: Tensor, seed: int) -> Tenso
 
 
 def _strided(row_E: Tensor, entry_E: Tensor, counts_R: Tensor) -> Tensor:
-    """Half of what a row keeps are its last blocks, half are spread over all before these."""
+    """Return half of a row's blocks as its last ones, half as spread over all before those."""
     near_E = (counts_R[row_E] + 1).div(2, rounding_mode="floor")
     far_E = (counts_R[row_E] - near_E).clamp(min=1)
     stride_E = (row_E - near_E + 1).div(far_E, rounding_mode="floor")
@@ -164,14 +163,14 @@ def _stretches(
     stop_R: Tensor,
     device: torch.device,
 ) -> BlockTable:
-    """Each row keeps the blocks from one to another."""
+    """Return a table whose rows keep all blocks from ``first_R`` up to ``stop_R``."""
     counts_R = stop_R - first_R
     row_E, entry_E = _entries(counts_R)
     return _table(pattern, length_tokens, counts_R, first_R[row_E] + entry_E, device)
 
 
 def _sorted(row_E: Tensor, columns_E: Tensor) -> Tensor:
-    """Columns in their order within each row."""
+    """Sort the columns within each row."""
     rows = int(row_E[-1]) + 1
     return (row_E * rows + columns_E).sort().values - row_E * rows
 
@@ -189,8 +188,8 @@ def _table(
 
 
 def top_k_table(pattern: SparsePatternConfig, query_NSD: Tensor, key_NSD: Tensor) -> BlockTable:
-    """The blocks whose mean keys score highest with the mean query of a row's block, and the row's
-    own; a table for each group of heads, whose mean query is given.
+    """Keep each row's own block and those whose mean key scores highest with the row's mean query:
+    one table for each group of heads. ``query_NSD`` is the mean over a group's query heads.
     """
     length, size = query_NSD.shape[1], pattern.block_size
     query_NRD, key_NRD = (_means(tensor, size) for tensor in (query_NSD, key_NSD))
@@ -207,7 +206,7 @@ def top_k_table(pattern: SparsePatternConfig, query_NSD: Tensor, key_NSD: Tensor
         most = int(counts_R[first : first + at_once].max())
         best_Nrm = scores_NrR.topk(most, dim=-1).indices
         is_kept_rm = torch.arange(most) < counts_R[first : first + at_once, None]
-        # what is too many goes to the end when a row is sorted
+        # surplus columns get the highest number, so that sorting puts them last
         best_Nrm = best_Nrm.masked_fill(~is_kept_rm.to(best_Nrm.device), rows).sort(-1).values
         kept.append(best_Nrm.flatten(1)[:, is_kept_rm.flatten().to(best_Nrm.device)])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts_R.cumsum(0)])
@@ -215,7 +214,7 @@ def top_k_table(pattern: SparsePatternConfig, query_NSD: Tensor, key_NSD: Tensor
 
 
 def _means(tensor_NSD: Tensor, size: int) -> Tensor:
-    """The mean of each block, in float32 at least; NRD."""
+    """Return the mean of each block, NRD, in float32 or wider."""
     wide = tensor_NSD.to(torch.promote_types(tensor_NSD.dtype, torch.float32))
     rest = -wide.shape[1] % size
     sums = torch.nn.functional.pad(wide, (0, 0, 0, rest)).unflatten(1, (-1, size)).sum(2)

@@ -1,10 +1,10 @@
-"""Attention by branches: dilated, block-sparse, or both, of sequences that are held whole or by the
-ranks of a ring; exact, forward and backward, in plain PyTorch.
+"""Branch attention: dilated attention, block-sparse attention, or both, of sequences held whole or
+shared by a ring of ranks; exact, forward and backward, in plain PyTorch.
 
-Every rank keeps its queries. In step s it computes with the keys and values of rank ``r - s`` that
-its queries see, which that rank sends it and no others (``branches``); the next ones arrive
-meanwhile. Outputs are merged by their log-sum-exp, in float32 at least. Going backward the same
-keys and values are sent once more, and their gradients go home from where they were computed.
+Every rank keeps its queries. In step s it receives from rank ``r - s`` those keys and values that
+its queries see, no others (``branches``), while it computes with the ones before. Outputs are
+merged by their log-sum-exp, in float32 or wider. In the backward pass the same keys and values are
+sent again, and their gradients are sent back to the rank that owns them.
 
 Shapes, per rank:  B sequences  H query heads  h those of a branch  K key/value heads  k those that
          it reads  T tokens held  D head size  n groups of a sequence's heads  N those of all
@@ -29,19 +29,19 @@ from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
 class BranchHeads(NamedTuple):
-    """The heads of a branch: those of queries, and of keys and values the ones that they read."""
+    """Query heads of a branch, and the key/value heads that they read."""
 
     of_queries: slice
     sent_k: Tensor
-    """Key/value heads that are read, each once."""
+    """Indices of the key/value heads that are read, each once."""
     read_n: Tensor
-    """Of these, the one that each group reads."""
+    """For each group of query heads, its key/value head as an index into ``sent_k``."""
     are_all: bool
-    """Whether all key/value heads are read, by a group of query heads each."""
+    """True if all key/value heads are read, each by one group of query heads."""
 
     @classmethod
     def of(cls, branch: Branch, query_BHTD: Tensor, key_BKTD: Tensor) -> "BranchHeads":
-        """Those of a branch, of such queries and keys."""
+        """Find the heads of a branch for queries and keys of these shapes."""
         heads, kv_heads = query_BHTD.shape[1], key_BKTD.shape[1]
         queries_h = torch.arange(heads)[branch.heads]
         sent_k, read_n = (queries_h // (heads // kv_heads)).unique(return_inverse=True)
@@ -55,24 +55,24 @@ class BranchHeads(NamedTuple):
         return cls(branch.heads, sent_k.to(device), read_n.to(device), are_all)
 
     def grouped(self, tensor_BHTX: Tensor) -> Tensor:
-        """Queries, or what they have; NGTX."""
+        """Select the branch's heads of a tensor with query heads, in groups; NGTX."""
         own_BhTX = tensor_BHTX[:, self.of_queries]
         return own_BhTX.unflatten(1, (len(self.read_n), -1)).flatten(0, 1)
 
     def ungrouped(self, tensor_NGTX: Tensor, batch: int) -> Tensor:
-        """The same as the heads have it; BhTX."""
+        """Undo ``grouped``, without adding the other heads; BhTX."""
         return tensor_NGTX.unflatten(0, (batch, -1)).flatten(1, 2)
 
     def sent(self, tensor_BKTD: Tensor) -> Tensor:
-        """Keys or values that are read; BkTD."""
+        """Select the key/value heads that are read; BkTD."""
         return tensor_BKTD if self.are_all else tensor_BKTD[:, self.sent_k]
 
     def read(self, tensor_BkTD: Tensor) -> Tensor:
-        """Keys or values for each group; NTD."""
+        """Return the keys or values that each group reads; NTD."""
         return (tensor_BkTD if self.are_all else tensor_BkTD[:, self.read_n]).flatten(0, 1)
 
     def add_read_(self, sum_BkTD: Tensor, gradients_NTD: Tensor) -> None:
-        """Add their gradients to the heads that were read."""
+        """Add the groups' gradients to those of the key/value heads that they read."""
         gradients_BnTD = gradients_NTD.unflatten(0, (len(sum_BkTD), -1)).to(sum_BkTD.dtype)
         if self.are_all:
             sum_BkTD += gradients_BnTD
@@ -81,46 +81,46 @@ class BranchHeads(NamedTuple):
 
 
 _QUERIES_AT_HAND = 2**28
-"""Numbers of queries that are attended at once: sums over steps are wide, and of these alone."""
+"""Query elements attended at once, which bounds the wide sums over steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What all branches of one call have in common."""
+    """Settings that all branches of one attention call have in common."""
 
     layout: SequenceLayout
-    """Which tokens each rank holds."""
+    """Layout that says which tokens each rank holds."""
     branches: tuple[Branch, ...]
     pattern: SparsePatternConfig | None
-    """What each row of a branch keeps; None: all of it."""
+    """Sparse pattern within each row of a branch; None: the row is attended in full."""
     scaling: float
     is_causal: bool = True
     group: dist.ProcessGroup | None = None
-    """The ranks that share each sequence; None: it is held whole."""
+    """Ranks that share each sequence; None: this rank holds it whole."""
     by_flex: bool = False
-    """Whether FlexAttention computes it (``branch_kernel``); else keys are gathered."""
+    """True to compute by FlexAttention (``branch_kernel``), False to gather keys."""
 
     @property
     def tensors(self) -> type[CutTensors]:
-        """What computes with a step's tiles."""
+        """Class that attends within tiles."""
         return FlexTensors if self.by_flex else CutTensors
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """This rank's number in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def degree(self) -> int:
-        """How many there are."""
+        """Number of ranks in the group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
 def branch_attention(
     query_BHTD: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, *, sharing: Sharing
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each document over itself, BHTD, and the logarithm of each query's sum of
-    exponentials, BHT; both differentiable. Zeros and minus infinity where no branch has a query.
+    """Attention of each document over itself, BHTD, and the log-sum-exp of each query, BHT; both
+    differentiable. Zeros and minus infinity for queries that are in no branch.
 
     Raises UsageError for a pattern that follows content, and for a ratio that a window contradicts.
     """
@@ -131,7 +131,7 @@ def branch_attention(
 
 
 class _Step(NamedTuple):
-    """A step of one branch: a rank's keys and values, and what is computed with them."""
+    """One step of a branch: keys and values of one rank, and the pairs to compute with them."""
 
     exchange: Exchange
     source: int
@@ -139,7 +139,7 @@ class _Step(NamedTuple):
 
 
 class _Ring:
-    """One branch on this rank, and what goes from rank to rank for it."""
+    """One branch on this rank, and its exchanges with other ranks."""
 
     def __init__(self, branch: Branch, sharing: Sharing, own: Sequence[Tensor]) -> None:
         self.sharing, self.branch = sharing, branch
@@ -149,20 +149,20 @@ class _Ring:
         self.own_2BkTD = torch.stack([self.heads.sent(each) for each in keys_and_values])
 
     def exchange(self, rank: int, source: int) -> Exchange:
-        """What ``rank`` computes with the keys of ``source``."""
+        """Return the work of ``rank`` with the keys of ``source``."""
         shared, pair = self.sharing, {"rank": rank, "source": source}
         own = (shared.layout, self.branch, shared.pattern)
         return exchange(*own, is_causal=shared.is_causal, **pair, device=self.device)
 
     @property
     def queries(self) -> Tiles | None:
-        """The tiles of this rank's queries; None where it has none."""
+        """Tiles of this rank's queries; None if it has none in the branch."""
         rank = self.sharing.rank
         pairs = self.exchange(rank, rank).pairs
         return pairs[0].queries if pairs and len(pairs[0].queries) else None
 
     def steps(self) -> Iterator[_Step]:
-        """This rank's own keys and values, then those of each that come before it in the ring."""
+        """Yield a step for this rank's own keys, then for those of each rank before it."""
         rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
         own = _Step(self.exchange(rank, rank), rank, self.own_2BkTD)
         coming: list[tuple[_Step, list[dist.Work], Tensor | None]] = [(own, [], None)]
@@ -184,8 +184,8 @@ class _Ring:
             yield at_hand
 
     def send_home_(self, step: _Step, gradients_2BktD: Tensor, sums_2BkTD: Tensor) -> None:
-        """Send the gradients of a step's keys and values to whose they are, and add to this rank's
-        own those of the rank that computed with them as many steps on.
+        """Send the gradients of a step's keys and values to their owner, and add to this rank's
+        sums those that another rank has computed in the same step from this rank's keys.
         """
         rank, degree, group = self.sharing.rank, self.sharing.degree, self.sharing.group
         if step.source == rank:
@@ -207,7 +207,7 @@ class _Ring:
 
 
 class _BranchAttention(torch.autograd.Function):
-    """All branches and steps, forward and backward: none has a graph of its own."""
+    """Autograd function over all branches and steps, so that no step has a graph of its own."""
 
     @staticmethod
     def forward(
@@ -247,7 +247,7 @@ class _HeadsAtHand(NamedTuple):
     of_keys: slice
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What they have of queries, keys and values."""
+        """Select these heads from queries, keys and values."""
         query, key, value = tensors
         return [query[:, self.of_queries], key[:, self.of_keys], value[:, self.of_keys]]
 
@@ -255,7 +255,7 @@ class _HeadsAtHand(NamedTuple):
 def _heads_at_hand(
     sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
 ) -> Iterator[_HeadsAtHand]:
-    """All heads, as many at a time as there is room for, or all where they have branches."""
+    """Yield all heads, as many at a time as memory allows; all at once if branches have rates."""
     kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
     room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
     at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
@@ -265,12 +265,12 @@ def _heads_at_hand(
 
 
 def _present(sharing: Sharing, query_BHTD: Tensor) -> Iterator[Branch]:
-    """The branches that some head has."""
+    """Return the branches that at least one query head uses."""
     return (each for each in sharing.branches if each.offset < query_BHTD.shape[1])
 
 
 def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What queries attend to by all branches, BHTD, and their sums, BHT; both wide."""
+    """Attention output over all branches, BHTD, and log-sum-exps, BHT; both wide."""
     query_BHTD = own[0]
     output_BHTD = torch.zeros_like(query_BHTD, dtype=wide)
     log_sums_BHT1 = torch.full_like(query_BHTD[..., :1], -torch.inf, dtype=wide)
@@ -284,7 +284,7 @@ def _forward(sharing: Sharing, own: Sequence[Tensor], wide: torch.dtype) -> tupl
 
 
 def _attended(ring: _Ring, query_BHTD: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What the queries of a branch attend to, NGRbD, and their sums, NGRb; None: there are none."""
+    """Output of one branch, NGRbD, and log-sum-exps, NGRb; None if no query here is in it."""
     tiles, grouped_NGTD = ring.queries, ring.heads.grouped(query_BHTD)
     output_NGRbD = log_sums_NGRb = None
     for step in ring.steps():
@@ -313,7 +313,7 @@ def _put_branch_(
     *,
     is_alone: bool,
 ) -> None:
-    """Add a branch's output to that of all, in place, which is 0 where the branch is alone."""
+    """Merge a branch's output into the total, in place; a branch that is alone overwrites it."""
     tiles, heads, batch = ring.queries, ring.heads, len(output_BHTD)
     assert tiles is not None
     output_NGRbD, log_sums_NGRb = found
@@ -329,7 +329,7 @@ def _put_branch_(
 
 
 def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X: Tensor) -> None:
-    """Add what more keys give to an output, in place, where either may have none."""
+    """Merge the output over more keys into an output, in place; a query may lack keys in either."""
     both_X = torch.logaddexp(log_sums_X, its_sums_X)
     finite_X = both_X.masked_fill(both_X == -torch.inf, 0.0)
     output_XD.mul_((log_sums_X - finite_X).exp()[..., None])
@@ -340,7 +340,7 @@ def _merge_(output_XD: Tensor, log_sums_X: Tensor, found_XD: Tensor, its_sums_X:
 def _backward(
     sharing: Sharing, own: Sequence[Tensor], for_queries: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values by all branches, wide."""
+    """Return gradients of queries, keys and values over all branches, wide."""
     upstream_BHTD, of_log_sums_BHT, output_BHTD, log_sums_BHT = for_queries
     wide = log_sums_BHT.dtype
     above_BHT = of_log_sums_BHT - (upstream_BHTD.to(wide) * output_BHTD).sum(-1)
@@ -371,7 +371,7 @@ def _add_gradients_(
     upstream_NGTD, above_NGT1, log_sums_NGT1 = (heads.grouped(each) for each in for_queries)
     for step in ring.steps():
         keys_and_values_2BktD = step.keys_and_values_2BktD
-        # what FlexAttention gives has been rounded
+        # FlexAttention's gradients are already rounded to the inputs' dtype
         dtype = keys_and_values_2BktD.dtype if sharing.by_flex else sums_2BkTD.dtype
         gradients_2BktD = torch.zeros_like(keys_and_values_2BktD, dtype=dtype)
         keys_and_values = [heads.read(each) for each in keys_and_values_2BktD]

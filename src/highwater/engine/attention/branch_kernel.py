@@ -1,4 +1,4 @@
-"""What branches are computed by: FlexAttention where a small proof passes, else gathered keys."""
+"""Branch kernel: compute branches by FlexAttention if a proof passes, else by gathered keys."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 _DENSE = SparsePatternConfig()
-"""Stands for no pattern: what it says of blocks holds for those of rows that keep everything."""
+"""Stands for "no pattern" when FlexAttention asks for a block size: every block is kept."""
 
 
 def attend_branches(
@@ -26,7 +26,7 @@ def attend_branches(
     sharing: Sharing,
     implementation: SparseKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``branch_attention`` by FlexAttention where that was proven, or as it is told."""
+    """Run ``branch_attention``, by FlexAttention if that is proven or asked for."""
     is_flex, pattern = implementation == "flex", sharing.pattern or _DENSE
     if implementation == "auto" and takes(query_BHTD.device, query_BHTD.dtype, pattern):
         reason = branches_obstacle(sharing, query_BHTD, key_BKTD.shape[1])
@@ -38,8 +38,8 @@ def attend_branches(
 
 
 def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> str | None:
-    """Why FlexAttention does not give what gathered keys give of such branches, on small input;
-    None where it does.
+    """Say why FlexAttention differs from gathered keys for such branches, on small input; None if
+    it does not.
     """
     block = (sharing.pattern or _DENSE).block_size
     sizes = ProofSizes(
@@ -62,7 +62,7 @@ def proof_of_branches(
     *,
     is_causal: bool,
 ) -> str | None:
-    """The proof's outcome, kept for the layers of a model, which ask again."""
+    """Run the proof, return its flaw or None; cached, because every layer of a model asks again."""
     return flaw(partial(branch_deviations, sizes, branches, pattern, is_causal=is_causal), sizes)
 
 
@@ -73,7 +73,7 @@ def branch_deviations(
     *,
     is_causal: bool = True,
 ) -> Iterator[float]:
-    """How far FlexAttention is from gathered keys, norm-relative, of two documents whose last
+    """Yield norm-relative errors of FlexAttention to gathered keys, for two documents whose last
     tiles are not full: output, log-sum-exp, gradients.
     """
     first = sizes.tokens // 3

@@ -1,9 +1,9 @@
-"""Branches: which tokens of a packed row attend to which, and, where a ring shares the row, which
-tiles each rank computes with and which tokens others send it.
+"""Branches: which tokens of a packed row attend to which, and, if a ring shares the row, which
+tiles each rank computes with and which tokens other ranks send it.
 
-A branch cuts documents into rows: a document, or every so many-th token of a segment of one, each
-attended causally, whole or by a sparse pattern of its own length: the same on one rank and on
-several. Numbers are made on the host, once for a layout, and kept.
+A branch cuts documents into rows: a whole document, or every r-th token of a segment of one. Each
+row is attended causally, in full or by a sparse pattern for its length; one rank and several give
+the same. Index arrays are made on the host, once for a layout, and cached.
 
 Shapes:  T tokens that a rank holds  B blocks of all rows  R tiles that a rank holds  E pairs of
          tiles
@@ -26,12 +26,12 @@ from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 _DENSE_BLOCK = 128
-"""Tokens of a block of a row that is attended whole."""
+"""Tokens of a block in a row that is attended in full."""
 
 
 class Branch(NamedTuple):
-    """Rows of one segment length, rate and offset; the heads from that offset on, at that rate,
-    have it.
+    """Rows with one segment length, rate and offset; every ``rate``-th query head, from ``offset``
+    on, uses them.
     """
 
     segment: int | None = None
@@ -41,11 +41,11 @@ class Branch(NamedTuple):
 
     @property
     def heads(self) -> slice:
-        """Query heads that have it."""
+        """Query heads that use this branch."""
         return slice(self.offset, None, self.rate)
 
     def row_lengths(self, document_lengths: Sequence[int]) -> Integers:
-        """Tokens of each row of each document, one document after the other."""
+        """Tokens of each row, document by document."""
         lengths = np.array(document_lengths)
         if self.segment is not None:
             counts = -(-lengths // self.segment)
@@ -57,7 +57,7 @@ class Branch(NamedTuple):
     def places(
         self, document_lengths: Sequence[int], documents_T: Integers, offsets_T: Integers
     ) -> tuple[Integers, Integers, Integers]:
-        """Of the tokens that are in the branch: which of T, in which row, and where in it."""
+        """Locate the held tokens in the branch: index into T, row, and position in the row."""
         is_in_T = documents_T < len(document_lengths)
         if self.segment is None:
             held = np.flatnonzero(is_in_T)
@@ -73,7 +73,7 @@ class Branch(NamedTuple):
 def dilated_branches(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], heads: int
 ) -> tuple[Branch, ...]:
-    """The branches of dilated attention (``dilated``): one for each offset of each rate."""
+    """Return the branches of dilated attention (``dilated``): one for each offset of each rate."""
     return tuple(
         Branch(segment, rate, offset)
         for segment, rate in zip(segment_lengths, dilation_rates, strict=True)
@@ -82,7 +82,7 @@ def dilated_branches(
 
 
 class _Held(NamedTuple):
-    """The tiles that one rank holds of a branch, and of which block of all rows each is part."""
+    """Tiles of a branch that one rank holds, and the block (over all rows) that each is part of."""
 
     tiles: Tiles
     blocks_R: Integers
@@ -90,17 +90,17 @@ class _Held(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """What one rank computes with another's keys, and what it is sent for it."""
+    """Work of one rank with another rank's keys, and the tokens sent to it for that."""
 
     pairs: tuple[TilePairs, ...]
-    """Passes whose outputs are merged; their tiles of keys are of the tokens that are sent, or of
-    the rank's own."""
+    """Passes whose outputs are merged; their key tiles index the tokens that are sent, or the
+    rank's own."""
     sent_T: Tensor | None
-    """Which of the other's tokens are sent, in order; None: they are the rank's own, all there."""
+    """Indices of the other rank's tokens that are sent, in order; None if the keys are our own."""
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values are sent."""
+        """Number of tokens whose keys and values are sent."""
         return 0 if self.sent_T is None else len(self.sent_T)
 
 
@@ -115,7 +115,7 @@ def exchange(
     source: int,
     device: torch.device,
 ) -> Exchange:
-    """What ``rank`` computes with the keys of ``source``; of no pattern a row is attended whole.
+    """Find what ``rank`` computes with the keys of ``source``; without a pattern rows attend fully.
 
     Raises UsageError for a ratio that the pattern's window contradicts.
     """
@@ -162,7 +162,7 @@ def _held(
 def _tiles(
     size: int, held: int, offsets_R: Integers, counts_R: Integers, places_R: Integers, step: int = 1
 ) -> Tiles:
-    # a stretch of full tiles has them one after the other, and nothing is copied to cut it
+    # if full tiles lie one after the other, cutting is a view and copies nothing
     stretch = np.arange(len(places_R)) * size
     is_whole = (counts_R[:-1] == size).all() and np.array_equal(places_R, stretch)
     numbers = (torch.from_numpy(each) for each in (offsets_R, counts_R, places_R))
@@ -171,12 +171,12 @@ def _tiles(
 
 
 class _AllRows(NamedTuple):
-    """One table of all rows: blocks are numbered through."""
+    """One table over all rows, with blocks numbered consecutively."""
 
     starts_B: Integers
     columns_E: Integers
     table: BlockTable
-    """Of some row: what is seen in a block."""
+    """Table of the longest row, for its bounds: window and key range."""
 
 
 @lru_cache(maxsize=16)
@@ -186,7 +186,7 @@ def _tables(
     size = _block_size(pattern)
     every: list[tuple[BlockTable, ...]] = []
     for length in layout.document_lengths:
-        # the published shares are of the whole document's length
+        # the published ratios depend on the length of the whole document
         of_document = None if pattern is None else pattern.at(length)
         every += [
             _tables_of_row(of_document, row, size, is_causal=is_causal)
@@ -212,7 +212,7 @@ def _tables_of_row(
 ) -> tuple[BlockTable, ...]:
     if pattern is not None:
         assert is_causal, "patterns are causal"
-        # the pass in which every token sees a key comes first: what is merged has a sum then
+        # the pass in which every token sees a key comes first: merging starts from finite sums
         return block_tables(pattern, length, torch.device("cpu"))[::-1]
     rows_R = torch.arange(-(-length // size))
     counts_R = rows_R + 1 if is_causal else torch.full_like(rows_R, len(rows_R))
@@ -223,7 +223,7 @@ def _tables_of_row(
 
 
 def _tile_pairs(every: _AllRows, queries: _Held, keys: _Held, *, is_causal: bool) -> TilePairs:
-    """Pairs of the tiles of two ranks, where some query may see some key."""
+    """Return the pairs of tiles of two ranks in which some query may see some key."""
     entries = every.starts_B[queries.blocks_R + 1] - every.starts_B[queries.blocks_R]
     query_E = np.repeat(np.arange(len(entries)), entries)
     block_E = every.columns_E[_runs(every.starts_B[queries.blocks_R], entries)]
@@ -251,7 +251,7 @@ def _sees(
     *,
     is_causal: bool,
 ) -> NDArray[np.bool_]:
-    """Whether some token of a tile may see some of another."""
+    """True where some token of the query tile may see some token of the key tile."""
     token_E, first_E = queries.offsets_R.numpy()[query_E], keys.offsets_R.numpy()[key_E]
     last_token_E = token_E + queries.counts_R.numpy()[query_E] - 1
     last_E = first_E + keys.counts_R.numpy()[key_E] - 1
@@ -266,7 +266,7 @@ def _sees(
 
 
 def _runs(first: Integers, counts: Integers, step: int = 1) -> Integers:
-    """Numbers from each first one on, as many as are counted, a step apart."""
+    """Concatenate ranges: ``counts`` numbers from each ``first``, ``step`` apart."""
     within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     return np.repeat(first, counts) + within * step
 
@@ -282,7 +282,7 @@ def _on(pairs: TilePairs, device: torch.device) -> TilePairs:
 
 
 def refuse_content(pattern: SparsePatternConfig | None, around: str) -> None:
-    """Raise UsageError for a pattern that no rank can know beforehand."""
+    """Raise UsageError for a pattern that depends on content, which no rank knows beforehand."""
     if pattern is not None and pattern.follows_content:
         raise UsageError(
             f"block_top_k chooses keys by what is in them, and {around} has to know beforehand",

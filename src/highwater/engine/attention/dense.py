@@ -1,14 +1,13 @@
-"""Exact causal attention over packed documents, by the fastest fused kernel of the hardware.
+"""Dense attention: exact causal attention over packed documents, by the fastest fused kernel.
 
-Documents are known by their lengths on the host, and a run of equal lengths becomes one batched
-kernel call: no document sees another, no mask is built, and nothing quadratic is stored. In a
-memory-only trial all layers but the last ones attend within short pieces: the same kernel, the same
-buffers, linear time (docs/decisions/006).
+Document lengths are known on the host, and a run of equal lengths becomes one batched kernel call:
+no document sees another, no mask is built, and nothing quadratic is stored. In a memory-only trial
+all but the last layers attend within short pieces: the same kernel, the same buffers, linear time
+(docs/decisions/006).
 
-Sinks are learned numbers, one for each query head, that take part in the softmax beside the keys
-and give nothing: what is attended is multiplied by the keys' part of the sum. Going backward a
-kernel that is given the output and the log-sum-exp with the sink in it computes what it always
-does.
+Sinks are learned numbers, one for each query head. They take part in the softmax beside the keys
+but add no value, so the output is multiplied by the keys' share of the sum. In the backward pass a
+kernel needs no change: it is given the output and the log-sum-exp with the sink included.
 
 Shapes:  B documents, or 1  S packed tokens  H query heads  K key/value heads  D head size
 Source: Xiao et al., https://arxiv.org/abs/2309.17453; OpenAI, gpt-oss, whose sink is a score of a
@@ -34,7 +33,7 @@ _BACKENDS: dict[Kernel, SDPBackend] = {
 }
 
 _WIDEST_HEAD = 256
-"""Numbers of a head that flash attention takes."""
+"""Largest head size that flash attention takes."""
 
 
 def attend(
@@ -49,10 +48,10 @@ def attend(
 ) -> Tensor:
     """Causal attention of each document over itself, shape BSHD.
 
-    Only ``kernel`` may run: where it cannot, PyTorch raises RuntimeError instead of taking the
-    quadratic path. ``in_pieces`` is for memory alone: the kernel runs on the same tokens as a batch
-    of short pieces. It allocates what it would for the whole documents, and its output means
-    nothing. Documents that cannot be cut stay whole.
+    Only ``kernel`` may run: if it cannot, PyTorch raises RuntimeError instead of taking the
+    quadratic path. ``in_pieces`` is for memory-only trials: the kernel runs on the same tokens as a
+    batch of short pieces. It allocates what whole documents would, and its output is meaningless.
+    Documents that cannot be cut into pieces stay whole.
     """
     assert query_BHSD.shape[0] == 1, "documents are packed into one row"
     assert sum(document_lengths) == query_BHSD.shape[2], (
@@ -86,7 +85,7 @@ def attend(
 
 
 def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> bool:
-    """Whether a row is computed by fewer calls than one for each of its documents' lengths."""
+    """True if documents of several lengths can share kernel calls (``mixed_lengths``) here."""
     is_whole = len(set(document_lengths)) == 1
     has_one_size = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
     return query.device.type == "cuda" and has_one_size and not is_whole
@@ -95,11 +94,10 @@ def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> 
 def select_kernel(
     device: torch.device, dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int
 ) -> Kernel:
-    """Choose the kernel that a small forward and backward pass shows to run: cuDNN or flash.
+    """Choose cuDNN or flash by running a small forward and backward pass; cuDNN first from Hopper
+    on.
 
-    From Hopper on cuDNN is tried first.
-
-    Raises MachineError where neither runs: the quadratic kernel is never an answer.
+    Raises MachineError if neither runs: the quadratic kernel is never used.
     """
     reasons: list[str] = []
     for kernel in (
@@ -126,7 +124,7 @@ def prove(
     kv_heads: int,
     head_dim: int,
 ) -> None:
-    """Run a small forward and backward pass; RuntimeError where the kernel does not run."""
+    """Run a small forward and backward pass; raises RuntimeError if the kernel does not run."""
     shapes = [(1, heads, 128, head_dim) for heads in (query_heads, kv_heads, kv_heads)]
     q, k, v = (
         torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
@@ -135,14 +133,14 @@ def prove(
 
 
 def _cut(tokens: int, documents: int, device: torch.device) -> int:
-    """Pieces that stand for a run of documents; ``documents`` itself where these cannot be cut."""
+    """Return the pieces for a run of documents; ``documents`` itself if they cannot be cut."""
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
 
 
 def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Tensor:
     """View a run of equal documents as a batch of shape (documents, heads, length, head size)."""
-    # A slice of everything would be indexing still, whose gradient fills a tensor of zeros.
+    # Even a slice of everything counts as indexing, whose gradient fills a tensor of zeros.
     row_HSD = tensor_BHSD.squeeze(0)
     if stop - start < tensor_BHSD.shape[2]:
         row_HSD = row_HSD[:, start:stop]
@@ -150,12 +148,12 @@ def _as_batch(tensor_BHSD: Tensor, start: int, stop: int, documents: int) -> Ten
 
 
 _PRODUCTS_AT_HAND = 2**22
-"""Products of a gradient and an output that are summed at once; one token's at the least."""
+"""Products of gradient and output that are summed at once; at least one token's."""
 
 
 def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Weigh what is attended to the keys as beside the sinks, in place; return the logarithm of
-    each query's sum with its sink in it, BHS.
+    """Scale an output over the keys as if the sinks were in its softmax, in place; return the
+    log-sum-exp with the sinks, BHS.
     """
     joint_BHS = torch.logaddexp(log_sums_BHS, sinks_H.to(log_sums_BHS.dtype)[:, None])
     output_BHSD.mul_((log_sums_BHS - joint_BHS).exp_()[..., None])
@@ -165,7 +163,7 @@ def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> T
 def sink_gradient(
     gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor
 ) -> Tensor:
-    """The sinks' gradient; H. ``output`` and ``log_sums`` are those with the sinks in them.
+    """Gradient of the sinks, H. ``output`` and ``log_sums`` are those with the sinks included.
 
     A score's gradient is its weight times how far its value is above the mean. A sink's value is 0,
     and the mean is the output.

@@ -1,11 +1,11 @@
-"""Dilated attention: branches of ever longer segments, of which ever fewer tokens attend.
+"""Dilated attention: branches of growing segment length, in which fewer and fewer tokens attend.
 
-A branch of segment length w and rate r attends within segments of w tokens, over every r-th of
-them from offset ``j mod r`` on, for head j. Branches are mixed by the sums of their softmaxes: that
-is one softmax over all keys that they meet, a key that two branches meet counted twice. A token
-that no branch has for some head gets zeros there.
+A branch of segment length w and rate r attends within segments of w tokens, over every r-th token
+from offset ``j mod r`` on, for head j. Branches are mixed by the sums of their softmaxes: this is
+one softmax over all their keys, with a key that two branches share counted twice. A token that is
+in no branch of some head gets zeros there.
 
-Segments lie in a batch, each branch is a few calls of a fused kernel, and memory is linear in the
+Segments are a batch, each branch is a few calls of a fused kernel, and memory is linear in the
 length.
 
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size  n segments  l tokens
@@ -29,24 +29,24 @@ Normalisation = Literal["softmax", "groups"]
 
 
 class Segments(NamedTuple):
-    """Segments of one length, and the heads and tokens of them that attend."""
+    """Segments of one length, and their heads and tokens that attend."""
 
     heads: slice
     start: int
     segments: int
     length: int
-    """Tokens of a segment."""
+    """Tokens of a whole segment."""
     tokens: slice
-    """Those of a segment that attend."""
+    """Tokens of a segment that attend."""
 
     def of(self, tensor_BHSn: Tensor) -> Tensor:
-        """A view of them; BnHl and whatever follows."""
+        """View a tensor's tokens and heads that attend; BnHl and the remaining dimensions."""
         stop = self.start + self.segments * self.length
         row = tensor_BHSn[:, self.heads, self.start : stop]
         return row.unflatten(2, (self.segments, self.length)).transpose(1, 2)[..., self.tokens, :]
 
     def sums_of(self, tensor_BHS: Tensor) -> Tensor:
-        """The same of what each token has one number of; BnHl."""
+        """View those of a tensor with one number for each token; BnHl."""
         return self.of(tensor_BHS[..., None])[..., 0]
 
 
@@ -62,14 +62,14 @@ def dilated_attention(
     kernel: Kernel = "flash",
     normalisation: Normalisation = "softmax",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each sequence over itself, BHSD, and the logarithm of each query's sum of
-    exponentials, BHS, minus infinity where no branch has a query; without a gradient.
+    """Attention of each sequence over itself, BHSD, and the log-sum-exp of each query, BHS, minus
+    infinity if the query is in no branch; the log-sum-exp has no gradient.
 
-    Without segments and rates they are the published ones: half the length and all of it, with
+    Without segments and rates the published ones are used: half the length and all of it, with
     rates 1 and 2. With ``normalisation="groups"`` each branch has a group of heads, its values are
-    divided by their sum over the sequence, and no log-sum-exp is there: zeros.
+    divided by their sum over the sequence, and the log-sum-exp is all zeros.
 
-    Raises UsageError for segments and rates that cannot be.
+    Raises UsageError for invalid segments and rates.
     """
     length = query_BHSD.shape[2]
     lengths = (max(1, length // 2), length) if segment_lengths is None else segment_lengths
@@ -92,7 +92,7 @@ def dilated_attention(
 
 
 def _parts(heads: slice, length: int, segment: int, tokens: slice) -> Iterator[Segments]:
-    """Whole segments, and what is left of the sequence behind them."""
+    """Yield the whole segments, then the rest of the sequence if there is any."""
     segments = length // segment
     if segments:
         yield Segments(heads, 0, segments, segment, tokens)
@@ -107,7 +107,7 @@ def _by_groups(
     rates: Sequence[int],
     how: tuple[float, bool, Kernel],
 ) -> tuple[Tensor, Tensor]:
-    """Heads of each branch as the package has them: the first groups have one more."""
+    """Attend with one group of heads for each branch; the first groups may have one more head."""
     heads, length = tensors[0].shape[1:3]
     output = torch.zeros_like(tensors[0])
     for number, (segment, rate) in enumerate(zip(lengths, rates, strict=True)):
@@ -126,7 +126,7 @@ def _by_groups(
 
 
 class _Branches(torch.autograd.Function):
-    """All parts, merged; going backward each part's block has the whole output and its sums."""
+    """Autograd function over all parts; going backward each uses the merged output and sums."""
 
     @staticmethod
     def forward(
@@ -172,7 +172,7 @@ class _Branches(torch.autograd.Function):
 
 
 def _block(part: Segments, tensors: Sequence[Tensor], how: tuple[float, bool, Kernel]) -> Block:
-    """The block of attention of a part's segments, which are a batch."""
+    """Return the attention block of a part, whose segments are the batch."""
     scaling, is_causal, kernel = how
     query, key, value = (part.of(tensor).flatten(0, 1) for tensor in tensors)
     return Block(query, key, value, is_causal, scaling, kernel)

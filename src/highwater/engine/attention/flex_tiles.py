@@ -1,8 +1,8 @@
-"""Tiles attended by FlexAttention: what a rank's queries have of some keys, which may be another
-rank's, forward and backward.
+"""Tiles attended by FlexAttention: a rank's queries over some keys, its own or another rank's,
+forward and backward.
 
-The mask is filled from the pairs of tiles. Where a token stands in its document is read from a
-table of positions, of which a place that holds no token has one that sees nothing.
+The mask is filled from the pairs of tiles. A token's position in its document is read from a table
+of positions; a place without a token has a position that sees nothing.
 
 Shapes:  N groups of heads, of all sequences  G query heads of a group  R tiles of queries  C tiles
          of keys  b tokens of a tile  D head size  E pairs of tiles that are kept
@@ -20,15 +20,15 @@ from highwater.engine.attention.block_gather import CutTensors, exact
 from highwater.engine.attention.tiles import TilePairs, Tiles
 
 _FAR = 2**30
-"""A position behind every token's, and a distance that none exceeds."""
+"""Position behind every token, and a distance that no two tokens have."""
 
 
 class FlexTensors(CutTensors):
-    """As CutTensors, with a compiled kernel for all rows at once."""
+    """CutTensors computed by a compiled kernel, all rows at once."""
 
     def attended(self, pairs: TilePairs, scaling: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """All rows: what they attend to, NGRbD, and the logarithm of each query's sum of
-        exponentials, NGRb, minus infinity where it sees no key.
+        """Yield all rows at once: slice, output, NGRbD, and the log-sum-exp of each query, NGRb,
+        minus infinity if it sees no key.
         """
         with exact(self.query_NGRbD.device):
             found_NGSD, sums_NGS = self._attend(tuple(self._flat()), pairs, scaling)
@@ -44,8 +44,8 @@ class FlexTensors(CutTensors):
         above_NGRb: Tensor,
         log_sums_NGRb: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As CutTensors: the forward pass over these keys is repeated, and an output that is a part
-        of the whole one has that part of its gradient.
+        """Return gradients as ``CutTensors.gradients`` does. The forward pass over these keys is
+        run again, and its output gets the share of the gradient that its keys have in the softmax.
         """
         inputs = [each.detach().requires_grad_() for each in self._flat()]
         with torch.enable_grad(), exact(self.query_NGRbD.device):
@@ -54,7 +54,7 @@ class FlexTensors(CutTensors):
         finite_NGS = whole_NGS.masked_fill(whole_NGS == -torch.inf, 0.0)
         part_NGS = (sums_NGS.detach() - finite_NGS).exp()
         of_output_NGSD = (upstream_NGSD * part_NGS[..., None]).to(found_NGSD.dtype)
-        # the kernel takes off what the output times its gradient is, of what it has rounded itself
+        # the kernel subtracts output x gradient of its own rounded output: add that back
         own_NGS = (found_NGSD.detach().to(self.wide) * of_output_NGSD).sum(-1)
         of_sums_NGS = own_NGS + part_NGS * above_NGRb.flatten(2, 3)
         found = torch.autograd.grad(
@@ -64,7 +64,7 @@ class FlexTensors(CutTensors):
         return query, key, value
 
     def _flat(self) -> Iterator[Tensor]:
-        """Queries NGSD, keys and values NSD, whose tiles lie one after the other."""
+        """Queries, NGSD, keys and values, NSD, with tiles joined to one row."""
         return (each.flatten(-3, -2) for each in self)
 
     @staticmethod
@@ -82,7 +82,7 @@ class FlexTensors(CutTensors):
 @lru_cache(maxsize=64)
 @torch.inference_mode(mode=False)
 def tile_mask(pairs: TilePairs) -> BlockMask:
-    """The mask of pairs of tiles, kept for the layers of a model, which ask again."""
+    """Return FlexAttention's mask for pairs of tiles; cached, because every layer asks again."""
     assert len(pairs.columns) == 1, "one table for all heads"
     queries, keys = pairs.queries, pairs.keys
     row_E = torch.repeat_interleave(torch.arange(len(queries)), pairs.starts.diff())
@@ -97,7 +97,7 @@ def tile_mask(pairs: TilePairs) -> BlockMask:
 
 
 def _is_full(pairs: TilePairs, row_E: Tensor, column_E: Tensor) -> Tensor:
-    """Whether every token of a full tile of queries sees every key of a full tile."""
+    """True where every token of a full query tile sees every key of a full key tile."""
     size = pairs.queries.size
     token_E, key_E = pairs.queries.offsets_R.cpu()[row_E], pairs.keys.offsets_R.cpu()[column_E]
     full_E = pairs.queries.counts_R.cpu()[row_E] == size
@@ -113,7 +113,7 @@ def _is_full(pairs: TilePairs, row_E: Tensor, column_E: Tensor) -> Tensor:
 
 
 def _is_seen(pairs: TilePairs) -> IsSeen:
-    """Which key of a kept tile a query sees. All bounds are tensors' numbers, as block_flex's."""
+    """Return the mask function for pairs of tiles; its bounds are tensors, as in block_flex."""
     device = pairs.columns.device
     token_S, key_S = _positions(pairs.queries, -1), _positions(pairs.keys, _FAR)
     window, begins, ends, ahead = (
@@ -136,7 +136,7 @@ def _is_seen(pairs: TilePairs) -> IsSeen:
 
 
 def _positions(tiles: Tiles, of_none: int) -> Tensor:
-    """The position in its document of each token of all tiles, int32; else ``of_none``."""
+    """Position in its document of each token of all tiles, int32; ``of_none`` without a token."""
     within_b = torch.arange(tiles.size, device=tiles.offsets_R.device)
     positions_Rb = tiles.offsets_R[:, None] + within_b
     is_token_Rb = tiles.is_token(slice(None))

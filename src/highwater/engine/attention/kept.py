@@ -1,7 +1,7 @@
-"""What was attended, kept for a layer's recomputation, where it is not computed once more.
+"""Attention outputs kept for a layer's recomputation, so that attention is not computed again.
 
-Attention that is a function of its own for autograd asks here before it computes anything. Fused
-kernels that it ends in are then no concern of ``torch.utils.checkpoint``'s own list of operators.
+Each attention with an autograd function of its own asks here before it computes. So the operators
+of ``torch.utils.checkpoint`` need not list the fused kernels inside these functions.
 """
 
 from collections.abc import Callable, Generator
@@ -11,15 +11,15 @@ from contextvars import ContextVar
 from torch import Tensor
 
 Attended = tuple[Tensor, ...]
-"""What is attended, and the logarithms of the queries' sums of exponentials."""
+"""Attention output, and the log-sum-exps of the queries."""
 Kept = Callable[[Callable[[], Attended]], Attended]
-"""Function that is given how to attend, and gives what was attended."""
+"""Function that takes an attention call and returns its result, computed now or kept before."""
 _KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)
 _IS_KEEPING: ContextVar[bool] = ContextVar("attended by a function of ours", default=False)
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
-    """What ``attend`` gives; in a recomputation what it gave before, if that is kept."""
+    """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
     kept = _KEPT.get()
     if kept is None:
         return attend()
@@ -31,13 +31,13 @@ def attended(attend: Callable[[], Attended]) -> Attended:
 
 
 def is_keeping() -> bool:
-    """Whether what runs here is kept as a whole: no operator of it has to be kept by itself."""
+    """True inside an attention that is kept as a whole, so that none of its operators need be."""
     return _IS_KEEPING.get()
 
 
 def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Two contexts for a layer's forward pass and its recomputation: what was attended in the first
-    is what is given in the second. For ``torch.utils.checkpoint``.
+    """Return two contexts for ``torch.utils.checkpoint``, for a layer's forward pass and
+    recomputation: attention outputs are kept in the first and given back in the second.
     """
     kept: list[Attended] = []
 

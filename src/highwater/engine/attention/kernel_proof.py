@@ -1,6 +1,5 @@
-"""Proofs, on small input beside the plain path, that flash attention's window on this GPU is what a
-window is, and that FlexAttention does what gathered keys do: a compiled kernel is used where one
-has passed.
+"""Kernel proofs: compare compiled kernels with the plain path on small input before they are used.
+Flash attention must compute sliding windows, FlexAttention the same as gathered keys.
 
 Shapes:  H query heads  K key/value heads  S tokens  D head size
 """
@@ -18,17 +17,17 @@ from highwater.engine.attention.plain_block import PlainBlock
 
 _QUERY_HEADS, _KV_HEADS, _WINDOW = 4, 2, 37
 _LENGTHS = (131, 258)
-"""Odd tiles of queries and keys, before the window's edge and past it."""
+"""Lengths tested: partly filled tiles of queries and keys, both beyond the window."""
 PROOF_TOLERANCE = 0.02
-"""Norm-relative, in bfloat16 and float16: a rounding of each probability. A window that is off by a
-token is off by 0.1."""
+"""Norm-relative error allowed in bfloat16 and float16: one rounding of each probability. A window
+that is off by one token gives 0.1."""
 
 
 @lru_cache(maxsize=64)
 def computes_windows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash attention computes windows of this head size here, output and every gradient.
+    """True if flash attention computes windows of this head size here, output and every gradient.
 
-    Where it does not, the plain path does, on the same device.
+    If False, the plain path computes them, on the same device.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -63,18 +62,18 @@ def _equals_plain(device: torch.device, dtype: torch.dtype, head_dim: int, lengt
 
 
 AttendAndSum = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Attention of queries BHSD, keys and values BKSD: the output and each query's log-sum-exp."""
+"""Attention of queries, BHSD, over keys and values, BKSD: output and each query's log-sum-exp."""
 PROVEN_BLOCKS = 32
-"""Blocks of a sequence that a kernel is proven on, which are one too many for it."""
+"""Whole blocks in the sequence that a kernel is proven on; the sequence has one token more."""
 _DIGITS = 16
-"""Roundings of a number that a proven kernel may be off by, norm-relative."""
+"""Norm-relative error allowed to a proven kernel, in units of the dtype's rounding (eps)."""
 
 
 class ProofSizes(NamedTuple):
-    """Of the input that a proof is made with: one sequence, two key/value heads."""
+    """Sizes of a proof's input, which is one sequence with two key/value heads."""
 
     groups: int
-    """Query heads of each."""
+    """Query heads of each key/value head."""
     tokens: int
     head_dim: int
     dtype: torch.dtype
@@ -82,10 +81,10 @@ class ProofSizes(NamedTuple):
 
 
 def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | None:
-    """Why what was compared is not the same, or does not run, in words; None where it is.
+    """Say why two attentions differ, or why one does not run; None if they are the same.
 
-    Who asks may be within a layer that is recomputed, whose hooks would take the proof's tensors
-    for the layer's, or under autocast: a thread of its own has none of that.
+    The caller may be inside a recomputed layer, whose hooks would take the proof's tensors for the
+    layer's, or under autocast. So the proof runs in a thread of its own, which has neither.
     """
     found: list[str | None] = []
     current = torch.cuda.current_device() if sizes.device.type == "cuda" else None
@@ -109,8 +108,8 @@ def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | 
 
 
 def deviations_of(one: AttendAndSum, other: AttendAndSum, sizes: ProofSizes) -> Iterator[float]:
-    """How far one attention is from the other, norm-relative: output, log-sum-exp, gradients of
-    queries, keys and values.
+    """Yield norm-relative errors of one attention against the other: output, log-sum-exp, gradients
+    of queries, keys and values.
     """
     random = torch.Generator().manual_seed(0)
     inputs = [

@@ -1,12 +1,12 @@
-"""Causal attention of a packed row whose documents are of different lengths, in few kernel calls of
-few shapes, forward and backward.
+"""Mixed lengths: causal attention of a packed row whose documents differ in length, in few kernel
+calls of few shapes, forward and backward.
 
-cuDNN is the fastest kernel of long documents, and makes a plan for every shape that it meets: about
-0.1 s each, and a quarter of a megabyte of the GPU that is never given back
-(docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, and is
-slower where they are long. So of a long document the queries up to a multiple of a sixteenth of its
-size go through cuDNN; the few that are left go through flash attention in one call, and those of
-all short documents in another. No query is computed twice, and nothing is padded.
+cuDNN is the fastest kernel for long documents, but makes a plan for every shape that it meets:
+about 0.1 s each, and a quarter of a megabyte of the GPU that is never freed
+(docs/results/mixed_lengths). Flash attention takes documents of any lengths in one call, but is
+slower on long ones. So the queries of a long document up to a multiple of a sixteenth of its size
+go through cuDNN (its "front"); the few left over go through flash attention in one call, and those
+of all short documents in another. No query is computed twice, and nothing is padded.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  q queries of a call
          k keys of a call  n documents of a call
@@ -28,11 +28,11 @@ from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
 LONG_TOKENS = 8192
-"""Documents from here on go through cuDNN, where it is the kernel."""
+"""Shortest document that goes through cuDNN, if the kernel is cuDNN."""
 _SHAPES = 16
-"""Shapes that cuDNN meets for every doubling of the length."""
+"""Number of shapes that cuDNN meets for every doubling of the length."""
 _TILE = 128
-"""Tokens by which flash attention pads each document in its backward pass's workspace."""
+"""Tokens by which flash attention pads each document in the workspace of its backward pass."""
 
 
 class Front(NamedTuple):
@@ -41,26 +41,26 @@ class Front(NamedTuple):
     start: int
     stop: int
     is_whole: bool
-    """Whether no query of the document is left."""
+    """True if the front has all queries of the document."""
 
 
 class SharedCall(NamedTuple):
-    """Neighbouring documents whose queries go through flash attention in one call: all of short
-    ones, or what fronts leave of long ones.
+    """Neighbouring documents whose queries share one flash attention call: all queries of short
+    ones, or those that fronts leave of long ones.
     """
 
     queries: tuple[tuple[int, int], ...]
-    """Start and stop of each document's in the row."""
+    """Start and stop in the row of each document's queries."""
     keys: tuple[tuple[int, int], ...]
 
     @property
     def span(self) -> tuple[int, int]:
-        """Start and stop of all keys."""
+        """Start and stop in the row of all keys."""
         return self.keys[0][0], self.keys[-1][1]
 
 
 class Calls(NamedTuple):
-    """The kernel calls of a row: between them each query is computed once."""
+    """Kernel calls for a row: together they compute each query once."""
 
     fronts: tuple[Front, ...]
     shared: tuple[SharedCall, ...]
@@ -68,7 +68,7 @@ class Calls(NamedTuple):
 
 @lru_cache(maxsize=8)
 def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> Calls:
-    """How a row of these documents is computed; None: through flash attention alone."""
+    """Plan the calls for a row of these documents; ``long_tokens=None``: flash attention alone."""
     fronts: list[Front] = []
     shared: list[list[_Left]] = []
     row_tokens, taken = sum(document_lengths), 0
@@ -81,8 +81,8 @@ def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> C
         if first == stop:
             is_open = False  # the keys of a call are one slice
             continue
-        # But for a tile no call takes more for itself than a row of one document would, and none
-        # has to copy the queries of short documents.
+        # Split calls so that none takes more memory than a row of one document would (but for a
+        # tile), and none has to copy the queries of short documents.
         own = stop - first + _TILE
         if not is_open or is_long != of_long or taken + own > row_tokens:
             shared.append([])
@@ -102,7 +102,7 @@ def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> C
 
 
 class _Left(NamedTuple):
-    """The queries of a document that go through no front, and where it begins."""
+    """Queries of a document that are in no front, and the document's start."""
 
     start: int
     query: int
@@ -110,7 +110,7 @@ class _Left(NamedTuple):
 
 
 def front_tokens(length: int) -> int:
-    """The multiple of a sixteenth of the power of two below ``length`` that is next below it."""
+    """Round a length down to a multiple of 1/16 of the largest power of two that it reaches."""
     step = max(1, 2 ** (length.bit_length() - 1) // _SHAPES)
     return length // step * step
 
@@ -126,8 +126,8 @@ def attend_mixed(
     long_tokens: int = LONG_TOKENS,
     in_pieces: bool = False,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD. ``in_pieces`` is for memory alone:
-    the calls whose time is the square of a length, cuDNN's, run on short pieces.
+    """Causal attention of each document over itself, shape BSHD. ``in_pieces`` is for memory-only
+    trials: cuDNN's calls, whose time is quadratic in the length, run on short pieces.
     """
     calls = calls_of(
         tuple(document_lengths), long_tokens=long_tokens if kernel == "cudnn" else None
@@ -143,7 +143,7 @@ class _How(NamedTuple):
 
 
 class _Mixed(torch.autograd.Function):
-    """All documents, forward and backward: a call has no graph of its own."""
+    """Autograd function over all documents, so that no call has a graph of its own."""
 
     @staticmethod
     def forward(
@@ -190,7 +190,7 @@ RowTensors = tuple[Tensor, Tensor, Tensor]
 
 
 class _Gradients:
-    """Gradients of a row's queries, keys and values, put together as calls end."""
+    """Gradients of a row's queries, keys and values, joined from those of its calls."""
 
     def __init__(self, rows: RowTensors) -> None:
         self._rows = rows
@@ -198,7 +198,7 @@ class _Gradients:
         self._of_fronts: list[tuple[Front, list[Tensor]]] = []
 
     def add_front(self, front: Front, gradients_QXD: list[Tensor]) -> None:
-        """Those of a front; queries that are left of its document have a part of its keys'."""
+        """Add a front's gradients; its keys' wait for the document's left queries, if any."""
         query, *others = gradients_QXD
         self._parts[0].append((front.start, query))
         if front.is_whole:
@@ -208,7 +208,7 @@ class _Gradients:
             self._of_fronts.append((front, others))
 
     def add_shared(self, call: SharedCall, gradients_kXD: list[Tensor]) -> None:
-        """Those of a call, and of the fronts among its keys."""
+        """Add a shared call's gradients, and the waiting ones of fronts among its keys."""
         query, *others = gradients_kXD
         for row, own in _places(call):
             self._parts[0].append((row.start, query[own]))
@@ -225,7 +225,7 @@ class _Gradients:
             parts.append((first, each))
 
     def whole(self, number: int) -> Tensor:
-        """The gradient of queries, of keys or of values, SXD, whose parts are given up."""
+        """Return the gradient of queries (0), keys (1) or values (2), SXD, and drop its parts."""
         parts, self._parts[number] = self._parts[number], []
         if len(parts) == 1:
             return parts[0][1]
@@ -238,7 +238,7 @@ class _Gradients:
 def _forward(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, how: _How
 ) -> tuple[Tensor, ...]:
-    """What is attended, SHD, and the logarithms of the sums of exponentials of each call."""
+    """Attention output, SHD, and the log-sum-exps of each call."""
     rows = _rows_of(query_BHSD, key_BKSD, value_BKSD)
     output_SHD = torch.empty_like(rows[0], memory_format=torch.contiguous_format)
     log_sums: list[Tensor] = []
@@ -274,13 +274,13 @@ def _shared(call: SharedCall, rows: RowTensors, scaling: float) -> VariedBlock:
 
 
 def _of_queries(row_SHD: Tensor, call: SharedCall) -> Tensor:
-    """A call's queries, next to each other: qHD."""
+    """Return a call's queries, next to each other: qHD."""
     parts = [row_SHD[row] for row, _ in _places(call)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _places(call: SharedCall) -> list[tuple[slice, slice]]:
-    """Where a call's queries are in the row, and in the call; those that touch as one."""
+    """Locate a call's queries in the row and in the call; adjacent ranges are joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in call.queries:
         if joined and start == joined[-1][1]:
@@ -295,8 +295,8 @@ def _places(call: SharedCall) -> list[tuple[slice, slice]]:
 
 
 def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
-    """Rows of tokens, a token's heads side by side: SXD. Projections leave them so, and plans are
-    kept by strides, which otherwise knew how long the row is.
+    """View tensors as rows of tokens, SXD, with a token's heads side by side as projections leave
+    them. cuDNN keeps plans by strides, which in another order would depend on the row's length.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in tensors_BXSD)
     rows = (query, key, value)
@@ -305,7 +305,7 @@ def _rows_of(*tensors_BXSD: Tensor) -> RowTensors:
 
 
 def _by_heads(row_QXD: Tensor, count: int) -> Tensor:
-    """As a batch of this many documents, or pieces of one: BXQD."""
+    """View a row as a batch of ``count`` documents, or pieces of one: BXQD."""
     return row_QXD.unflatten(0, (count, -1)).transpose(1, 2)
 
 

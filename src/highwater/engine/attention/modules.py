@@ -1,11 +1,10 @@
-"""Attention modules for anyone's model: dilated, block-sparse, or both, of sequences that are held
-whole or by the ranks of a group.
+"""Attention modules for any model: dilated, block-sparse, or both, over sequences held whole or
+shared by the ranks of a group.
 
-Queries, keys and values are (batch, length, heads, head_dim), as the packages of the name
-dilated-attention-pytorch have them; keys and values may have fewer heads. Nothing of a call is kept
-in the module, so that the replicas of DataParallel, which are threads, are independent. Fused
-kernels need a GPU of compute capability 8.0 and 16-bit numbers; elsewhere plain PyTorch computes
-the same.
+Queries, keys and values are (batch, length, heads, head_dim), like those of the package
+dilated-attention-pytorch; keys and values may have fewer heads. A module keeps nothing of a call,
+so DataParallel's replicas, which are threads, are independent. Fused kernels need a GPU of compute
+capability 8.0 and 16-bit numbers; otherwise plain PyTorch computes the same.
 
 Shapes:  B batch  T length, or this rank's share of it  H query heads  K key/value heads  D head_dim
 """
@@ -33,14 +32,14 @@ from highwater.nouns.sparse_pattern import (
 )
 
 _FLASH_HEAD = 256
-"""The largest head that flash attention takes."""
+"""Largest head size that flash attention takes."""
 Shares = Literal["contiguous", "zigzag"]
-"""Which tokens of a sequence a rank of the group holds: one slice, the ranks in their order; or
-chunk r and chunk 2R - 1 - r of 2R, as much work for each where attention is causal."""
+"""Tokens of a sequence that a rank holds. ``contiguous``: one slice, ranks in their order;
+``zigzag``: chunks r and 2R - 1 - r of 2R, which balances the work of causal attention."""
 
 
 class _AttentionModule(nn.Module):
-    """What the three have in common: the scale, and what is refused."""
+    """Common part of the three modules: the scale, and the checks of arguments."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class _AttentionModule(nn.Module):
         is_causal: bool = True,
         document_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """What is attended by branches, of a whole sequence or of this rank's share; BHTD."""
+        """Attend by branches over a whole sequence or this rank's share of one; BHTD."""
         sharing = Sharing(
             layout=_layout(inputs[0], self.group, self.shares, document_lengths),
             branches=branches,
@@ -85,10 +84,10 @@ class _AttentionModule(nn.Module):
 
 
 class DilatedAttention(_AttentionModule):
-    """LongNet's dilated attention, as ``attention.dilated`` has it.
+    """LongNet's dilated attention, see ``attention.dilated``.
 
     ``normalisation="groups"`` is the convention of fkodom's package, for checkpoints trained with
-    it; its dropout, and its scale, were never applied, and a dropout is refused here.
+    it. That package never applied its dropout nor its scale; a dropout is refused here.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class DilatedAttention(_AttentionModule):
         self.normalisation: Normalisation = normalisation
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
-        """What is attended, of the shape of ``query``; zeros where no branch has a token."""
+        """Attention output, of the shape of ``query``; zeros for tokens that are in no branch."""
         inputs = _heads_first(query, key, value)
         if self.normalisation == "groups" and not is_fused(inputs[0]):
             raise MachineError(
@@ -145,8 +144,8 @@ class DilatedAttention(_AttentionModule):
 class BlockSparseAttention(_AttentionModule):
     """Causal block-sparse attention: one softmax over the keys that a pattern keeps.
 
-    ``implementation="auto"`` is FlexAttention's kernel where a small proof passes, on a GPU, and
-    gathered keys elsewhere, and in replicas of DataParallel.
+    ``implementation="auto"`` uses FlexAttention's kernel on a GPU if a small proof passes, else
+    (and in DataParallel's replicas) gathered keys.
     """
 
     def __init__(
@@ -174,10 +173,10 @@ class BlockSparseAttention(_AttentionModule):
         is_causal: bool = True,
         document_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """What is attended, of the shape of ``query``.
+        """Attention output, of the shape of ``query``.
 
-        ``document_lengths``: of the documents that each sequence, on all ranks together, is packed
-        of; each attends to itself.
+        ``document_lengths``: lengths of the documents packed into each sequence (over all ranks
+        together); each attends only to itself.
         """
         _refuse_order(is_causal)
         inputs, lengths = _heads_first(query, key, value), document_lengths
@@ -210,11 +209,10 @@ class BlockSparseAttention(_AttentionModule):
 
 
 class BlockSparseRingDilatedAttention(_AttentionModule):
-    """Causal dilated attention, in each of whose segments the tokens that attend keep a sparse
-    pattern of each other, mixed by softmax denominators; by a ring where a group is given.
+    """Causal dilated attention, with a sparse pattern among the tokens of a segment that attend.
 
-    With a group each rank holds an equal share of every sequence, and keys and values that no query
-    of another rank sees are not sent to it.
+    Branches are mixed by their softmax denominators. With a group each rank holds an equal share of
+    every sequence, and receives only the keys and values that some query of its own sees.
     """
 
     def __init__(
@@ -235,7 +233,7 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
         refuse_content(self.sparse_config, "a branch")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
-        """What is attended, of the shape of ``q``; zeros where no branch has a token."""
+        """Attention output, of the shape of ``q``; zeros for tokens that are in no branch."""
         _refuse_order(is_causal)
         inputs = _heads_first(q, k, v)
         heads = inputs[0].shape[1]
@@ -244,7 +242,7 @@ class BlockSparseRingDilatedAttention(_AttentionModule):
 
 
 def is_fused(query: Tensor) -> bool:
-    """Whether a fused kernel takes such queries: on the CPU it takes any."""
+    """True if a fused kernel takes these queries; the CPU's kernel takes any."""
     if query.device.type == "cpu":
         return True
     is_small = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= _FLASH_HEAD
@@ -252,7 +250,7 @@ def is_fused(query: Tensor) -> bool:
 
 
 def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries BHTD, keys and values BKTD, in the type that autocast asks for."""
+    """Return queries, BHTD, and keys and values, BKTD, in autocast's dtype if it is on."""
     shapes = [tuple(each.shape) for each in (query, key, value)]
     is_right = (
         all(len(shape) == 4 for shape in shapes)
@@ -283,7 +281,7 @@ def _layout(
     shares: Shares,
     document_lengths: Sequence[int] | None = None,
 ) -> SequenceLayout:
-    """Which tokens each rank holds."""
+    """Return the layout of a sequence over the group; UsageError if the shares do not fit it."""
     degree = 1 if group is None else dist.get_world_size(group)
     held = query_BHTD.shape[2]
     lengths = (held * degree,) if document_lengths is None else tuple(document_lengths)

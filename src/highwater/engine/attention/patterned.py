@@ -1,10 +1,8 @@
-"""Patterned attention: what a layer's pattern says beside full causal attention: a window that cuts
-something off, capped scores, sinks.
+"""Patterned attention: causal attention with a sliding window, capped scores or sinks.
 
-A run of documents of one length is one call, of a fused kernel where there is one: of flash
-attention within a window on a GPU, once a proof has shown it (``kernel_proof``), of the hardware's
-own kernel for documents no longer than the window; else of ``plain_block``. Nothing quadratic is
-stored.
+A run of documents of one length is one call: of flash attention within a window on a GPU, if its
+proof passed (``kernel_proof``); of the hardware's own kernel for documents no longer than the
+window; else of ``plain_block``. Nothing quadratic is stored.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
          of equal lengths  l tokens of one of them
@@ -29,67 +27,67 @@ from highwater.nouns.hardware import Kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Attention of one layer: what scores are multiplied by, which keys are read, what else is in
-    the softmax.
+    """Attention of one layer: scaling of the scores, keys that are read, and additions to the
+    softmax.
     """
 
     scaling: float
     window_tokens: int | None = None
-    """Tokens that a token reads, itself and those before it; None: all of its document."""
+    """Number of tokens that a token reads, itself included; None: all before it in its document."""
     soft_cap: float | None = None
-    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
+    """Bound of a score's magnitude: ``cap * tanh(score / cap)``; None: no cap."""
     sinks_H: Tensor | None = None
-    """A number for each query head that takes part in the softmax, beside the keys."""
+    """One score for each query head that joins the softmax without a value; None: no sinks."""
 
     def cuts(self, length_tokens: int) -> bool:
-        """Whether a document of this length has tokens that the last one does not read."""
+        """True if the last token of a document of this length does not read all others."""
         return self.window_tokens is not None and self.window_tokens < length_tokens
 
     def is_fused_up_to(self, length_tokens: int) -> bool:
-        """Whether the hardware's own kernel computes documents up to this length, sinks aside."""
+        """True if the hardware's own kernel computes documents up to this length, sinks aside."""
         return self.soft_cap is None and not self.cuts(length_tokens)
 
     def is_dense_up_to(self, length_tokens: int) -> bool:
-        """Whether of documents up to this length it is full attention, which fused kernels
-        compute.
+        """True if for documents up to this length the pattern is plain full attention, without
+        sinks.
         """
         return self.sinks_H is None and self.is_fused_up_to(length_tokens)
 
     def of_heads(self, rank: int, degree: int) -> "Pattern":
-        """The pattern of one rank's heads, where ``degree`` ranks have equal shares, in order."""
+        """Return the pattern for one rank's heads; the ``degree`` ranks have equal shares."""
         sinks = self.sinks_H
         return self if sinks is None else replace(self, sinks_H=sinks.chunk(degree)[rank])
 
     def without_sinks(self) -> "Pattern":
-        """The same keys, alone in the softmax."""
+        """Return the pattern without sinks."""
         return replace(self, sinks_H=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """The documents of one attention call, and how each attends to itself."""
+    """Documents of one attention call, their pattern and kernel."""
 
     lengths: tuple[int, ...]
     pattern: Pattern
     kernel: Kernel
     in_pieces: bool = False
-    """For memory alone: documents of which the pattern cuts nothing off, whose time is the square
-    of their length, attend in short pieces (docs/decisions/006); of capped scores only those are
-    computed that take the most."""
+    """True in memory-only trials: documents that the pattern does not cut attend in short pieces,
+    as their time is quadratic (docs/decisions/006); with capped scores only the rows that take the
+    most memory are computed."""
 
 
 class PatternAttention(NamedTuple):
-    """What attention returns."""
+    """Result of attention in a pattern."""
 
     output_BSHD: Tensor
     log_sums_BHS: Tensor
-    """Logarithm of each query's sum of exponentials, in float32 or wider; it has no gradient."""
+    """Log-sum-exp of each query, in float32 or wider; it has no gradient."""
 
 
 def attend_in_pattern(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, *, documents: Documents
 ) -> PatternAttention:
-    """Causal attention of each document over itself, by the pattern."""
+    """Causal attention of each document over itself, in the documents' pattern."""
     assert sum(documents.lengths) == query_BHSD.shape[2], "the documents are all that is packed"
     alone = replace(documents, pattern=documents.pattern.without_sinks())
     output_BHSD, log_sums_BHS = _Patterned.apply(
@@ -99,21 +97,21 @@ def attend_in_pattern(
 
 
 class _SameLength(NamedTuple):
-    """Documents of one length next to each other."""
+    """Neighbouring documents of one length."""
 
     start: int
     stop: int
     documents: int
 
     def of(self, tensor_BXSn: Tensor) -> Tensor:
-        """A view of what they have of a tensor: dXl and whatever follows."""
+        """View these documents' part of a tensor: dXl and the remaining dimensions."""
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         return row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
 
     def block(
         self, documents: Documents, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor
     ) -> Block | WindowedBlock | PlainBlock:
-        """The attention that is computed of them, by the kernel that computes it."""
+        """Return the attention block of these documents, for the kernel that computes it."""
         pattern, device = documents.pattern, query_BHSD.device
         tensors = (self.of(query_BHSD), self.of(key_BKSD), self.of(value_BKSD))
         if pattern.is_fused_up_to((self.stop - self.start) // self.documents):
@@ -139,7 +137,7 @@ def _runs(documents: Documents, device: torch.device) -> Iterator[_SameLength]:
 
 
 class _Patterned(torch.autograd.Function):
-    """All documents, forward and backward: a run has no graph of its own."""
+    """Autograd function over all documents, so that no run has a graph of its own."""
 
     @staticmethod
     def forward(
@@ -186,7 +184,7 @@ def _forward(
     sinks_H: Tensor | None,
     documents: Documents,
 ) -> tuple[Tensor, Tensor]:
-    """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
+    """Attention output, BHSD, and the log-sum-exp of each query, BHS, sinks included."""
     found = [
         run.block(documents, query_BHSD, key_BKSD, value_BKSD).forward()
         for run in _runs(documents, query_BHSD.device)
@@ -198,7 +196,7 @@ def _forward(
 
 
 def _together(parts: Sequence[Tensor]) -> Tensor:
-    """Runs' parts as one packed row, of dXlD or dXl: BXSD, a token's heads side by side, or BXS."""
+    """Join the runs' parts, dXlD or dXl, to one row: BXSD, each token's heads together, or BXS."""
     if parts[0].ndim == 3:
         rows_XS = [part.transpose(0, 1).flatten(1) for part in parts]
         return (rows_XS[0] if len(rows_XS) == 1 else torch.cat(rows_XS, dim=1))[None]

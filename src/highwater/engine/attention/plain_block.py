@@ -1,8 +1,8 @@
-"""Plain blocks: attention within a window, or of capped scores, in plain PyTorch, some rows of
+"""Plain blocks: attention within a window, or with capped scores, in plain PyTorch, some rows of
 queries at a time, forward and backward, in any dtype and on any device.
 
-Rows read one stretch of keys, so that nothing is gathered. Scores at hand are bounded whatever the
-length, and memory is linear in it. Scores and sums are in float32 at least.
+The rows at hand read one stretch of keys, so nothing is gathered. Scores held at once are bounded
+for any length, and memory is linear in it. Scores and sums are in float32 or wider.
 
 Shapes:  B documents  H query heads  K key/value heads  G query heads of each: H/K  S tokens of a
          document  r rows at hand  l keys that they read  D head size
@@ -26,15 +26,15 @@ class PlainBlock(NamedTuple):
     value_BKSD: Tensor
     scaling: float
     window_tokens: int | None = None
-    """Tokens that a token reads, itself and those before it; None: all of them."""
+    """Number of tokens that a token reads, itself included; None: all before it."""
     soft_cap: float | None = None
-    """What no score exceeds either way: ``cap * tanh(score / cap)``; None: no cap."""
+    """Bound of a score's magnitude: ``cap * tanh(score / cap)``; None: no cap."""
     is_for_memory: bool = False
-    """For memory alone: nothing but the rows that take the most is computed."""
+    """True in memory-only trials: only the rows that take the most memory are computed."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """What is attended, shape BHSD, and the logarithm of each query's sum of exponentials,
-        shape BHS, in float32 or wider.
+        """Return the attention output, BHSD, and the log-sum-exp of each query, BHS, in float32 or
+        wider.
         """
         output_BHSD = torch.zeros_like(self.query_BHSD)
         log_sums_BHS = torch.zeros_like(self.query_BHSD[..., 0], dtype=self._wide)
@@ -45,8 +45,8 @@ class PlainBlock(NamedTuple):
     def backward(
         self, gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, through these keys' part of an output that may be
-        of more: ``output`` and ``log_sums`` are those of all that is in the softmax.
+        """Return gradients of queries, keys and values from these keys' part of the softmax.
+        ``output`` and ``log_sums`` include whatever else is in the softmax, like sinks.
         """
         sums = (
             torch.zeros_like(self.query_BHSD),
@@ -60,8 +60,8 @@ class PlainBlock(NamedTuple):
         return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
 
     def _attend_(self, rows: "_Stretch", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
-        """Write what these rows attend to. What it takes is gone when it returns, before the next
-        rows take theirs; so it is with their gradients.
+        """Write the output of these rows. A method of its own, so that its buffers are freed before
+        the next rows need theirs; ``_add_gradients_`` too.
         """
         scores_BKGrl = self._hide_(self._scores(rows), rows)
         most_BKGr1 = scores_BKGrl.amax(-1, keepdim=True)
@@ -78,7 +78,7 @@ class PlainBlock(NamedTuple):
         upstream: tuple[Tensor, Tensor, Tensor],
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Write the gradients of these rows' queries, and add those of what they read."""
+        """Write the gradients of these rows' queries; add those of the keys and values read."""
         query_gradient, key_gradient, value_gradient = sums
         upstream_BKGrD, output_BKGrD = (self._of_rows(each, rows) for each in upstream[:2])
         log_sums_BKGr = self._by_groups(upstream[2], rows)
@@ -106,8 +106,8 @@ class PlainBlock(NamedTuple):
         return torch.promote_types(self.query_BHSD.dtype, torch.float32)
 
     def _rows(self) -> Iterator["_Stretch"]:
-        """All rows, as many at a time as their scores have room, from the end: there they read the
-        most keys, and what later ones take has room in what the first ones took.
+        """Yield all rows, as many at a time as their scores may take, from the end: the last rows
+        read the most keys, so the buffers of all later ones fit into memory that they freed.
         """
         documents, heads, length, _ = self.query_BHSD.shape
         at_once, keys = stretch(length, self.window_tokens, documents * heads)
@@ -118,22 +118,22 @@ class PlainBlock(NamedTuple):
                 return
 
     def _by_groups(self, tensor_BHSx: Tensor, rows: "_Stretch") -> Tensor:
-        """A view of what rows have of a tensor, by groups of heads: BKGr and whatever follows."""
+        """View these rows of a tensor, by groups of heads: BKGr and the remaining dimensions."""
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
     def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
-        """What rows have of a tensor, BKGrD, wide and in that order, of which products make no
-        copy.
+        """Return these rows of a tensor, BKGrD, wide and contiguous, so that products copy nothing
+        more.
         """
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 
     def _of_keys(self, tensor_BKSD: Tensor, rows: "_Stretch") -> Tensor:
-        """What keys that rows read have of a tensor, BKlD, wide and in that order."""
+        """Return the keys' part of a tensor that rows read, BKlD, wide and contiguous."""
         return tensor_BKSD[:, :, rows.keys].to(self._wide, memory_format=torch.contiguous_format)
 
     def _scores(self, rows: "_Stretch") -> Tensor:
-        """Scores of rows and all keys at hand, capped: BKGrl."""
+        """Scores of the rows with all keys of their stretch, capped: BKGrl."""
         query_BKGrD = self._of_rows(self.query_BHSD, rows)
         key_BKlD = self._of_keys(self.key_BKSD, rows)
         scores_BKGrl = torch.einsum("bkgrd,bkld->bkgrl", query_BKGrD, key_BKlD).mul_(self.scaling)
@@ -142,13 +142,13 @@ class PlainBlock(NamedTuple):
         return scores_BKGrl.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def _growth(self, scores_BKGrl: Tensor) -> Tensor | float:
-        """What a score grows by with the product of its query and key."""
+        """Derivative of a score by the product of its query and key."""
         if self.soft_cap is None:
             return self.scaling
         return (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
 
     def _hide_(self, scores_BKGrl: Tensor, rows: "_Stretch") -> Tensor:
-        """Put minus infinity where a token does not read a key, in place."""
+        """Write minus infinity where a token does not read a key, in place."""
         device = scores_BKGrl.device
         row_r1 = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
         key_l = torch.arange(rows.keys.start, rows.keys.stop, device=device)
@@ -159,7 +159,7 @@ class PlainBlock(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Rows of queries at hand, and the stretch of keys that one of them reads at least."""
+    """Rows of queries, and the stretch of keys that any of them reads."""
 
     queries: slice
     keys: slice

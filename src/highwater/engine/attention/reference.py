@@ -1,6 +1,6 @@
 """Reference attention: the textbook formula in float64, document by document.
 
-Every other attention has to equal it. Quadratic in memory on purpose: it is for tests alone.
+Every other attention must equal it. Quadratic in memory on purpose: it is only for tests.
 
 Shapes:  S packed tokens  H query heads  K key/value heads  D head size  Q queries of a document
 """

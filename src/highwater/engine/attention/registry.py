@@ -1,5 +1,5 @@
-"""The attention that a model is built with, as transformers knows it: dense over whole documents or
-within each layer's window, shared by heads, by a ring, or by heads around a ring.
+"""Registry: register a model's attention with transformers. It is dense over whole documents or
+within each layer's window; ranks share it by heads, by a ring, or by heads around a ring.
 
 Shapes:  B 1  S packed tokens, or this rank's share of them  H query heads  K key/value heads  D
 head size
@@ -48,12 +48,12 @@ def attend_sparsely(
 ) -> Tensor:
     """Causal attention of each document over the keys that the pattern keeps of it, shape BSHD.
 
-    The pattern counts from each document's start, and is that of the document's own length, so that
-    it keeps the same however ranks share the row. Of padding it says nothing. Around Ulysses the
-    ranks of a ring hold what those that trade heads have together. On the CPU keys are gathered,
-    on a GPU it is FlexAttention, once a small proof has passed.
+    The pattern counts from each document's start and depends only on that document's length, so
+    it is the same however ranks share the row. The output at padding is unspecified. Around
+    Ulysses, the ranks of a ring hold what those that trade heads have together. The CPU gathers
+    keys; a GPU runs FlexAttention, once a small proof has passed.
 
-    Raises MachineError where that proof does not pass.
+    Raises MachineError if that proof does not pass.
     """
     is_on_cpu = query_BHSD.device.type == "cpu"
     if ring is None:
@@ -68,7 +68,7 @@ def attend_sparsely(
             attend_table=attend_by_gather if is_on_cpu else attend_by_flex,
         )
     else:
-        # the padding at the end is a document to those that have no Ulysses around them
+        # without Ulysses around the ring, the padding at the end is a document of its own
         behind = layout.padded_lengths[len(layout.document_lengths) :]
         lengths = (*layout.document_lengths, *behind)
         sharing = Sharing(
@@ -86,7 +86,7 @@ def attend_sparsely(
 
 
 def _refuse(reason: str | None) -> None:
-    """Raise MachineError: gathered keys take other memory and time than what is predicted."""
+    """Raise MachineError: gathered keys would not take the predicted memory and time."""
     if reason is not None:
         raise MachineError(
             f"{reason}; block-sparse attention on GPUs is FlexAttention's",
@@ -95,34 +95,33 @@ def _refuse(reason: str | None) -> None:
 
 
 _numbers = count(1)
-"""Numbers for the names of registrations: two models in one process keep their calls apart."""
+"""Numbers that make registered names unique: two models in one process keep their calls apart."""
 _aten: Any = torch.ops.aten
 _OPERATORS = [
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
-"""Every operator that dense attention may end in, on GPUs and on the CPU."""
+"""Operators that dense attention may end in, on GPUs and on the CPU."""
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Our attention as transformers knows it, with the modules that have called it."""
+    """Our attention as registered with transformers, and the modules that have called it."""
 
     name: str
     """The value of ``attn_implementation`` to build the model with."""
     callers: set[nn.Module]
-    """The attention modules that came through here: one for each layer.
+    """Attention modules that have called it: one for each layer.
 
-    With fewer, the model mixes tokens in some other way too.
-    """
+    If there are fewer, the model also mixes tokens in some other way."""
     shared: SequenceGroups | None = None
-    """The ranks that share each sequence; None where every rank has sequences of its own."""
+    """Ranks that share each sequence; None if every rank has sequences of its own."""
 
     @property
     def sequence(self) -> dist.ProcessGroup | None:
-        """The group of all of them."""
+        """Group of all ranks that share a sequence; None without sharing."""
         return None if self.shared is None else self.shared.every
 
     @property
@@ -131,14 +130,14 @@ class Attention:
         return 0 if self.shared is None else self.shared.rank
 
     def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
-        """How those ranks share a packed row of these documents."""
+        """Return the layout of a packed row of these documents over the ranks that share it."""
         if self.shared is None:
             return SequenceLayout(tuple(document_lengths))
         return self.shared.layout_of(document_lengths)
 
     def kept_in_recompute(self) -> Contexts:
-        """Two contexts for a layer's forward pass and its recomputation, in which the attention is
-        not computed once more.
+        """Return two contexts, for a layer's forward pass and its recomputation, in which attention
+        is not computed again.
         """
         dense = create_selective_checkpoint_contexts(_keeps_operator)
         forward, again = map(_both, dense, kept_in_recompute())
@@ -155,8 +154,8 @@ def register(
     """Register the attention with transformers for this process.
 
     ``shared`` are the ranks that share each sequence. With a ``depth`` only the last ``depth``
-    layers attend over whole documents, the others in pieces. ``sparse``: what every layer keeps of
-    each document's keys; None: all of them.
+    layers attend over whole documents, the others in pieces. ``sparse``: pattern of the keys that
+    every layer keeps; None: all keys.
     """
     assert depth is None or sparse is None, "sparse attention is not cut into pieces"
     callers: set[nn.Module] = set()
@@ -216,7 +215,7 @@ def register(
 def _attend(
     layout: SequenceLayout, shared: SequenceGroups | None, *, pattern: Pattern, **how: Any
 ) -> Attend:
-    """Attention over what this rank holds of each document, of its heads: from BHSD to BSHD."""
+    """Return the attention of this rank's heads over its share of each document: BHSD to BSHD."""
     ring, ulysses = (None, None) if shared is None else (shared.ring, shared.ulysses)
     if ulysses is not None:
         pattern = pattern.of_heads(dist.get_rank(ulysses), dist.get_world_size(ulysses))
@@ -225,7 +224,7 @@ def _attend(
         of_calls = Ring(held_lengths=held, scaling=pattern.scaling, group=ring, **how)
         return partial(attend_in_ring, ring=of_calls, sinks_H=pattern.sinks_H)
     if pattern.is_dense_up_to(max(layout.document_lengths)):
-        # the last one with the padding behind it: a row of one document stays one
+        # padding joins the last document, so that a row of one document stays one call
         *others, last = layout.document_lengths
         lengths = (*others, last + sum(layout.padded_lengths) - layout.tokens)
         return partial(attend, document_lengths=lengths, scaling=pattern.scaling, **how)
@@ -234,7 +233,7 @@ def _attend(
 
 
 def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Whether a recomputed layer keeps an operator's result: dense attention's."""
+    """Tell a recomputed layer to keep the results of dense attention's operators, and no others."""
     is_kept = operator in _OPERATORS and not is_keeping()
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -248,10 +247,10 @@ def _both(
 
 
 def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
-    """Tokens that a token of a layer reads; None where it reads all of its document.
+    """Return the number of tokens that a token of this layer reads; None for its whole document.
 
-    As the family hands it to attention functions; of one that does not, and has put it into the
-    mask that it was not asked for, as its config names the layer.
+    Read from what the family passes to attention functions; else, for a family that only puts its
+    window into the mask, from the config's kind of this layer.
     """
     if "sliding_window" in features:
         return features["sliding_window"] or None
@@ -265,7 +264,7 @@ def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:
 
 
 def _layers_from_the_end(module: nn.Module) -> int:
-    """Position of the module's layer counted from the last one, which is 1."""
+    """Return the position of the module's layer counted from the end; the last is 1."""
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
     if not isinstance(index, int) or config is None:
         raise ModelError(
@@ -288,7 +287,7 @@ def _refuse_features(module: nn.Module, features: dict[str, Any]) -> None:
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for what a ring does not compute: patterns that cut, capped scores."""
+    """Raise ModelError for what a ring does not compute: windows that cut, capped scores."""
     if pattern.soft_cap is not None:
         raise ModelError(
             f"{_family(module)} caps the scores of its attention, which a ring does not",
@@ -310,5 +309,5 @@ def _unsupported(module: nn.Module, feature: str) -> ModelError:
 
 
 def _family(module: nn.Module) -> str:
-    # of a class of ours that took the family's place nobody has heard
+    # the config names the family even if one of our classes has replaced the module
     return getattr(getattr(module, "config", None), "model_type", type(module).__name__)

@@ -1,17 +1,17 @@
-"""Ring attention: keys and values pass from rank to rank, each of which keeps its queries.
+"""Ring attention: each rank keeps its queries, keys and values pass from rank to rank.
 
-Every rank holds two chunks of every document, number ``r`` and number ``2R - 1 - r`` of ``2R``
+Every rank holds two chunks of every document, numbers ``r`` and ``2R - 1 - r`` of ``2R``
 (``engine/parallel/sequence_layout``). In step s it has the keys and values of rank ``q = r - s``.
-Its own are attended causally; of an earlier rank the first chunk is before all its queries, and the
-second behind them; of a later rank both are before its second chunk, and behind its first. So each
-step but the first is half of the row's square, on every rank, without a mask.
+Its own are attended causally. Of an earlier rank, the first chunk precedes all its queries and the
+second follows them; of a later rank, both precede its second chunk and follow its first. So every
+step after the first is half of the row's square, on every rank, without a mask.
 
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
-log-sum-exp, in float32 at least. Going backward keys and values pass once more, and their gradients
-with them: after the last step these are where they belong. A layer that is recomputed and keeps
-what was attended passes nothing in its recomputation (``engine/attention/kept``).
+log-sum-exp, in float32 or wider. In the backward pass keys and values pass once more, together with
+their gradients, which reach their owner after the last step. A layer that keeps attention outputs
+passes nothing in its recomputation (``engine/attention/kept``).
 
-In a memory-only trial a step attends within pieces of what it would (docs/decisions/006).
+In a memory-only trial a step attends within pieces of its documents (docs/decisions/006).
 
 Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head size  d documents of
                    a run of equal lengths  l tokens held of one of them  R ranks of the ring
@@ -38,16 +38,16 @@ from highwater.nouns.hardware import Kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """What every step of one attention call has in common."""
+    """Settings that all steps of one attention call have in common."""
 
     held_lengths: tuple[int, ...]
-    """Tokens that this rank holds of each document, the same on every rank, and even: its first
-    chunk, then its second."""
+    """Tokens of each document that this rank holds, equal on every rank, and even: its first chunk,
+    then its second."""
     scaling: float
     kernel: Kernel
     group: dist.ProcessGroup
     in_pieces: bool = False
-    """For memory alone: the kernel runs on the same tokens as a batch of short pieces."""
+    """True in memory-only trials: the kernel runs on the same tokens as a batch of short pieces."""
 
     @property
     def rank(self) -> int:
@@ -56,11 +56,11 @@ class Ring:
 
     @property
     def degree(self) -> int:
-        """Ranks of the ring."""
+        """Number of ranks in the ring."""
         return dist.get_world_size(self.group)
 
     def begin_pass(self, tensors: Sequence[Tensor]) -> "Passing":
-        """Begin to send tensors to the next rank, and to receive the previous one's."""
+        """Start sending tensors to the next rank and receiving the previous rank's."""
         # heads lie next to each other for each token, as projections leave them
         sent = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
         return Passing(sent, *pass_on(sent, self.group))
@@ -68,15 +68,15 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """Tensors on their way around the ring, BSKD."""
+    """Tensors in transit around the ring, BSKD."""
 
     sent: list[Tensor]
-    """Kept until they have arrived."""
+    """Tensors being sent, kept alive until the transfer ends."""
     received: list[Tensor]
     work: list[dist.Work]
 
     def wait(self) -> list[Tensor]:
-        """The previous rank's tensors, BKSD, once they are here."""
+        """Wait for the previous rank's tensors and return them, BKSD."""
         for each in self.work:
             each.wait()
         self.sent.clear()
@@ -91,8 +91,8 @@ def attend_in_ring(
     ring: Ring,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD; beside keys over sinks, of which
-    every rank has all.
+    """Causal attention of each document over itself, shape BSHD. ``sinks_H``: scores of sinks, all
+    of them on every rank.
     """
     assert sum(ring.held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
     assert not any(length % 2 for length in ring.held_lengths), "two chunks of one length"
@@ -101,7 +101,7 @@ def attend_in_ring(
 
 
 class Pairing(NamedTuple):
-    """Queries and keys of one step that see each other: slices of the tokens held of a document."""
+    """Queries and keys of one step that see each other, as slices of a document's held tokens."""
 
     queries: slice
     keys: slice
@@ -109,8 +109,8 @@ class Pairing(NamedTuple):
 
 
 def pairing_of(length: int, *, rank: int, source: int) -> Pairing:
-    """What a rank computes with the keys of rank ``source``, of a document of which both hold
-    ``length`` tokens.
+    """Return the queries and keys that ``rank`` pairs in the step with the keys of ``source``; both
+    hold ``length`` tokens of the document.
     """
     whole, half = slice(0, length), length // 2
     if source == rank:
@@ -121,7 +121,7 @@ def pairing_of(length: int, *, rank: int, source: int) -> Pairing:
 
 
 class Run(NamedTuple):
-    """Documents of one length next to each other, and what a step computes of each."""
+    """Neighbouring documents of one length, and the pairing that one step computes for each."""
 
     ring: Ring
     start: int
@@ -130,17 +130,17 @@ class Run(NamedTuple):
     pairing: Pairing
 
     def block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:
-        """The block of attention that is computed, of the keys and values at hand."""
+        """Return the attention block of this step, with the keys and values at hand."""
         key, value = (self.keys_of(tensor) for tensor in at_hand)
         query = self.queries_of(query_BHSD)
         return Block(query, key, value, self.pairing.is_causal, self.ring.scaling, self.ring.kernel)
 
     def queries_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """A view of the tokens whose queries are in it, dXl and whatever follows."""
+        """View the tokens whose queries take part, dXl and the remaining dimensions."""
         return self._of(tensor_BXSn, self.pairing.queries)
 
     def keys_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """A view of the tokens whose keys are in it, dXl and whatever follows."""
+        """View the tokens whose keys take part, dXl and the remaining dimensions."""
         return self._of(tensor_BXSn, self.pairing.keys)
 
     def _of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
@@ -150,7 +150,7 @@ class Run(NamedTuple):
 
 
 def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
-    """All documents, in runs, with the keys and values that are at hand in a step."""
+    """Yield all documents, in runs, paired with the keys and values that a step has."""
     source, start = (ring.rank - step) % ring.degree, 0
     for length, run in groupby(ring.held_lengths):
         documents = len(list(run))
@@ -163,7 +163,7 @@ def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
 
 
 def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int]:
-    """How many pieces of which length stand for a run of documents: two chunks each."""
+    """Return number and length of the pieces for a run of documents; each has two equal chunks."""
     assert device.type in ("cuda", "cpu")
     count = pieces(tokens, device.type) or 1
     if count <= documents or tokens // count % 2:
@@ -172,7 +172,7 @@ def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int
 
 
 class _RingAttention(torch.autograd.Function):
-    """The whole ring, forward and backward: a step has no graph of its own."""
+    """Autograd function over the whole ring, so that no step has a graph of its own."""
 
     @staticmethod
     def forward(
@@ -210,7 +210,7 @@ class _RingAttention(torch.autograd.Function):
 def _pass_forward(
     query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, sinks_H: Tensor | None, ring: Ring
 ) -> tuple[Tensor, Tensor]:
-    """What is attended, BHSD, and the logarithm of each query's sum of exponentials, BHS."""
+    """Attention output, BHSD, and the log-sum-exp of each query, BHS."""
     wide = torch.promote_types(query_BHSD.dtype, torch.float32)
     output_BHSD = torch.empty_like(query_BHSD, dtype=wide)
     log_sums_BHS = torch.empty(query_BHSD.shape[:-1], dtype=wide, device=query_BHSD.device)
@@ -222,7 +222,7 @@ def _pass_forward(
                 run.queries_of(output_BHSD),
                 run.queries_of(log_sums_BHS),
                 run.block(query_BHSD, at_hand).forward(),
-                is_first=step == 0,  # a rank's own, over which it has every query
+                is_first=step == 0,  # a rank's own keys pair with all its queries
             )
         if passing is not None:
             at_hand = passing.wait()
@@ -238,10 +238,10 @@ def _pass_backward(
     log_sums_BHS: Tensor,
     ring: Ring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's own queries, keys and values.
+    """Return gradients of this rank's own queries, keys and values.
 
-    A rank adds its part to the gradients of the keys and values at hand, and sends them on: they
-    come one step behind these.
+    Each rank adds its part to the gradients of the keys and values at hand and sends them on, one
+    step behind those keys and values.
     """
     query_BHSD, *keys_and_values = own
     query_gradient = torch.empty_like(query_BHSD, dtype=log_sums_BHS.dtype)
@@ -249,7 +249,7 @@ def _pass_backward(
     homewards: Passing | None = None
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
-        # a step's gradients have no name here: they would be kept while the next step computes
+        # unnamed on purpose: a name would keep a step's gradients while the next one computes
         homewards = _send_on(
             [
                 (
@@ -278,7 +278,7 @@ def _pass_backward(
 def _backward(
     block: Block, of_queries: Sequence[Tensor], sum_: Tensor, *, is_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a block's keys and values; that of its queries is added to the sum, in place."""
+    """Return gradients of a block's keys and values; add its queries' to ``sum_``, in place."""
     gradient, key_gradient, value_gradient = block.backward(*of_queries)
     sum_.copy_(gradient) if is_first else sum_.add_(gradient)
     return key_gradient, value_gradient
@@ -290,8 +290,8 @@ def _send_on(
     own: Sequence[Tensor],
     ring: Ring,
 ) -> Passing:
-    """Add a step's parts to the gradients that came, of keys and of values, and send these on."""
-    if homewards is None:  # the first step's are of all of this rank's own keys
+    """Add a step's gradients of keys and values to those that arrived, and send the sums on."""
+    if homewards is None:  # the first step has gradients of all of this rank's own keys
         wide = torch.promote_types(own[0].dtype, torch.float32)
         travelling = [torch.empty_like(tensor, dtype=wide) for tensor in own]
     else:

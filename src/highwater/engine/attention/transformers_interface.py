@@ -1,9 +1,9 @@
-"""Block-sparse attention as transformers knows it, by the name ``highwater_block_sparse``.
+"""Block-sparse attention for transformers, registered as ``highwater_block_sparse``.
 
-Documents are told apart by ``cu_seq_lens_q``, or by positions that begin anew, as transformers'
-own data collators and its flash attention have it; each attends to itself, and its pattern counts
-from its own start. What is not computed (padding, a cache of earlier keys, a window, a soft cap,
-sinks, dropout) is refused by name.
+Documents are told apart by ``cu_seq_lens_q``, or by positions that start again, as transformers'
+own data collators and its flash attention do; each attends only to itself, and its pattern counts
+from its own start. Unsupported features (padding, a cache of earlier keys, a window, a soft cap,
+sinks, dropout) are refused by name.
 
 Shapes:  B sequences  S tokens  H query heads  K key/value heads  D head size
 """
@@ -30,8 +30,8 @@ def register_block_sparse(
     """Register the attention with transformers, for this process; returns its name.
 
     Build a model with it: ``AutoModelForCausalLM.from_pretrained(model,
-    attn_implementation=highwater.register_block_sparse(config))``. Registered again under one name
-    it is another pattern for every model of that name; ``name`` keeps two apart.
+    attn_implementation=highwater.register_block_sparse(config))``. Registering another pattern
+    under the same name changes every model of that name; give ``name`` to keep two apart.
     """
     pattern = SparsePatternConfig() if sparse_config is None else sparse_config
 
@@ -69,7 +69,7 @@ def register_block_sparse(
 
 
 def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
-    """Build no mask. Raises ModelError for padding, which one would have to hide."""
+    """Build no mask; raises ModelError for padding, which a mask would have to hide."""
     del arguments, others
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ModelError(
@@ -81,7 +81,7 @@ def _no_mask(*arguments: Any, attention_mask: Tensor | None = None, **others: An
 def _document_lengths(
     module: nn.Module, query_BHSD: Tensor, features: dict[str, Any]
 ) -> list[tuple[int, ...]]:
-    """Lengths of each sequence's documents; of one only, where all sequences have the same."""
+    """Return lengths of each sequence's documents; one entry if all sequences have the same."""
     batch, length = query_BHSD.shape[0], query_BHSD.shape[2]
     cumulative, positions = features.get("cu_seq_lens_q"), features.get("position_ids")
     if cumulative is not None:
@@ -105,14 +105,14 @@ def _document_lengths(
 
 
 def _lengths(begins: Tensor) -> tuple[int, ...]:
-    """Tokens of each document of a sequence, of whether one begins at each token but the first."""
+    """Count each document's tokens, from where documents begin (for all tokens but the first)."""
     first = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return tuple(stop - start for start, stop in pairwise(first))
 
 
 def _refuse_features(module: nn.Module, features: dict[str, Any], *, longest: int) -> None:
     """Raise ModelError for a feature that this attention does not compute."""
-    # a family that does not hand its window on has put it into the mask; there 0 means none
+    # a family that does not pass its window on has put it into the mask; 0 means no window
     own = getattr(getattr(module, "config", None), "sliding_window", None) or None
     window = features.get("sliding_window", own)
     if window is not None and window < longest:

@@ -26,9 +26,9 @@ def attend_sharded(
 ) -> Tensor:
     """Attention over the whole sequence, computed by heads and returned by positions: BsHD.
 
-    This rank computes its share of the heads for all positions, and gets all heads of its positions
-    back. Key and value heads are repeated where the degree exceeds them, so that every rank has
-    those that its query heads read.
+    This rank computes its share of the heads for all positions, and receives all heads of its own
+    positions. If the degree exceeds the number of key/value heads these are repeated, so that every
+    rank has those that its query heads read.
     """
     degree = dist.get_world_size(group)
     repeats = max(1, degree // key_BKsD.shape[1])
@@ -41,7 +41,7 @@ def attend_sharded(
 
 def scatter_heads(tensor_BHsD: Tensor, group: dist.ProcessGroup, degree: int) -> Tensor:
     """Trade all heads of this rank's positions for all positions of this rank's heads: BhSD."""
-    # The parts for the ranks come first: an all-to-all cuts dimension 0.
+    # Ranks must be dimension 0, which is the one that an all-to-all splits.
     parts_UsBhD = tensor_BHsD.unflatten(1, (degree, -1)).permute(1, 3, 0, 2, 4)
     whole_SBhD = exchange(parts_UsBhD, group).flatten(0, 1)
     return whole_SBhD.permute(1, 2, 0, 3)

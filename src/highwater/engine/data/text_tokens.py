@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -21,34 +21,16 @@ BYTE_VOCABULARY = BYTE_END_ID + 1
 _PROBE = "a"
 
 
-class TextTokens(Protocol):
-    """What tokenises texts."""
-
-    name: str
-    """The tokenizer's class, or ``bytes``."""
-    start_ids: tuple[int, ...]
-    """What stands before a text that is not rendered by a chat template."""
-    end_id: int
-    """The end-of-text token."""
-    chat: ChatTemplate | None
-    """None: there is no template for conversations."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing before it and nothing after."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-        ...
-
-
 class Bytes:
     """Tokens that are the bytes of UTF-8; a document ends with ``BYTE_END_ID``."""
 
     name = "bytes"
     start_ids: tuple[int, ...] = ()
+    """What stands before a text that is not rendered by a chat template."""
     end_id = BYTE_END_ID
+    """The end-of-text token."""
     chat: ChatTemplate | None = None
+    """None: there is no template for conversations."""
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -64,7 +46,16 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         """Open it. Raises UsageError where it cannot be, or ends no text."""
-        self._tokenizer = _opened(directory)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=False, local_files_only=True
+            )
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            said = " ".join(str(error).split())
+            raise UsageError(
+                f"no tokenizer can be opened in {directory}: {said[:300]}",
+                hint="save the model's tokenizer there anew, with `tokenizer.save_pretrained`",
+            ) from error
         self.name = type(self._tokenizer).__name__
         if self._tokenizer.eos_token_id is None:
             raise UsageError(
@@ -72,20 +63,16 @@ class Tokenizer:
                 hint=f"name one as `eos_token` in {quote(str(directory))}/tokenizer_config.json",
             )
         self.end_id = int(self._tokenizer.eos_token_id)
-        self.start_ids = self._before_a_text()
+        # What the tokenizer itself puts before a text.
+        bare, whole = self.encode(_PROBE), self.encode(_PROBE, add_special_tokens=True)
+        starts = range(len(whole) - len(bare) + 1)
+        begin = next((at for at in starts if whole[at : at + len(bare)] == bare), 0)
+        self.start_ids = tuple(whole[:begin])
         has_template = bool(self._tokenizer.chat_template)
         self.chat = ChatTemplate(self._tokenizer) if has_template else None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text without special tokens around it; those in the text are themselves."""
-        return self._encoded(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens too, nothing tidied up."""
-        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(list(ids), **how))
-
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
         given = self._tokenizer(
             text,
             add_special_tokens=add_special_tokens,
@@ -96,14 +83,14 @@ class Tokenizer:
         )
         return list(given["input_ids"])
 
-    def _before_a_text(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text."""
-        bare = self._encoded(_PROBE, add_special_tokens=False)
-        whole = self._encoded(_PROBE, add_special_tokens=True)
-        for start in range(len(whole) - len(bare) + 1):
-            if whole[start : start + len(bare)] == bare:
-                return tuple(whole[:start])
-        return ()
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens too, nothing tidied up."""
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(ids), **how))
+
+
+TextTokens = Bytes | Tokenizer
+"""What tokenises texts."""
 
 
 class Parts(NamedTuple):
@@ -128,8 +115,15 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
     whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
     if list(chain(*apart)) == whole:
         return Parts(apart, is_apart=False)
-    cut = _cut(tokens, whole, parts)
-    if cut is not None:
+    borders = [0]
+    for before in accumulate(parts[:-1]):
+        # The whole is cut at a border if it begins with the tokens of the text before.
+        ids = tokens.encode(before) if before else []
+        if whole[: len(ids)] != ids:
+            break
+        borders.append(len(ids))
+    else:
+        cut = tuple(whole[start:end] for start, end in pairwise([*borders, len(whole)]))
         return Parts(cut, is_apart=False)
     if tokens.decode(list(chain(*apart))) != tokens.decode(whole):
         raise UsageError(
@@ -139,35 +133,6 @@ def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Part
             '`{"prompt": "Say", "completion": " yes"}`',
         )
     return Parts(apart, is_apart=True)
-
-
-def _cut(
-    tokens: TextTokens, whole: list[int], parts: Sequence[str]
-) -> tuple[list[int], ...] | None:
-    """The tokens of the whole text, cut between the parts; None where one reaches over a border.
-
-    Proven for each border: the text before it has the tokens that the whole begins with.
-    """
-    borders = [0]
-    for before in accumulate(parts[:-1]):
-        ids = tokens.encode(before) if before else []
-        if whole[: len(ids)] != ids:
-            return None
-        borders.append(len(ids))
-    return tuple(whole[start:end] for start, end in pairwise([*borders, len(whole)]))
-
-
-def _opened(directory: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        said = " ".join(str(error).split())
-        raise UsageError(
-            f"no tokenizer can be opened in {directory}: {said[:300]}",
-            hint="save the model's tokenizer there anew, with `tokenizer.save_pretrained`",
-        ) from error
 
 
 _LOOKED_AT = 20_000

@@ -10,7 +10,7 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
+from highwater.engine.data.record_fields import DataRecord
 from highwater.engine.data.rendering import (
-    Render,
     Rendering,
     TokenDocument,
     Unit,
@@ -35,7 +35,7 @@ from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
 from highwater.errors import UsageError
 from highwater.nouns.codec import digest
-from highwater.nouns.corpus import Corpus, CorpusOrder, LongDocuments
+from highwater.nouns.corpus import Corpus, CorpusOrder
 from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.protocols import TOLD_S, OnPhase, serve, tell_phase
@@ -47,10 +47,10 @@ class LengthLimit:
     one of which no other is trained is left out.
     """
 
-    def __init__(self, *, length_tokens: int, long_documents: LongDocuments, pairs: bool) -> None:
-        """``pairs``: a unit is left out whole where one of its documents is."""
-        self._length, self._pairs = length_tokens, pairs
-        self._choice: LongDocuments = long_documents
+    def __init__(self, order: CorpusOrder) -> None:
+        self._length, self._choice = order.length_tokens, order.long_documents
+        self._pairs = TRAITS[order.objective].pairs
+        """Whether a unit is left out whole where one of its documents is."""
         self.truncated = self.truncated_tokens = self.split = self.empty = self.longest_tokens = 0
         """Of the documents as they came."""
 
@@ -138,14 +138,13 @@ def _tokenizer_digest(directory: str | None) -> object:
         return None
     folder = Path(directory)
     found = {path for pattern in _OF_A_TOKENIZER for path in folder.glob(pattern)}
-    files = [
-        (str(path.relative_to(folder)), bytes_digest([path])) for path in found if path.is_file()
-    ]
+    files = ((str(path.relative_to(folder)), path) for path in found if path.is_file())
+    digests = sorted((name, bytes_digest([path])) for name, path in files)
     family = None  # by which transformers chooses a tokenizer's class where its files do not say
     with suppress(OSError, ValueError, AttributeError):
         config = json.loads(read_file(folder / "config.json", most_bytes=CONFIG_BYTES))
         family = str(config.get("model_type"))
-    return sorted(files), family
+    return digests, family
 
 
 def main() -> None:
@@ -206,15 +205,13 @@ def _make(
     else:
         grouped = traits.advantages == "groups"
         render = partial(rollouts, rendering, grouped=grouped, reward=reward)
-    limit = LengthLimit(
-        length_tokens=order.length_tokens,
-        long_documents=order.long_documents,
-        pairs=traits.pairs,
-    )
+    limit = LengthLimit(order)
     with CorpusWriter(made, vocab_size=order.vocab_size) as writer:
         # A function of the user's runs in this process alone.
         processes = 1 if reward is not None else processes_for(found.files)
-        _write(found, render, limit, writer, on_phase, processes=processes)
+        everything = chain.from_iterable(map(records, found.files))
+        rows = rendered(everything, render, processes=processes)
+        _write(rows, len(found.files), limit, writer, on_phase)
         if not writer.documents:
             raise _nothing(order, limit)
         on_phase(f"writing {writer.tokens:,} tokens")
@@ -254,18 +251,15 @@ def _tokens(order: CorpusOrder) -> TextTokens:
 
 
 def _write(
-    found: DataFiles,
-    render: Render,
+    rows: Iterable[tuple[DataRecord, list[Unit]]],
+    files: int,
     limit: LengthLimit,
     writer: CorpusWriter,
     on_phase: OnPhase,
-    *,
-    processes: int,
 ) -> None:
-    """Read, render and write every record, and say twice a second how far that is."""
-    told, files = 0.0, len(found.files)
-    everything = chain.from_iterable(map(records, found.files))
-    for count, (record, units) in enumerate(rendered(everything, render, processes=processes), 1):
+    """Write the units of every record, and say twice a second how far that is."""
+    told = 0.0
+    for count, (record, units) in enumerate(rows, 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
             read, made = counted(count, "record"), counted(writer.tokens, "token")

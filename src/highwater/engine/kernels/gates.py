@@ -1,7 +1,7 @@
-"""``silu(gate) * up`` of a gated MLP, and its gradient, each written over its inputs.
+"""Gates: ``silu(gate) * up`` of a gated MLP, and its gradient, each written over its inputs.
 
-On a GPU two Triton kernels that read and write every element once; elsewhere PyTorch in blocks of
-rows. Both compute in float32 (float64 for float64) and round once.
+A GPU runs two Triton kernels that read and write every element once; otherwise PyTorch runs in
+blocks of rows. Both compute in float32 (float64 for float64) and round once.
 
 Shapes:  T tokens  F intermediate size
 """
@@ -39,7 +39,7 @@ def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
         return
     wide = torch.promote_types(gate_TF.dtype, torch.float32)
     for gate, up, gradient in _blocks(gate_TF, up_TF, gradient_TF):
-        # Where the dtype is wide already these are no copies: nothing is written before the end.
+        # If the dtype is wide already these are not copies: write nothing before all is computed.
         x, y, g = gate.to(wide), up.to(wide), gradient.to(wide)
         s = x.sigmoid()
         silu = x * s

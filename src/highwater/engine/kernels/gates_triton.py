@@ -1,4 +1,4 @@
-"""The Triton half of gates.py: one pass over contiguous tensors, in place.
+"""Triton kernels of gates.py: one pass over contiguous tensors, in place.
 
 Shapes:  T tokens  F intermediate size
 """

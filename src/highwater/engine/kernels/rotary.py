@@ -1,7 +1,7 @@
-"""RMS norm of every head and its rotation by position (RoPE) in one pass, or the rotation alone.
+"""Rotary: RMS norm of every head and its rotation by position (RoPE) in one pass, or no norm.
 
-On a GPU two Triton kernels that read and write every element once; elsewhere PyTorch in blocks of
-tokens. Both compute in float32 (float64 for float64) and round once.
+A GPU runs two Triton kernels that read and write every element once; otherwise PyTorch runs in
+blocks of tokens. Both compute in float32 (float64 for float64) and round once.
 
 Shapes:  T tokens  H heads  D head size
 Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves of a head rotated
@@ -19,16 +19,15 @@ from highwater.engine.kernels.gates import BLOCK_BYTES
 PARTS = 1024
 """Partial sums of the norm's gradient on a GPU, each over some of the tokens.
 
-Their number is fixed, so that their memory does not grow with the length.
-"""
+Their number is fixed, so that their memory does not grow with the length."""
 
 
 def rotate(
     x_THD: Tensor, weight_D: Tensor | None, eps: float, cosines_TD: Tensor, sines_TD: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Norm the heads if there is a weight, and rotate them.
+    """Normalise the heads if there is a weight, and rotate them.
 
-    With a weight ``1 / rms`` of each head before the norm is returned too, of shape (T, H).
+    With a weight, ``1 / rms`` of each head before the norm is returned too, of shape (T, H).
     """
     tokens, heads, _ = x_THD.shape
     wide = torch.promote_types(x_THD.dtype, torch.float32)
@@ -56,9 +55,9 @@ def backward(
     cosines_TD: Tensor,
     sines_TD: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of ``x`` and of the weight, from the gradient of what ``rotate`` returned.
+    """Return gradients of ``x`` and of the weight, from the gradient of ``rotate``'s output.
 
-    The last dimension of ``gradient_THD`` is dense.
+    The last dimension of ``gradient_THD`` must be dense.
     """
     if not x_THD.is_cuda or x_THD.dtype == torch.float64:
         return _backward_in_blocks(gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD)
@@ -83,7 +82,7 @@ def _backward_in_blocks(
     cosines_TD: Tensor,
     sines_TD: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """PyTorch's path of ``backward``, a block of tokens at a time."""
+    """Compute ``backward`` in PyTorch, a block of tokens at a time."""
     x_gradient_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     weight_gradient_D = None if weight_D is None else torch.zeros_like(weight_D, dtype=wide)
@@ -98,7 +97,7 @@ def _backward_in_blocks(
             unit = x_THD[part] * scale
             weight_gradient_D += (turned_back * unit).sum((0, 1))
             turned_back = turned_back * weight_D
-            # What the norm took away stays away: the part of the gradient along the head itself.
+            # The norm's output ignores a head's length: drop the gradient's part along the head.
             turned_back = (turned_back - unit * (turned_back * unit).mean(-1, keepdim=True)) * scale
         x_gradient_THD[part] = turned_back
     if weight_D is None or weight_gradient_D is None:
@@ -107,7 +106,7 @@ def _backward_in_blocks(
 
 
 def _turned(x: Tensor) -> Tensor:
-    """A quarter turn of every pair: (-second half, first half).
+    """Turn every pair by a quarter: (-second half, first half).
 
     The quarter turn back is its negative.
     """

@@ -1,4 +1,4 @@
-"""The Triton half of rotary.py: one program per token, or per partial sum of a weight's gradient.
+"""Triton kernels of rotary.py: one program per token, or per partial sum of a weight's gradient.
 
 Shapes:  T tokens  H heads  D head size  P partial sums of the weight's gradient
 """
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WARP_NUMBERS = 512
-"""Numbers of one half of all heads that a warp takes."""
+"""Numbers of one half of all heads that each warp computes."""
 
 
 def rotate(

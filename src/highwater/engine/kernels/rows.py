@@ -1,10 +1,10 @@
-"""Statistics of each row of logits, and their gradient, written over the logits.
+"""Rows: statistics of each row of logits, and their gradient, written over the logits.
 
 The statistics are the log-probability of a label, the log of the normalizer, and the entropy of the
-distribution. On a GPU two Triton kernels read each logit once and store nothing in float32 but
-three numbers a row; elsewhere PyTorch does the same in blocks of rows. Both compute in float32
-(float64 for float64 logits). Logits stay as the head makes them: where a family scales or caps
-them, both passes do so on the way, and no second buffer is as wide as the vocabulary.
+distribution. A GPU runs two Triton kernels that read each logit once and store nothing in float32
+but three numbers a row; otherwise PyTorch does the same in blocks of rows. Both compute in float32
+(float64 for float64 logits). Logits stay as the head makes them: if a family scales or caps them,
+both passes do so as they read, and no second buffer is as wide as the vocabulary.
 
 Shapes:  N rows  V vocabulary
 """
@@ -95,7 +95,7 @@ def backward_(
 
 
 def transformed(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """Logits as the softmax sees them, of any shape; themselves, where they stay as they are."""
+    """Return logits of any shape as the softmax sees them; the same tensor if nothing changes."""
     if transform.scale != 1:
         logits = logits * transform.scale
     if transform.soft_cap is None:

@@ -1,4 +1,4 @@
-"""The Triton half of rows.py: one program per row, one read of each logit.
+"""Triton kernels of rows.py: one program per row, one read of each logit.
 
 Nothing is stored in float32 but 3 N numbers.
 
@@ -68,7 +68,7 @@ def backward_(
 
 @triton.jit
 def _tanh(x):
-    # By its series where the exponential's form would lose what is left of a difference.
+    # Near 0 by its series: there 1 - exp(-2x) would lose most of its digits.
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     square = x * x
@@ -85,7 +85,7 @@ def _tanh_slope(x):
 
 @triton.jit
 def _transformed(x, scale, cap, CAPPED: tl.constexpr):
-    # Where nothing is scaled, a product with 1 is exact.
+    # Without scaling this is a product with 1, which is exact.
     y = x * scale
     if CAPPED:
         y = cap * _tanh(y / cap)
@@ -119,7 +119,7 @@ def _row_statistics_kernel(
         inside = first + offsets < vocabulary
         x = tl.load(start + first + offsets, mask=inside, other=float("-inf")).to(tl.float32)
         x = _transformed(x, scale, cap, CAPPED)
-        if CAPPED:  # also minus infinity, which stands for what is beyond the row
+        if CAPPED:  # capping has made minus infinity, beyond the row's end, finite
             x = tl.where(inside, x, float("-inf"))
         new_largest = tl.maximum(largest, x)
         # A lane that has seen only -inf would compute exp(-inf - -inf), and 0 times -inf.

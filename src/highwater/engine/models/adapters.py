@@ -1,7 +1,7 @@
-"""Adapters: LoRA on a model that was built on meta, as peft puts it there, and ours in the place of
-its layers where a trial shows that they compute the same.
+"""Adapters: LoRA on a model that was built on meta. peft puts them there; our layers replace peft's
+once a small trial has shown that they compute the same.
 
-Which linear layers have an adapter, their names, and what is written for others to load is peft's.
+peft decides which linear layers have an adapter, their names, and the files for others to load.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from highwater.errors import MachineError, ModelError
 from highwater.nouns.lora import Lora
 
 NAME = "default"
-"""The name that peft gives the only adapter."""
+"""Name that peft gives to a model's only adapter."""
 A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
-"""Ends of the names of an adapter's parameters."""
+"""Suffixes of the names of an adapter's two parameters."""
 
 
 def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) -> None:
     """Freeze a model without storage, and put adapters in ``dtype`` on its linear layers, in place.
 
-    Raises ModelError for a name that is no linear layer's, MachineError without peft.
+    Raises ModelError for a name that is not a linear layer's, MachineError without peft.
     """
     peft = _peft()
     linear = _linear_names(causal_lm)
@@ -68,7 +68,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
 
 
 def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
-    """Names that linear layers have, the head apart, and no other module."""
+    """Return the names that only linear layers have, except the head."""
     head = causal_lm.get_output_embeddings()
     named: dict[str, list[nn.Module]] = {}
     for name, module in causal_lm.named_modules():
@@ -81,7 +81,7 @@ def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
 
 
 def peft_config(lora: Lora, *, base: str | None = None) -> Any:
-    """The adapter's configuration as peft has it; ``base`` is the model that it belongs to."""
+    """Return peft's configuration of an adapter; ``base`` is the model that it was trained on."""
     return _peft().LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
@@ -94,14 +94,14 @@ def peft_config(lora: Lora, *, base: str | None = None) -> Any:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """True if this is the name of an adapter's parameter."""
     return name.endswith((A, B))
 
 
 def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch.device) -> None:
-    """Fill this rank's rows of an adapter: B with zeros, so that a model begins as what it was, and
-    A as peft does, evenly within one over the square root of its inputs, the same numbers on any
-    number of ranks.
+    """Fill this rank's rows of an adapter, with the same numbers on any number of ranks: B with
+    zeros, so that the model begins unchanged; A like peft, evenly within plus or minus 1 over the
+    square root of its inputs.
     """
     local = local_shard(parameter.detach())
     if name.endswith(B):
@@ -112,15 +112,15 @@ def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch
     place = {"first": first_row * inputs, "total": parameter.numel()}
     wide = torch.empty(local.numel(), dtype=torch.float32, device=local.device)
     draw(wide, **place, stream=stream, std=1.0, device=device)
-    # a normal number's place in its distribution lies evenly between 0 and 1
+    # the cumulative probability of a normal number is evenly distributed between 0 and 1
     even = torch.special.ndtr(wide.double()).mul_(2).sub_(1).mul_(1 / math.sqrt(inputs))
     local.view(-1).copy_(even)
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
-    """Have a model be what it was without its adapters while the block runs; one that has none is
-    that already.
+    """Context manager: turn off a model's adapters while the block runs. No effect on a model
+    without adapters.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
     for layer in layers:
@@ -133,14 +133,14 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 
 def name_for_peft(name: str) -> str:
-    """The name of an adapter's parameter in the files that peft loads, by its name in the causal
+    """Return the name of an adapter's parameter in peft's files, from its name in the causal
     LM.
     """
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 
 def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
-    """The layer with an adapter whose own weight has this name in files; None of any other name."""
+    """Return the layer with an adapter whose weight has this name in files; None without one."""
     for own, layer in model.named_modules():
         if isinstance(layer, AdaptedLinear) and name == f"{name_in_files(own)}.weight":
             return layer
@@ -150,8 +150,8 @@ def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
 def write_adapters(
     directory: Path, tensors: dict[str, Tensor], lora: Lora, *, base: str, gives_scalars: bool
 ) -> int:
-    """Write a directory that peft loads; returns its bytes. ``tensors`` have the names that it
-    reads, ``base`` is where the model lies that they stand beside.
+    """Write a directory that peft loads; returns its bytes. ``tensors`` have the names that peft
+    reads, ``base`` is the directory of the model that the adapters were trained on.
     """
     config = peft_config(lora, base=base)
     if gives_scalars:
@@ -164,7 +164,7 @@ def write_adapters(
 
 
 def _prove(peft: Any) -> None:
-    """Raise MachineError unless our layer computes what this peft's does, output and gradients."""
+    """Raise MachineError unless our layer computes the same as peft's: output and gradients."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model of a trial: any Hugging Face decoder-only causal LM, built on meta, sharded, then
+"""Build a trial's model: any Hugging Face decoder-only causal LM, built on meta, sharded, then
 materialised shard by shard.
 """
 
@@ -39,17 +39,17 @@ from highwater.nouns.settings import Loss, Recompute, Rope, Strategy
 
 
 def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
-    """The model's config, its RoPE scaled for the length; no remote code is run."""
+    """Return the model's config, with RoPE scaled for the length; no remote code is run."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
-        # as transformers does with files that hold both, and different values
+        # as transformers does if the files hold both, with different values
         config.tie_word_embeddings = False
-    # YaRN multiplies it (transformers' modeling_rope_utils.py), where attention divides
+    # attention takes None as hidden size / heads, but transformers' YaRN would multiply by None
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     taken = inspect.signature(type(config).__init__).parameters
     if hasattr(config, "sliding_window") and "sliding_window" not in taken:
-        # a Llama's config may have one, of which its class knows nothing
+        # the field may be in a config (Llama's) whose class does not use it
         delattr(config, "sliding_window")
     scale_rope(config, length_tokens=length_tokens, rope=rope)
     config.use_cache = False
@@ -72,23 +72,23 @@ def build(
     lora: Lora | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """The sharded model, its shards on the mesh's device or, with offload, on the host: from
-    safetensors in ``directory`` when present, else random.
+    """Return the sharded model, its shards on the mesh's device or, with offload, on the host.
+    Weights are from safetensors in ``directory`` if there are any, else random.
 
-    A LanguageModel with this loss; without one a ScalarModel, whose head is random unless the files
-    have ``score.weight``. What is sharded is a model without storage. With FSDP2 a rank never holds
-    more than its own shards; FSDP1 cuts one layer after the other (engine/parallel/fsdp1.py), and
-    its model is a wrapper in which every attribute of the model is found. ``attention`` is what
-    registry.register returned. ``mlp_tiles`` None: the MLP goes in tiles where that costs no time.
-    With ``lora`` the model is frozen in ``master_dtype``, or its linear layers in NF4, and its
-    adapters are trained, with a ScalarModel's number: in float32, or in what is wider.
+    It is a LanguageModel with this loss; without one a ScalarModel, whose head is random unless the
+    files have ``score.weight``. Sharding starts from a model without storage. With FSDP2 a rank
+    never holds more than its own shards; FSDP1 cuts one layer after the other
+    (engine/parallel/fsdp1.py), and its model is a wrapper that has every attribute of the model.
+    ``attention`` is what registry.register returned. ``mlp_tiles`` None: MLPs are tiled if that
+    costs no time. With ``lora`` the model is frozen in ``master_dtype``, or its linear layers in
+    NF4; its adapters, and a ScalarModel's head, are trained in float32 or wider.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
     transform = getattr(model, "logit_transform", PLAIN)
     if mesh.device_type == "cuda" and not transform.is_plain:
         prove_rows(transform, torch.device("cuda"))
-    # Without recomputation the products that tiles compute twice would cost time: only on demand.
+    # Tiles compute products twice. With recomputation that is free, else done only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
     device = torch.device(mesh.device_type)
@@ -121,7 +121,7 @@ def build(
 
 
 def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
-    """Fill one layer after the other and pack it: the model is never there whole."""
+    """Fill and pack one layer after the other: the model is never in memory unpacked as a whole."""
     cut = (isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
     assert not any(cut), "each rank has all of a model that is packed"
     table = scale_table(device)
@@ -133,9 +133,9 @@ def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
 def build_on_meta(
     config: PreTrainedConfig, *, attention: Attention, loss: Loss | None, master_dtype: torch.dtype
 ) -> Decoder:
-    """The model without storage, its parameters of the master dtype whatever the config says."""
-    # None is one grouped product over all experts wherever PyTorch has it, in the dtype of the
-    # gathered weights; it takes no float64.
+    """Return the model without storage, with parameters in ``master_dtype`` (not the config's)."""
+    # None means one grouped product over all experts if PyTorch has it, in the dtype of the
+    # gathered weights; it does not support float64.
     experts = "eager" if master_dtype == torch.float64 else None
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
@@ -164,8 +164,8 @@ def build_on_meta(
 
 
 def drop_storage(causal_lm: PreTrainedModel) -> None:
-    """Put on meta what the family's class made elsewhere, by functions that know no default device:
-    Fill gives all values.
+    """Move to meta what the family's class created elsewhere, by functions that ignore the default
+    device: Fill gives all values.
     """
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -178,8 +178,8 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Put every gated MLP into tiles. Raises ModelError where tiles are asked for and no MLP of the
-    family is known.
+    """Replace every gated MLP by a tiled one. Raises ModelError if tiles are asked for and the
+    family has no known MLP.
     """
     if not fuse_mlps(model.causal_lm, tiles=tiles) and tiles is not None:
         raise ModelError(

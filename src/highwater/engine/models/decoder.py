@@ -1,5 +1,5 @@
-"""Decoders: a Hugging Face causal LM up to its last hidden states, and what follows them here:
-statistics of tokens, or one number a token.
+"""Decoders: a Hugging Face causal LM up to its last hidden states, then either statistics of
+tokens, or one number for each token.
 
 Shapes:  T packed tokens  N trained tokens  P positions of which a number is asked  E hidden size
 """
@@ -25,27 +25,27 @@ from highwater.nouns.trial import Weights
 
 
 class MicroBatchStatistics(NamedTuple):
-    """What a forward pass tells: TokenStatistics of the trained tokens, and what the whole
-    micro-batch adds to the loss.
+    """Results of a forward pass: TokenStatistics of the trained tokens, and the whole micro-batch's
+    share of the routers' loss.
     """
 
     logprobs_N: Tensor
     entropies_N: Tensor
     router_loss: Tensor | None
     """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
-    divided by all tokens of the step it is part of the loss. None for a model without such a loss,
-    and where no gradient is recorded."""
+    to be divided by all tokens of the step. None for a model without such a loss, and if no
+    gradient is recorded."""
 
 
 class Decoder(nn.Module):
-    """A causal LM up to its last hidden states; what follows them is a subclass's."""
+    """A causal LM up to its last hidden states; subclasses add what follows."""
 
     gives_scalars = False
-    """Whether it is a ScalarModel: also FSDP1's wrapper knows."""
+    """True for a ScalarModel; unlike its class, FSDP1's wrapper shows this too."""
     weights: Weights = "random"
     """Source of the model's first values."""
     lora: Lora | None = None
-    """What its adapters are; None where the model itself is trained."""
+    """Settings of its adapters; None if the model itself is trained."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: Attention) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Decoder(nn.Module):
         self.attention = attention
         self.document_ropes = follow_documents(causal_lm)
         self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
-        """Parameters of the whole model, tied ones counted once, however it is sharded
-        afterwards."""
+        """Parameters of the whole model, before it is sharded; tied ones are counted
+        once."""
 
     def hidden_states(
         self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
     ) -> Tensor:
-        """The last hidden state of every token, normalised; of shape (T, E)."""
+        """Last hidden state of every token, after the final norm; shape (T, E)."""
         layout = self.attention.layout_of(document_lengths)
         assert len(input_ids_T) == layout.tokens_per_rank, "a rank's tokens are its whole share"
         if self.document_ropes:
@@ -73,14 +73,14 @@ class Decoder(nn.Module):
             sequence_layout=layout,
         ).last_hidden_state[0]
         layers, callers = self.causal_lm.config.num_hidden_layers, len(self.attention.callers)
-        if callers != layers:  # by any other attention documents would see each other
+        if callers != layers:  # in any other attention documents would see each other
             why = f"{callers} of its {layers} layers attend through it"
             raise not_by_attention(self.causal_lm.config, why)
         return hidden_TE
 
     @property
     def architecture(self) -> str:
-        """The class of transformers that loads what is saved of it."""
+        """Name of the class of transformers that loads the saved model."""
         return type(self.causal_lm).__name__
 
     @property
@@ -90,12 +90,12 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to the vocabulary."""
+        """Projection to the vocabulary."""
         return cast(nn.Linear, self.causal_lm.get_output_embeddings())
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder layers, first to last."""
+        """Decoder layers, first to last."""
         count = self.causal_lm.config.num_hidden_layers
         for module in self.backbone.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -120,10 +120,10 @@ class LanguageModel(Decoder):
         super().__init__(causal_lm, attention=attention)
         self.loss: Loss = loss
         self.logit_transform = logit_transform
-        """What the family makes of its head's product."""
+        """Scale and cap that the family applies to its logits."""
         self.routers = follow_routers(causal_lm)
         self.logit_range: LogitRange | None = None
-        """What is shown the logits of passes that record a gradient, where somebody asks."""
+        """Range of the logits in passes that record a gradient; None if it is not asked for."""
 
     def forward(
         self,
@@ -137,7 +137,7 @@ class LanguageModel(Decoder):
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
         float32 or wider.
 
-        ``logprob_gradient`` as ``token_statistics`` has it.
+        ``logprob_gradient`` as in ``token_statistics``.
         """
         routers = self.routers if torch.is_grad_enabled() else None
         if routers is not None:
@@ -164,7 +164,7 @@ class LanguageModel(Decoder):
 
 
 class ScalarModel(Decoder):
-    """A causal LM with one number per token in the place of its logits: a critic, or a reward
+    """A causal LM with one number per token instead of logits: a critic, or a reward
     model.
     """
 
@@ -175,10 +175,10 @@ class ScalarModel(Decoder):
         name = next(name for name, module in causal_lm.named_modules() if module is vocabulary)
         causal_lm.set_submodule(name, nn.Identity())
         causal_lm.config.tie_word_embeddings = False
-        causal_lm.config.num_labels = 1  # what is saved loads as a sequence or token classifier
+        causal_lm.config.num_labels = 1  # the saved model loads as a sequence or token classifier
         super().__init__(causal_lm, attention=attention)
         self.replaced_head = name
-        """Name of the head that files may hold, and that this model has not."""
+        """Name of the head that files may have and this model does not."""
         self.score = nn.Linear(
             vocabulary.in_features, 1, bias=False, device="meta", dtype=vocabulary.weight.dtype
         )
@@ -186,14 +186,14 @@ class ScalarModel(Decoder):
 
     @property
     def architecture(self) -> str:
-        """The family's sequence classifier; the causal LM where transformers has none."""
+        """The family's sequence classifier, or its causal LM if transformers has none."""
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(
             self.causal_lm.config.model_type, super().architecture
         )
 
     @property
     def head(self) -> nn.Linear:
-        """The projection to a number."""
+        """Projection to one number."""
         return self.score
 
     def forward(

@@ -1,7 +1,7 @@
-"""Fill: the first values of a model that was built on meta, from its directory's files or from the
-seed, each parameter under the name that files give it; and its buffers (RoPE's frequencies, the
-scale of an embedding, the correction of a router), computed as its family's own class does, by
-``_init_weights``, which leaves alone what is marked as initialised.
+"""Fill: first values of a model that was built on meta, from its directory's files or from the
+seed, by each parameter's name in files. Buffers (RoPE's frequencies, the scale of an embedding, the
+correction of a router) are computed by the family's own ``_init_weights``, which skips parameters
+marked as initialised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def fill_buffers(
 ) -> Sequence[str]:
     """Fill a module's own buffers on ``device``, and return the names that stay unfilled.
 
-    They are there even where the parameters are on the host.
+    Buffers are on that device even if the parameters are on the host.
     """
     names = [name for name, _ in module.named_buffers(recurse=False)]
     if not names:
@@ -50,7 +50,7 @@ def fill_buffers(
 
 
 def _fill_with_its_scalar(module: nn.Module, name: str) -> bool:
-    """Fill a buffer of one number that the module has as a float, too; say whether it does.
+    """Fill a buffer of one number from the module's float of the same name; False if it has none.
 
     Source: ``XIELUActivation`` of transformers, the activation of Apertus.
     """
@@ -63,26 +63,26 @@ def _fill_with_its_scalar(module: nn.Module, name: str) -> bool:
 
 
 def _version(module: nn.Module, name: str) -> tuple[int, int]:
-    """A value that changes when a buffer is written to, or replaced."""
+    """Return a value that changes when a buffer is written to or replaced."""
     buffer = cast(Tensor, getattr(module, name))
     return id(buffer), buffer._version
 
 
 _LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
-"""Tensors of old files that follow from the config."""
+"""Patterns of tensors in old files that are computed from the config instead."""
 
 
 class Fill:
-    """Gives the modules of a model that was built on meta their values, each parameter under the
-    name that files give it.
+    """Gives values to the modules of a model that was built on meta, by each parameter's name in
+    files.
     """
 
     def __init__(
         self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int
     ) -> None:
         self.model, self.saved, self.device, self.seed = model, saved, device, seed
-        # Read before anything is wrapped, which changes names, or given storage, which parts what
-        # is shared.
+        # Read before anything is wrapped, which changes names, or gets storage, which separates
+        # shared parameters.
         self.names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._missing = {name_in_files(name) for name, _ in model.named_parameters()}
         self._embedding = cast(nn.Embedding, model.causal_lm.get_input_embeddings())
@@ -93,8 +93,8 @@ class Fill:
             _check_files(model, saved, self._other_names)
 
     def one_unit(self, unit: nn.Module) -> None:
-        """Storage on the device and values for what of the unit is still on meta: all but the units
-        within it.
+        """Give storage on the device, and values, to the modules of a unit that are still on meta;
+        units inside it are filled before.
         """
         own = {m: (*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in unit.modules()}
         fresh = [module for module, tensors in own.items() if any(t.is_meta for t in tensors)]
@@ -103,11 +103,11 @@ class Fill:
         self._fill(fresh)
 
     def values(self, model: nn.Module) -> None:
-        """Values for all of a model that has storage."""
+        """Give values to all of a model that has storage."""
         self._fill(list(model.modules()))
 
     def finish(self) -> None:
-        """Every parameter has been given its values, each once."""
+        """Check that every parameter has been given its values."""
         assert not self._missing, f"never filled: {sorted(self._missing)}"
 
     def _fill(self, modules: Sequence[nn.Module]) -> None:
@@ -120,7 +120,7 @@ class Fill:
             prefix = name_in_files(self.names[module])
             parameters |= {prefix + name: p for name, p in module.named_parameters(recurse=False)}
             buffers |= {prefix + name: b for name, b in _saved_buffers(module)}
-        # each by its first name alone where two modules share it
+        # only by its first name if two modules share it
         last = {p: name for name, p in reversed(parameters.items())}
         fresh = {name: p for p, name in last.items()}
         strange = sorted(fresh.keys() - self._missing)
@@ -140,7 +140,7 @@ class Fill:
                 fill_random(name, parameter, std=std, seed=self.seed, device=self.device)
 
     def _fill_buffers(self, modules: Sequence[nn.Module]) -> None:
-        """Compute buffers anew; raise ModelError for those that nobody describes."""
+        """Compute buffers; raise ModelError for any that neither class nor files give."""
         for module in modules:
             unknown = fill_buffers(self.model.causal_lm, module, device=self.device)
             names = [name_in_files(self.names[module]) + name for name in unknown]
@@ -154,15 +154,15 @@ class Fill:
 
 
 def _is_in(saved: weights.SavedWeights, name: str) -> bool:
-    """Whether files have to hold a parameter: never adapters."""
+    """True if the files must have this parameter; they never have adapters."""
     return not is_adapter(name) and (name != SCORE or saved.has(SCORE))
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """A module's own buffers that are a part of what is saved of it; of the others transformers
-    reads nothing from files either.
+    """Return a module's own buffers that are saved with it; transformers does not read others from
+    files either.
     """
-    # what state_dict itself asks
+    # state_dict itself uses this set
     left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     return [each for each in module.named_buffers(recurse=False) if each[0] not in left_out]
 
@@ -170,7 +170,7 @@ def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _check_files(
     model: Decoder, saved: weights.SavedWeights, other_names: Mapping[str, str]
 ) -> None:
-    """Raise ModelError for files that do not hold this model, all of it and nothing else."""
+    """Raise ModelError unless the files have exactly this model's tensors."""
     names = {name_in_files(name): p for name, p in model.named_parameters()}
     parameters = {
         other_names.get(name, name): p for name, p in names.items() if _is_in(saved, name)
@@ -190,7 +190,7 @@ def _check_files(
 
 
 def _other_names(model: Decoder, saved: weights.SavedWeights) -> dict[str, str]:
-    """The head's name in the place of the embedding's, where files hold a tied weight so."""
+    """Map the embedding's name to the head's, if files have a tied weight only as the head's."""
     tied = [
         name_in_files(name)
         for name, p in model.named_parameters(remove_duplicate=False)

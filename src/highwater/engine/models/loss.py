@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens, from hidden states.
 
-Logits are never held in float32, and in the chunked loss never as a whole. Only this is fused;
-objectives are ordinary functions of the two (engine/training/objectives.py).
+Logits are never held in float32, and in the chunked loss never as a whole. Only these two are
+fused; objectives are ordinary functions of them (engine/training/objectives.py).
 
 Shapes:  N tokens whose log-probability is wanted  E hidden size  V vocabulary
 
@@ -23,7 +23,7 @@ from highwater.nouns.settings import Loss
 
 
 class TokenStatistics(NamedTuple):
-    """The two numbers of each token that objectives are made of.
+    """Log-probability and entropy of each token, from which objectives are computed.
 
     float32 (float64 for float64 hidden states); differentiable once.
     """
@@ -35,8 +35,8 @@ class TokenStatistics(NamedTuple):
 
 
 class LogitRange:
-    """The smallest and the largest logit that the softmax saw since it was reset, and the sums of
-    each token's own: one more pass over the logits, and four numbers that stay on the device.
+    """Smallest and largest logit given to the softmax since the last reset, and the sums of each
+    token's own. It costs one more pass over the logits, and four numbers on the device.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class LogitRange:
         self._seen: Tensor | None = None
 
     def see(self, logits_NV: Tensor, transform: LogitTransform = PLAIN) -> None:
-        """Widen the range to these logits, as the head made them."""
+        """Widen the range to these logits of the head, transformed as for the softmax."""
         if not len(logits_NV):
             return
         least_N, largest_N = (
@@ -62,8 +62,8 @@ class LogitRange:
         self._seen = seen
 
     def read(self) -> tuple[float | None, ...]:
-        """The smallest, the largest, and the sums of each token's smallest and largest; of no token
-        there is no smallest and no largest. The host waits for the device.
+        """Return smallest, largest, and the sums of each token's smallest and largest; without a
+        token the first two are None. The host waits for the device.
         """
         return (None, None, 0.0, 0.0) if self._seen is None else (*self._seen.tolist(),)
 
@@ -84,11 +84,11 @@ def token_statistics(
     numbers per token and computes each chunk's logits twice. Both give the same values and
     gradients up to the order of summation.
 
-    ``logprob_gradient`` is the derivative of the caller's loss with respect to each
-    log-probability, where it is known beforehand and the entropies are not part of the loss. Then
-    ``chunked`` computes logits once, too: gradients are made in the forward pass, and the backward
-    pass hands them over, whatever gradient comes to it. Where no gradient is recorded there is
-    nothing to keep, so that both losses go in chunks. ``logit_range`` is shown the logits.
+    ``logprob_gradient`` is the derivative of the caller's loss by each log-probability, if it is
+    known beforehand and the entropies are not part of the loss. Then ``chunked`` computes logits
+    only once: gradients are made in the forward pass, and the backward pass returns them whatever
+    gradient it is given. If no gradient is recorded nothing is kept, and both losses go in chunks.
+    ``logit_range`` is shown the logits.
     """
     if logprob_gradient is not None and loss == "chunked" and torch.is_grad_enabled():
         return TokenStatistics(
@@ -118,7 +118,7 @@ def chunk_rows(weight_VE: Tensor) -> int:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Statistics whose logits are kept, or computed again in the backward pass."""
+    """Autograd function that keeps the logits, or computes them again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 class _StatisticsOfKnownGradient(torch.autograd.Function):
-    """Statistics whose gradients are computed in the forward pass, from the same logits."""
+    """Autograd function that computes its gradients in the forward pass, from the same logits."""
 
     @staticmethod
     def forward(
@@ -229,5 +229,5 @@ class _StatisticsOfKnownGradient(torch.autograd.Function):
 
 
 def _total(gradient: WeightGradient | None) -> Tensor | None:
-    """The gradient of a head; None of one that is frozen."""
+    """Return the gradient of the head's weight; None if it is frozen."""
     return None if gradient is None else gradient.total()

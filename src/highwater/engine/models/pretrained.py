@@ -1,11 +1,11 @@
-"""A Hugging Face directory that transformers 4.57 and 5 load, written as a stream: all places are
-known before the first tensor is, so that no more than one parameter is ever in this process's
-memory. In memory transformers 5 fuses experts and renames some weights; the files keep the layout
-that both versions read.
+"""Pretrained directory: write a Hugging Face directory that transformers 4.57 and 5 load, as a
+stream: all offsets are known before the first tensor is, so this process never holds more than one
+parameter. In memory transformers 5 fuses experts and renames some weights; the files keep the
+layout that both versions read.
 
-And a directory that any trainer opens, where the model's own lacks weights or a tokenizer: what is
-there is linked, weights are drawn from a seed, in bfloat16, and a tokenizer has one token for each
-of so many words. It is made once and stays in the cache.
+Also: make a directory that any trainer opens, if the model's own lacks weights or a tokenizer.
+Existing files are linked, weights are drawn from a seed in bfloat16, and a made tokenizer has one
+token for each word. It is made once and stays in the cache.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -33,13 +33,13 @@ from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.units import GIB
 
 FILE_BYTES = 4 * GIB
-"""Bytes of a file at the most: it ends where the next parameter would make it longer."""
+"""Largest size of a file: it ends where the next parameter would exceed this."""
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Files that go along unchanged where the model's directory has them."""
+"""Files that are copied unchanged if the model's directory has them."""
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,10 +53,10 @@ _DTYPE_NAMES = {
 
 
 class _File(NamedTuple):
-    """One safetensors file before it is written."""
+    """Plan of one safetensors file."""
 
     parameters: dict[str, dict[str, Tensor]]
-    """Tensors in the file by their parameter in memory: names, and shapes without storage."""
+    """Tensors in the file (names, and shapes without storage) by their parameter in memory."""
 
     @property
     def size_bytes(self) -> int:
@@ -64,7 +64,7 @@ class _File(NamedTuple):
         return sum(tensor.nbytes for _, tensor in self._tensors())
 
     def header(self) -> bytes:
-        """The length of the header and the header, padded: tensors begin at a multiple of 8."""
+        """Return length and text of the header, padded: tensors begin at a multiple of 8."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for name, tensor in self._tensors():
@@ -82,10 +82,10 @@ class _File(NamedTuple):
 
 
 class PretrainedDirectory:
-    """Weights files in the writing.
+    """Weight files that are being written.
 
-    They are made with the shapes of all parameters, given their values in the same order, then
-    closed.
+    Create it with the shapes of all parameters, write their values in the same order, then close
+    it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PretrainedDirectory:
     ) -> None:
         """Plan the files: ``shapes`` has every tensor under its name in memory, on meta.
 
-        Its dtype is the one in which it is saved.
+        Each tensor is saved in the dtype that it has there.
         """
         self.written_bytes = 0
         self._model = model
@@ -149,7 +149,7 @@ class PretrainedDirectory:
         self.written_bytes += len(data)
 
     def _close_file(self) -> None:
-        """Close the file once it is on the disk: a full one may tell only then."""
+        """Close the file after flushing it: a full disk may only show then."""
         if self._open is None:
             return
         (_, file), self._open = self._open, None
@@ -173,10 +173,10 @@ def write_beside(
 def config_of(
     model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path
 ) -> dict[str, Any]:
-    """The model's config with RoPE as it was trained, in the words of transformers 4.57 and 5.
+    """Return the model's config with RoPE as it was trained, for transformers 4.57 and 5.
 
-    ``architecture`` is the class that loads it. What the source's config.json says and this version
-    does not know stays as it is.
+    ``architecture`` is the class that loads it. Fields of the source's config.json that this
+    version does not know are kept.
     """
     theirs: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     config = model.config
@@ -185,7 +185,7 @@ def config_of(
         theirs = {}
     theirs.pop("torch_dtype", None)  # the older name of dtype
     for said in (theirs, ours):
-        said.pop("quantization_config", None)  # what is trained, and saved, is dequantised
+        said.pop("quantization_config", None)  # the trained and saved weights are dequantised
     # Version 5 writes num_local_experts, for example, where 4.57 reads num_experts.
     ours |= {old: ours[name] for old, name in config.attribute_map.items() if name in ours}
     return {
@@ -195,18 +195,18 @@ def config_of(
         "architectures": [architecture],
         "dtype": str(dtype).removeprefix("torch."),
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "use_cache": theirs.get("use_cache", True),  # off in training alone
+        "use_cache": theirs.get("use_cache", True),  # turned off only for training
     }
 
 
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The config's fields about RoPE, for both versions.
+    """Return the config's fields about RoPE, for both versions.
 
-    Version 5 reads ``rope_parameters``; 4.57 reads ``rope_scaling``, and ``rope_theta`` and the
-    like at the top level.
+    Version 5 reads ``rope_parameters``; 4.57 reads ``rope_scaling``, with ``rope_theta`` and others
+    at the top level.
     """
     if parameters is None or "rope_type" not in parameters:
-        return {}  # none, or one for each kind of layer, for which 4.57 has fields of its own
+        return {}  # no RoPE, or one for each kind of layer, for which 4.57 has other fields
     own = ("rope_theta", "partial_rotary_factor")
     top_level = {name: parameters[name] for name in own if name in parameters}
     scaling = {name: value for name, value in parameters.items() if name not in top_level}
@@ -218,7 +218,7 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _files(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[_File]:
-    """Fill files in the order of the parameters; a parameter's tensors stay in one file."""
+    """Assign parameters to files in their order; a parameter's tensors stay in one file."""
     files, filled_bytes = [_File({})], 0
     for name, shape in shapes.items():
         filled_bytes += shape.nbytes
@@ -234,23 +234,23 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> int:
 
 END = "</s>"
 _WORDS = 32768
-"""Words of a tokenizer that is made: enough that experts get different ones, and a file of less
-than a MiB."""
+"""Words of a made tokenizer: enough to reach many experts, and a file of less than 1
+MiB."""
 
 
 def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Path:
-    """The model's own directory where it has all, else one below ``cache``, made in ``scratch``
-    where it is not there yet.
+    """Return the model's own directory if it is complete, else one below ``cache``, which is made
+    in ``scratch`` first if it is not there yet.
 
-    Raises ModelError for files that are not a whole model's, and for a model whose buffers nobody
-    describes.
+    Raises ModelError for files that are not a whole model's, and for a model with buffers that
+    cannot be computed.
     """
     missing = missing_files(source)
     if not any(missing):
         return source
     target = cache / prepared_name(source, seed, missing)
     with (cache / ".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two trials that begin together one makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # if two trials begin together, only one makes it
         if not target.is_dir():
             made = scratch / target.name
             _make(source, made, seed, missing)
@@ -259,7 +259,7 @@ def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -
 
 
 def _make(source: Path, target: Path, seed: int, missing: MissingFiles) -> None:
-    """Make the directory: links to what is there, and what is not."""
+    """Make the directory: link the files that the model has, write those that it lacks."""
     target.mkdir(parents=True)
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if missing.weights:
@@ -300,9 +300,9 @@ def write_tokenizer(directory: Path, *, vocab_size: int) -> None:
 
 
 def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed: int) -> None:
-    """Write random weights and the config that belongs to them."""
+    """Write random weights, and the config that belongs to them."""
     if hasattr(config, "quantization_config"):
-        delattr(config, "quantization_config")  # what is drawn is not quantised
+        delattr(config, "quantization_config")  # drawn weights are not quantised
     with torch.device("meta"):
         model = cast(
             PreTrainedModel,
@@ -323,7 +323,7 @@ def _write_weights(config: PreTrainedConfig, source: Path, directory: Path, seed
 
 
 def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers that a model's files have, computed as its class does."""
+    """Return the buffers that a model's files have, computed as its class does."""
     saved = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
     modules = {name.rpartition(".")[0] for name in saved}
     for place in sorted(modules):
@@ -341,7 +341,7 @@ def _buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def _values(
     parameters: Mapping[str, nn.Parameter], *, std: float, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter with its values, as many at a time as there are cores."""
+    """Yield every parameter with random values, drawn as many at a time as there are cores."""
 
     def drawn(name: str) -> tuple[str, Tensor]:
         like = parameters[name]

@@ -1,10 +1,10 @@
 """Random weights: the same numbers in a parameter, whichever rank holds them, in any layout.
 
-A parameter is drawn in chunks of its rows laid one after the other. Each chunk has a stream of its
-own, named by the seed, the parameter and the chunk's number, and a rank draws the chunks that its
-rows overlap. So FSDP1 and FSDP2, one rank and many, on the GPU and offloaded, start from the same
-numbers on one kind of device. They are drawn in float32 whatever the parameter's dtype: a narrow
-copy of a model is the wide one, rounded.
+A parameter's rows, joined to one sequence, are drawn in chunks. Each chunk has its own random
+stream, named by the seed, the parameter and the chunk's number, and a rank draws the chunks that
+its rows overlap. So FSDP1 and FSDP2, one rank and many, on the GPU and offloaded, start from the
+same numbers on one kind of device. They are drawn in float32 whatever the parameter's dtype: a
+narrow copy of a model is the wide one, rounded.
 """
 
 import hashlib
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 
 CHUNK_NUMBERS = 2**20
-"""Numbers drawn at a time: 4 MiB, of which a rank holds one chunk at most besides its shards.
+"""Numbers drawn at a time: 4 MiB, of which a rank holds at most one chunk besides its shards.
 
 That is too little to matter to any peak, and enough that an H200 draws 4.3 billion numbers in 0.07
-seconds (torch 2.11).
-"""
+seconds (torch 2.11)."""
 
 
 def fill_random(
@@ -28,8 +27,8 @@ def fill_random(
     """Fill this rank's rows of a parameter.
 
     Vectors named ``weight`` (norms) become 1, biases 0, the rest normal with deviation ``std``. The
-    numbers come from ``device``, wherever the parameter lies: a GPU makes them a hundred times
-    faster than a host.
+    numbers are drawn on ``device``, wherever the parameter is: a GPU is a hundred times faster than
+    a host.
     """
     local = local_shard(parameter.detach())
     if parameter.ndim == 1 and name.endswith("bias"):
@@ -47,7 +46,7 @@ def fill_random(
 def draw(
     own: Tensor, *, first: int, total: int, stream: str, std: float, device: torch.device
 ) -> None:
-    """Fill ``own``, which holds the numbers from ``first`` on of a stream of ``total``."""
+    """Fill ``own`` with the numbers from ``first`` on of a stream of ``total`` numbers."""
     generator = torch.Generator(device)
     last = first + len(own)
     in_place = own.device.type == device.type and own.dtype == torch.float32
@@ -58,7 +57,7 @@ def draw(
         )
         start, stop = max(begin, first), min(end, last)
         target = own[start - first : stop - first]
-        # A whole chunk is drawn where it lies; of a part the rest has to be drawn too, and dropped.
+        # A whole chunk is drawn in place; for a part the rest must be drawn too, and dropped.
         if in_place and (start, stop) == (begin, end):
             target.normal_(0.0, std, generator=generator)
         else:

@@ -1,12 +1,12 @@
-"""Requirements: what a family has to be like for the engine to train it, and the errors that say
-so; proven in milliseconds, before a model is trained.
+"""Requirements: check that the engine can train a model's family, in milliseconds, before any
+training; the errors name what is missing.
 
-The engine applies the head itself, to the trained tokens, in chunks. That trains another model
-where a family transforms the hidden states before its head (ModernBERT's decoder), or does anything
-else with the logits after it than scale and cap them (Granite, Cohere, Gemma 2). So the family's
-own forward pass runs around a backbone that answers with random hidden states, and row kernels of
-logits that are scaled and capped run beside PyTorch's float64. A refusal names the fields of the
-config that it knows.
+The engine applies the head itself, to the trained tokens, in chunks. That would train another model
+if a family transforms the hidden states before its head (ModernBERT's decoder), or changes the
+logits after it other than by scaling and capping (Granite, Cohere, Gemma 2). So the family's own
+forward pass runs around a backbone that returns random hidden states, and row kernels of scaled and
+capped logits run beside PyTorch's float64. A refusal names the fields of the config that it
+knows.
 
 Shapes:  N rows  V vocabulary
 """
@@ -24,12 +24,12 @@ from highwater.engine.kernels.rows import transformed
 from highwater.engine.models.fused.fused import PROOF_TOLERANCE
 from highwater.errors import MachineError, ModelError
 from highwater.model.logit_transform import PLAIN, LogitTransform
-from highwater.model.trained_families import ATTENTION_LAYERS
+from highwater.model.model_config import ATTENTION_LAYERS
 
 
 def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
-    """Refuse a parameter with several places, but for the embedding in the head's: FSDP would train
-    each place by itself.
+    """Refuse a parameter used in several places, except a tied embedding: FSDP would train each
+    place by itself.
     """
     first: dict[nn.Parameter, str] = {}
     head = cast(nn.Linear, causal_lm.get_output_embeddings()).weight
@@ -44,8 +44,8 @@ def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
 
 
 def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
-    """Refuse layers that carry anything along the sequence but attention, or attend in a way of
-    their own.
+    """Refuse layers that mix tokens other than by attention, or whose attention cannot be
+    replaced.
     """
     config = causal_lm.config
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
@@ -60,7 +60,7 @@ def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
 
 
 def not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
-    """The error of a model that something else than our attention mixes along the sequence."""
+    """Return the error for a model that mixes tokens by something other than our attention."""
     return ModelError(
         f"{config.model_type} cannot be trained with the attention that keeps packed sequences "
         f"apart: {why}",
@@ -69,15 +69,15 @@ def not_by_attention(config: PreTrainedConfig, why: str) -> ModelError:
 
 
 _PROVEN_ROWS, _VOCABULARY = 3, 4097
-"""Two blocks of the kernels, the last one of a single logit."""
+"""Sizes of the proof: two blocks of the kernels, the last one of a single logit."""
 _REACH = 1.5
-"""What the largest logits are, times the cap: some are bent, few are flat."""
+"""Largest logit of the proof, in multiples of the cap: some are bent, few are flat."""
 _TOLERANCE = 1e-4
-"""Norm-relative, of float32 against float64: a kernel without the transform is off by far more."""
+"""Norm-relative error of float32 against float64; a kernel without the transform is far worse."""
 
 
 def prove_rows(transform: LogitTransform, device: torch.device) -> None:
-    """Raise MachineError unless statistics and gradient of rows on ``device`` are PyTorch's."""
+    """Raise MachineError unless statistics and gradient of rows on ``device`` equal PyTorch's."""
     generator = torch.Generator().manual_seed(0)
     reach = 4.0 if transform.soft_cap is None else _REACH * transform.soft_cap
     logits_NV = torch.randn(_PROVEN_ROWS, _VOCABULARY, generator=generator)
@@ -100,7 +100,7 @@ def prove_rows(transform: LogitTransform, device: torch.device) -> None:
 def _both_passes(
     logits_NV: Tensor, labels_N: Tensor, upstream_2N: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, ...]:
-    """Statistics of logits, and the gradient that is written over a copy of them."""
+    """Return statistics of logits, and the gradient that overwrites a copy of them."""
     labels_N, upstream_2N = labels_N.to(logits_NV.device), upstream_2N.to(logits_NV)
     logits_NV = logits_NV.clone()
     of = row_kernels.statistics(logits_NV, labels_N, transform)
@@ -114,12 +114,12 @@ _STRANGE = (
     *(AttributeError, IndexError, KeyError, TypeError, ValueError),
     *(NotImplementedError, RuntimeError),
 )
-"""What a forward pass raises that needs more of its backbone than hidden states."""
+"""Errors of a forward pass that needs more of its backbone than hidden states."""
 
 
 def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
-    """Raise ModelError, by the family's name, unless its logits are those of the head alone, so
-    transformed.
+    """Raise ModelError, naming the family, unless its logits are those of the head alone with this
+    transform.
 
     The model may be on meta.
     """
@@ -149,7 +149,7 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
 
 
 class _Answering(nn.Module):
-    """A backbone, and the decoder in it, that remembers its inputs and always gives one answer."""
+    """Backbone, and its decoder, that records its inputs and always returns the same output."""
 
     def __init__(self, hidden_1TE: Tensor) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Answering(nn.Module):
 
     @property
     def decoder(self) -> nn.Module:
-        """The module that some families call in the backbone's place (OPT)."""
+        """Module that some families call instead of the backbone (OPT)."""
         self.is_entered = True
         return self
 
@@ -170,14 +170,14 @@ class _Answering(nn.Module):
 
 
 class _HeadOutput(BaseModelOutputWithPast):
-    """An output of which everything else that a family reads is None."""
+    """Model output in which every other field that a family reads is None."""
 
     def __getattr__(self, _: str) -> None:
         return None
 
 
 def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
-    """Whether the family's backbone returns what its decoder returns."""
+    """True if the family's backbone returns its decoder's output unchanged."""
     backbone: Any = copy.copy(causal_lm.get_submodule(causal_lm.base_model_prefix))
     backbone._modules = {**backbone._modules, "decoder": decoder}
     ids = torch.arange(_TOKENS)[None]
@@ -188,7 +188,7 @@ def _hands_on(causal_lm: PreTrainedModel, decoder: _Answering) -> bool:
 def _around(
     causal_lm: PreTrainedModel, backbone: nn.Module, whole: nn.Linear
 ) -> tuple[nn.Module, nn.Linear]:
-    """Copy the family's outermost module around ``backbone``, all else random; with its head."""
+    """Copy the family's outermost module around ``backbone``, with random values; also its head."""
     name = next(name for name, module in causal_lm.named_modules() if module is whole)
     has_bias = "bias" in dict(whole.named_parameters())
     small = nn.Linear(whole.in_features, _ROWS, bias=has_bias, device="meta")

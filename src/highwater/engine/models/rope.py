@@ -1,7 +1,7 @@
-"""RoPE past the native length: YaRN, a model's own scaling up to its maximum, or a refusal; and
-frequencies that depend on the length of the document: ``longrope`` has two sets, ``dynamic`` grows
-them. transformers' modules read the length off the largest position that they are shown, which of
-packed documents or a rank's share is no document's: here each document's frequencies are told.
+"""RoPE past the native length: YaRN, the model's own scaling up to its maximum, or a refusal. Also
+frequencies that depend on a document's length: ``longrope`` has two sets, ``dynamic`` grows them.
+transformers' modules read the length off the largest position, which in a packed row or a rank's
+share is no document's: here each document gets the frequencies of its own length.
 
 Shapes:  T packed tokens of this rank  F frequencies, half the channels that are rotated
 Source: Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753; transformers'
@@ -27,10 +27,10 @@ from highwater.nouns.settings import Rope
 def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> None:
     """Set the config's RoPE for a length, in place; nothing changes up to the native length.
 
-    YaRN's factor is length / native length; for a model that brings its own scaling and
-    ``rope="yarn"``, the native length is the one its scaling started from. Scaling that grows with
-    the length (``dynamic``) has no maximum. Raises UsageError past a maximum that cannot or may not
-    be exceeded.
+    YaRN's factor is length / native length; for a model with its own scaling and ``rope="yarn"``,
+    the native length is the one that its scaling started from. Scaling that grows with the length
+    (``dynamic``) has no maximum. Raises UsageError past a maximum that cannot or may not be
+    exceeded.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -65,27 +65,26 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
 
 _TOLD = "told by document"
-"""The kind of RoPE that a family's module has meanwhile.
+"""Kind of RoPE that a family's module has while frequencies are set for a document.
 
-transformers leaves the frequencies of a kind that it does not know as they are.
-"""
+transformers does not change the frequencies of a kind that it does not know."""
 
 
 class DocumentRope(nn.Module):
-    """A family's rotary module, which computes each document as if it were alone and whole."""
+    """Wrapper of a family's rotary module that treats each document as if it were alone."""
 
     def __init__(self, theirs: nn.Module) -> None:
         super().__init__()
         self.theirs = theirs
         self.config = theirs.config
-        """Some families read their rotary modules' config (granite_swa)."""
+        """Config of the wrapped module, which some families read (granite_swa)."""
         self.parts: Sequence[Part] = ()
         """Documents that this rank has tokens of, in order; set before every forward pass."""
         module: Any = theirs
         self.kinds: dict[str | None, str] = (
             module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
         )
-        """Kinds of RoPE by layer type; under None where all layers have one kind."""
+        """Kinds of RoPE by layer type; under None if all layers have the same kind."""
         told = {
             layer_type: _TOLD if depends_on_length(kind) else kind
             for layer_type, kind in self.kinds.items()
@@ -112,7 +111,7 @@ class DocumentRope(nn.Module):
                 setattr(theirs, name, self._of_length(length, original, layer_type, x.device))
                 found.append(theirs(**call | {"position_ids": position_ids[:, first:stop]}))
                 first = stop
-        finally:  # no pass sees another's
+        finally:  # no pass must see another's frequencies
             setattr(theirs, name, original)
             theirs.rope_type = kinds
         if len(found) == 1:
@@ -129,8 +128,8 @@ class DocumentRope(nn.Module):
         if tokens is None:
             return original_F.to(device)
         compute: Any = ROPE_INIT_FUNCTIONS[self.kinds[layer_type]]
-        # transformers has the length as a tensor, too: powers of a float32 are not quite a
-        # float's.
+        # transformers has the length as a tensor too: float32 powers differ slightly from those
+        # of a Python float.
         is_dynamic = "dynamic" in self.kinds[layer_type]
         length = torch.tensor(tokens, device=device) if is_dynamic else tokens
         return compute(self.theirs.config, device, seq_len=length, layer_type=layer_type)[0]
@@ -145,7 +144,7 @@ class PhimoeRope(DocumentRope):
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of all tokens, each scaled for its document."""
+        """Return the cosines and sines of all tokens, each scaled for its document."""
         assert layer_type is None
         frequencies_F = cast(Tensor, self.theirs.inv_freq).to(x.device)
         with torch.no_grad():
@@ -170,9 +169,9 @@ class PhimoeRope(DocumentRope):
 
 
 def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
-    """Put a DocumentRope around every rotary module that depends on the length, in place.
+    """Wrap every rotary module that depends on the length in a DocumentRope, in place.
 
-    Raises ModelError where the config asks for such RoPE and no module of the family shows it.
+    Raises ModelError if the config asks for such RoPE and no module of the family shows it.
     """
     rotaries = [
         (parent, name, m)
@@ -197,12 +196,12 @@ def follow_documents(causal_lm: PreTrainedModel) -> list[DocumentRope]:
 
 
 def depends_on_length(kind: str) -> bool:
-    """Whether frequencies of this ``rope_type`` depend on the length of the sequence."""
+    """True if frequencies of this ``rope_type`` depend on the length of the sequence."""
     return kind == "longrope" or "dynamic" in kind
 
 
 def _kinds(module: nn.Module) -> tuple[str, ...]:
-    """The kinds of RoPE that a rotary module says it has; none for any other module."""
+    """Return the kinds of RoPE that a rotary module names; none for any other module."""
     said = getattr(module, "rope_type", None)
     if isinstance(said, str):
         return (said,)
@@ -218,7 +217,7 @@ def _kinds_in(config: PreTrainedConfig) -> tuple[str, ...]:
 def _telling_length(
     kind: str, tokens: int, config: PreTrainedConfig, layer_type: str | None
 ) -> int | None:
-    """A length that has the frequencies of a document of ``tokens``; None for the original ones."""
+    """Return a length with the frequencies of a document of ``tokens``; None for the original."""
     if kind != "longrope":
         return tokens if tokens > config.max_position_embeddings else None
     parameters: dict[str, Any] = cast(Any, config).rope_parameters

@@ -1,15 +1,15 @@
-"""The auxiliary loss of a mixture of experts, for which routers spread a document over experts.
+"""Router loss: the auxiliary loss of a mixture of experts, by which a document uses many experts.
 
-One document's loss, over all its tokens and all layers together, is ``X * sum_e f_e P_e``: f_e is
-how many of the chosen experts are e, per token and layer, and P_e the routers' mean probability of
-e. A step's loss is the mean over its documents, weighted by their tokens: one value however
-documents are split into micro-batches and ranks (docs/decisions/008). For a single document it is
-what transformers adds to the loss; of several in one batch transformers takes f and P over all of
+The loss of a document, over all its tokens and all layers together, is ``X * sum_e f_e P_e``: f_e
+is how often expert e was chosen, per token and layer, and P_e the routers' mean probability of e.
+A step's loss is the mean over its documents, weighted by their tokens: the same however documents
+are split into micro-batches and ranks (docs/decisions/008). For a single document it is
+what transformers adds to the loss; for several in one batch transformers takes f and P over all of
 them, and its value depends on the split.
 
-Only P has a gradient, so that ranks that share a document have to tell each other no more than how
-often each expert was chosen: f of the whole document, times a rank's own probabilities, is that
-rank's share of the loss, and its gradient is the whole's.
+Only P has a gradient, so ranks that share a document need to exchange only how often each expert
+was chosen: f of the whole document, times a rank's own probabilities, is that rank's share of the
+loss, and its gradient is the whole's.
 
 Shapes:  T tokens of this rank  D documents of the micro-batch  X experts  K experts per token
 Source: Fedus et al., Switch Transformers, https://arxiv.org/abs/2101.03961, equations 4 to 6, as
@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from highwater.errors import ModelError
 
 _LOSS = "load_balancing_loss_func"
-"""The loss function in the module of a family whose causal LM has this loss."""
+"""Name of the loss function in a family's module, if its causal LM has this loss."""
 _ITS_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""Arguments of the function that is computed here; a family with others has a loss of its own."""
+"""Arguments of the known loss function; a family with other arguments has another loss."""
 
 
 class Routers:
     """The routers of one model, followed through a forward pass.
 
-    The forward pass of recomputation repeats it and is not counted.
+    The repeated forward pass of a recomputation is not counted.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Routers:
         experts_per_token: int,
         coefficient: float,
     ) -> None:
-        """Hook the routers, whose outputs have the logits (T, X) at place ``output``."""
+        """Hook the routers, whose outputs have the logits (T, X) at index ``output``."""
         self.experts_per_token = experts_per_token
         self.coefficient = coefficient
         self._output = output
         self._documents_T = torch.empty(0, dtype=torch.long)
-        """The number of each token's document; that of padding is the number of documents."""
+        """Document number of each token; padding has the number of documents."""
         self._documents = self._rows = 0
         self._following = False
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -62,19 +62,18 @@ class Routers:
     def begin(self, documents_T: Tensor, *, documents: int, is_padded: bool) -> None:
         """Begin a forward pass over ``documents`` documents.
 
-        ``documents_T`` is the number of each token's document; that of padding, which
-        ``is_padded`` says that there is, is ``documents``. The backward pass has to come before the
-        next forward pass begins.
+        ``documents_T`` is the document number of each token; padding, if ``is_padded``, has the
+        number ``documents``. The backward pass must come before the next forward pass begins.
         """
         self._seen, self._following = [], True
         self._documents_T, self._documents = documents_T, documents
         self._rows = documents + is_padded
 
     def loss(self, group: dist.ProcessGroup | None) -> Tensor:
-        """End a forward pass: this rank's share of its loss, times the coefficient.
+        """End a forward pass and return this rank's share of its loss, times the coefficient.
 
-        The share is of the sum over documents of tokens times loss. All ranks' shares of all
-        micro-batches, over the tokens of the step, are the step's loss.
+        Shares are of the sum over documents of tokens times loss. All ranks' shares of all
+        micro-batches, divided by the step's tokens, are the step's loss.
         """
         self._following = False
         seen, self._seen = self._seen, []
@@ -92,8 +91,8 @@ class Routers:
             return
         logits_TX: Tensor = output[self._output] if isinstance(output, tuple) else output
         experts = logits_TX.shape[1]
-        # Sums are taken here, since recomputation drops what they were taken of. It takes them
-        # again, to no other end.
+        # Sums are taken here, before recomputation drops the logits. The recomputation takes them
+        # again, to no effect.
         wide = torch.promote_types(logits_TX.dtype, torch.float32)
         probabilities_TX = logits_TX.softmax(dim=-1, dtype=wide)
         rows = self._rows
@@ -113,10 +112,10 @@ class Routers:
 
 
 def follow_routers(causal_lm: nn.Module) -> Routers | None:
-    """The routers of a mixture of experts whose config asks for the auxiliary loss; else None.
+    """Follow a model's routers if its config asks for their auxiliary loss; None if it does not.
 
-    The config is read as transformers reads it. Raises ModelError where the loss is asked for and
-    the family computes it in a way of its own.
+    The config is read as transformers reads it. Raises ModelError if the loss is asked for and the
+    family computes it in a way of its own.
     """
     loose: Any = causal_lm
     config: Any = loose.config

@@ -1,11 +1,11 @@
-"""Saved weights: each rank reads its own rows of every parameter, and nothing else.
+"""Saved weights: each rank reads only its own rows of every parameter.
 
-What is read is what transformers would load, or it is refused: every parameter is in the files,
-whole and of the config's shape; and no tensor is left over, but those that the family's class says
-to leave: a bias that the config does not switch on, layers past its number would make it another
-model. transformers' table of renamed prefixes and of experts that modules hold in one tensor
-(``conversion_mapping.py``) is taken as it is; a tensor of one expert is called
-``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj`` whatever the file calls it.
+Either the tensors are read that transformers would load, or the files are refused. Every parameter
+must be in the files, whole and of the config's shape, and no tensor may be left over, except those
+that the family's class ignores: a bias that the config does not enable, or layers past its number,
+would make it another model. transformers' own table (``conversion_mapping.py``) gives renamed
+prefixes, and experts that modules hold in one tensor; a tensor of one expert is called
+``experts.3.gate_proj.weight``, ``up_proj`` or ``down_proj`` here, whatever the file calls it.
 
 Shapes, of MXFP4:  X experts  I inputs  O outputs  G groups of 32 numbers  B 16 bytes of two
                    numbers each
@@ -48,7 +48,7 @@ _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _BELONG_TOGETHER = "use weights that belong to the config beside them"
 _MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_VALUES = (*_MXFP4_POSITIVE, *(-value for value in _MXFP4_POSITIVE))
-"""The numbers that 4 bits stand for. Source: OCP Microscaling Formats 1.0, table of E2M1."""
+"""Value of each 4-bit code. Source: OCP Microscaling Formats 1.0, table of E2M1."""
 _MXFP4_BIAS = 127
 """Bias of a scale's byte, which is an exponent of 2."""
 _COMPARED_ROWS = 4096
@@ -56,23 +56,23 @@ _UNREADABLE = (
     *(pickle.UnpicklingError, EOFError, OSError),
     *(RuntimeError, ValueError, LookupError, AttributeError),
 )
-"""What torch.load raises for a file that is damaged, or holds more than tensors."""
+"""Errors of torch.load for a file that is damaged, or holds more than tensors."""
 
 
 class SavedWeights:
-    """The weights of a directory, open: tensors by name, read from disk as they are asked for."""
+    """Open weights of a directory: tensors by name, read from disk when asked for."""
 
     def __init__(self, directory: str, where: Mapping[str, Any]) -> None:
-        """Take ``where``, the open file of every tensor."""
+        """``where``: the open file of every tensor, by the tensor's name."""
         self.directory = directory
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name was saved."""
+        """True if a tensor of this name was saved."""
         return name in self._where
 
     def has_same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same values."""
+        """True if two tensors have the same values."""
         one, two = (self._where[n].get_slice(n) for n in (name, other))
         if _shape(one) != _shape(two):
             return False
@@ -82,7 +82,7 @@ class SavedWeights:
         return all(torch.equal(one[each], two[each]) for each in rows)
 
     def renamed(self, names: Mapping[str, str]) -> "SavedWeights":
-        """The same tensors under other names; raises ModelError for two that would have one."""
+        """Return the same tensors under other names; ModelError if two would have the same name."""
         first: dict[str, str] = {}
         for name in self._where:
             other = first.setdefault(names[name], name)
@@ -109,9 +109,9 @@ class SavedWeights:
         others: Collection[str],
         ignored: Collection[str],
     ) -> None:
-        """Raise ModelError unless the files hold just these parameters, in their shapes.
+        """Raise ModelError unless the files hold exactly these parameters, in their shapes.
 
-        ``buffers`` may be there, in their shapes; ``others`` may be there too, and what matches the
+        ``buffers`` may be there, in their shapes; so may ``others``, and names that match the
         patterns ``ignored``.
         """
         expected = set(others)
@@ -144,7 +144,7 @@ class SavedWeights:
                 buffer.copy_(self._where[name].get_tensor(name))
 
     def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The tensors that a parameter is made of; ModelError where one is missing or misshapen."""
+        """Return the tensors that make up a parameter; ModelError for a wrong shape or a lack."""
         blocks, scales = name + MXFP4_BLOCKS, name + MXFP4_SCALES
         fused = _FUSED_EXPERTS.fullmatch(name)
         if name in self._where:
@@ -173,7 +173,7 @@ class SavedWeights:
             rows = range(start, stop)
             return torch.cat([dequantised(*(part[n : n + 1] for part in parts)) for n in rows])
         fused = cast(re.Match[str], _FUSED_EXPERTS.fullmatch(name))
-        # One row of a fused expert parameter is one expert, whose matrices the files keep apart.
+        # One row of a fused parameter is one expert, whose matrices are separate in the files.
         experts = [
             [self._where[n].get_tensor(n) for n in _expert_names(fused, expert)]
             for expert in range(start, stop)
@@ -195,7 +195,7 @@ class SavedWeights:
 
 
 class _Unpickled:
-    """A file of PyTorch's own format, mapped, with the methods of a safetensors file."""
+    """A memory-mapped file in PyTorch's own format, with the methods of a safetensors file."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -205,31 +205,31 @@ class _Unpickled:
         return self._tensors.keys()
 
     def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """Return a whole tensor."""
         return self._tensors[name]
 
     get_slice = get_tensor
 
 
 class _Renamed:
-    """A tensor of an open file under another name than the file's."""
+    """A tensor of an open file, under another name than the file's."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file = file
         self._name = name
 
     def get_tensor(self, _: str) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self._file.get_tensor(self._name)
 
     def get_slice(self, _: str) -> Any:
-        """Safetensors' slice, which reads the rows that it is asked for."""
+        """Return safetensors' slice, which reads only the rows that it is asked for."""
         return self._file.get_slice(self._name)
 
 
 @contextmanager
 def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
-    """Open the weights in a directory, for as long as the block runs; None when there are none."""
+    """Context manager: open the weights in a directory; None if there are none."""
     files = weight_files(Path(directory))
     with ExitStack() as stack:
         where: dict[str, Any] = {}
@@ -249,9 +249,9 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
 
 
 def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:
-    """The bfloat16 weights (X, I, O) that MXFP4 stands for.
+    """Return the bfloat16 weights (X, I, O) of MXFP4 tensors.
 
-    Inputs come first, as transformers has the experts of gpt-oss in memory.
+    Inputs come first, like the experts of gpt-oss in transformers' memory.
     """
     values = torch.tensor(_MXFP4_VALUES, dtype=torch.bfloat16)
     # The low four bits of a byte are the first of its two numbers.
@@ -267,12 +267,12 @@ def _expert_names(fused: re.Match[str], expert: int) -> list[str]:
 
 
 def _shape(part: Any) -> tuple[int, ...]:
-    """Shape of a tensor, or of a slice as safetensors gives it."""
+    """Return the shape of a tensor, or of a slice as safetensors gives it."""
     return tuple(part.shape if isinstance(part, Tensor) else part.get_shape())
 
 
 def _unpickled(file: Path) -> _Unpickled:
-    """Read a file of PyTorch's own, of which nothing but tensors is made."""
+    """Read a file in PyTorch's own format; anything in it that is not a tensor is refused."""
     try:
         tensors: Any = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except _UNREADABLE as error:
@@ -302,9 +302,9 @@ _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def names_in_model(causal_lm: PreTrainedModel, saved: Iterable[str]) -> dict[str, str]:
-    """The name in the model of every saved tensor, or the one that it would have there.
+    """Map the name of every saved tensor to its name in the model, or the one it would have there.
 
-    Raises ModelError for tensors that the family puts together in a way that is not known here.
+    Raises ModelError for tensors that the family combines in a way that is not known here.
     """
     transforms = get_model_conversion_mapping(causal_lm)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -342,7 +342,7 @@ def _of_one_expert(
 
 
 def name_in_files(name: str) -> str:
-    """A parameter's name in our model, as Hugging Face's files have it."""
+    """Return a parameter's name in Hugging Face's files, from its name in our model."""
     for added in (RECOMPUTE_PREFIX, FSDP1_PREFIX, BASE_PREFIX):
         name = name.replace(added, "")
     return name.removeprefix("causal_lm.")

@@ -1,4 +1,4 @@
-"""Collectives that autograd can pass through."""
+"""Collectives with gradients, and transfers between the ranks of a ring."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,23 +14,23 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-to-all over dimension 0, cut into equal parts, one for each rank.
 
     Part i goes to rank i, and part i of the result came from rank i. Differentiable: the gradient
-    of a part goes back the way that the part came.
+    of a part goes back to where the part came from.
     """
     return _SelfAdjoint.apply(tensor, group, _all_to_all)
 
 
 def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's tensor, all of one shape, joined along dimension 0; without a gradient."""
+    """Join every rank's tensor, all of one shape, along dimension 0; without a gradient."""
     if group is None:
         return tensor
     whole = tensor.new_empty((dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:]))
-    # Under the name that torch 2.11 knows too.
+    # A deprecated name, because torch 2.11 has no other.
     dist.all_gather_into_tensor(whole, tensor.contiguous(), group=group)  # pyright: ignore[reportDeprecated]
     return whole
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of every rank's tensor, on every rank.
+    """Sum every rank's tensor, with the result on every rank.
 
     Differentiable: a part's gradient is the sum of the gradients that all ranks have for the sum.
     """
@@ -40,8 +40,8 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def pass_on(
     tensors: Sequence[Tensor], group: dist.ProcessGroup
 ) -> tuple[list[Tensor], list[dist.Work]]:
-    """Begin to send contiguous tensors to the next rank of a ring; returns where the previous
-    one's, of the same shapes, arrive, and what to wait for.
+    """Start sending contiguous tensors to the next rank of a ring; returns the buffers that receive
+    the previous rank's, of the same shapes, and the transfers to wait for.
     """
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     after, before = (dist.get_global_rank(group, (rank + step) % degree) for step in (1, -1))
@@ -54,8 +54,8 @@ def pass_on(
 def swap(
     sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Begin to send a contiguous tensor to one rank of a group and to receive another's; None:
-    nothing. Returns what to wait for.
+    """Start sending a contiguous tensor to one rank of a group and receiving another's; None:
+    nothing. Returns the transfers to wait for.
     """
     transfers: list[dist.P2POp] = []
     if sent is not None:
@@ -73,7 +73,7 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SelfAdjoint(torch.autograd.Function):
-    """A collective that is its own adjoint, and so its own backward pass."""
+    """Autograd function of a collective that is its own adjoint, and so its own backward pass."""
 
     @staticmethod
     def forward(

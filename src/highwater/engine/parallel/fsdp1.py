@@ -1,7 +1,7 @@
 """FSDP1 over a model on meta: layer by layer filled, flattened and cut over the ranks.
 
-While it is built, a rank's device holds the shards of the units so far and one unit whole, for a
-moment twice, and never the model. In a step it holds what FSDP2 does: float32 shards, one narrow
+While the model is built, a rank's device holds the shards of the units so far and one whole unit,
+briefly twice, and never the model. In a step it holds what FSDP2 does: float32 shards, one narrow
 unit at a time and the next; a single rank keeps the whole model.
 
 With ``CPUOffload(offload_params=True)`` parameters and optimizer states are in host memory, and the
@@ -9,7 +9,7 @@ update runs there. Gradients leave the GPU later than FSDP2's: each unit's reduc
 to the host at once but freed only when the backward pass ends, so that 4 of the 16 bytes a
 parameter are on the GPUs then. FSDP1 also overwrites the host's copy in every backward pass, so
 that micro-batches would not add up: ``add_up`` adds them, into 4 more bytes of host memory a
-parameter. verl's ``param_offload`` and ``optimizer_offload`` are another thing, and gain nothing at
+parameter. verl's ``param_offload`` and ``optimizer_offload`` are different, and gain nothing at
 the peak (docs/decisions/005).
 """
 
@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 
 PREFIX = "_fsdp_wrapped_module."
-"""What FSDP1's wrapper puts before parameter names."""
+"""Prefix that FSDP1's wrapper puts before parameter names."""
 
 Materialise = Callable[[nn.Module], None]
-"""Function that gives a module's tensors storage and values, as far as they are still on meta."""
+"""Gives storage and values to a module's tensors that are still on meta."""
 
 
 def shard_flat(
@@ -39,11 +39,11 @@ def shard_flat(
     offload: bool = False,
     use_orig_params: bool = True,
 ) -> nn.Module:
-    """Wrap the model by units: ``materialise`` fills one, FSDP1 cuts it, then the next comes.
+    """Wrap the model by units: ``materialise`` fills one, FSDP1 cuts it, then the next follows.
 
-    Attributes of the model are found through the wrapper. Gradients are summed over the ranks, not
-    averaged: each rank's loss is already its share of the whole batch's. With ``use_orig_params``
-    the model keeps its own parameters, views of the vectors; otherwise the vectors are its
+    The wrapper has all attributes of the model. Gradients are summed over the ranks, not averaged:
+    each rank's loss is already its share of the whole batch's. With ``use_orig_params`` the model
+    keeps its own parameters, as views of FSDP1's flat vectors; otherwise the vectors are its
     parameters.
     """
     on_gpu = mesh.device_type == "cuda"
@@ -61,15 +61,15 @@ def shard_flat(
         layers[index] = FullyShardedDataParallel(layer, **options)
     materialise(model)
     wrapped = (OffloadedFsdp1 if offload else FullyShardedDataParallel)(model, **options)
-    # It takes the place of FSDP1's own reduction, which divides by the number of ranks.
+    # Replaces FSDP1's own reduction, which divides by the number of ranks.
     wrapped.register_comm_hook(mesh.get_group(), _sum_to_shard if mesh.size() > 1 else _keep)
     return wrapped
 
 
 class OffloadedFsdp1(FullyShardedDataParallel):
-    """A wrapped root whose gradients add up over micro-batches.
+    """Wrapped root module whose gradients add up over micro-batches.
 
-    FSDP1's offload alone overwrites the last backward pass's gradients.
+    With offload FSDP1 itself would overwrite the last backward pass's gradients.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -79,7 +79,7 @@ class OffloadedFsdp1(FullyShardedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Set the parameters' gradients aside, then run.
 
-        Otherwise FSDP1 would add to them, or to its copy of them, behind our back.
+        Otherwise FSDP1 would add to them, or to its copy of them, unnoticed.
         """
         if torch.is_grad_enabled():
             for parameter in self.parameters():
@@ -98,10 +98,10 @@ class OffloadedFsdp1(FullyShardedDataParallel):
 
 
 def release_gradients(model: nn.Module) -> None:
-    """Free the vectors of which parameters had their gradients as views, once these are gone.
+    """Free the flat gradient vectors after the parameters' gradients, views of them, are gone.
 
-    FSDP1 keeps them until the model goes forward again: through a reset of the cache, and beside
-    whatever another model does meanwhile. A unit's own record is private: read in torch 2.11 and
+    FSDP1 would keep them until the model's next forward pass, even when the cache is emptied and
+    while another model runs. The handle that holds them is private: read in torch 2.11 and
     2.13.
     """
     for unit in FullyShardedDataParallel.fsdp_modules(model):
@@ -111,7 +111,7 @@ def release_gradients(model: nn.Module) -> None:
 
 
 def _precision(compute_dtype: torch.dtype, *, master: torch.dtype) -> MixedPrecision:
-    """Compute in ``compute_dtype``, reduce in the dtype of the parameters."""
+    """Compute in ``compute_dtype``, reduce in the parameters' dtype."""
     return MixedPrecision(
         param_dtype=compute_dtype if compute_dtype != master else None,
         reduce_dtype=master,
@@ -123,10 +123,10 @@ def _precision(compute_dtype: torch.dtype, *, master: torch.dtype) -> MixedPreci
 
 
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:
-    """Sum one unit's gradient over the ranks, each of which gets its part."""
-    # Under the name that torch 2.11 knows too.
+    """Sum one unit's gradient over the ranks; each rank gets its part."""
+    # A deprecated name, because torch 2.11 has no other.
     dist.reduce_scatter_tensor(own, whole, group=group)  # pyright: ignore[reportDeprecated]
 
 
 def _keep(_: dist.ProcessGroup, __: Tensor) -> None:
-    """Leave a single rank's gradient: asking its group for a sum would make a communicator."""
+    """Leave a single rank's gradient as it is; a sum would make a communicator for nothing."""

@@ -2,8 +2,8 @@
 
 With offload the shards, their gradients and so the optimizer's states are in host memory. A layer's
 shard is copied to the GPU when the layer is gathered, and its reduced gradient is copied back at
-once: between two layers the GPU holds nothing of either. ``offload.py`` adds up the gradients on
-the host.
+once: between two layers the GPU holds neither. ``offload.py`` adds up the gradients on the
+host.
 """
 
 from collections.abc import Sequence
@@ -35,25 +35,25 @@ def shard(
     """Shard every layer by itself and the rest as one group, in place.
 
     Parameters may still be on meta. Gradients are summed over the ranks, not averaged: each rank's
-    loss is already its share of the whole batch's. What is frozen may be narrower than what is
-    trained: it is gathered as it lies, and a rank that has all of it, where it is computed with,
-    gathers nothing.
+    loss is already its share of the whole batch's. Frozen parameters may be narrower than trained
+    ones: they are gathered in their own dtype. If a rank has all of a frozen parameter on its
+    device, in the compute dtype, it gathers nothing.
 
-    Shards in bfloat16 have gradients in bfloat16: what each rank computed is summed over the ranks
-    in float32, and the sum is rounded to the nearest, once. A rank alone has no sum, and rounds
-    only what it computed wider.
+    Shards in bfloat16 have gradients in bfloat16: the ranks' gradients are summed in float32, and
+    the sum is rounded to the nearest, once. A single rank has no sum, and rounds only what it
+    computed wider.
     """
     frozen = {p for p in model.parameters() if not p.requires_grad}
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     master = dtypes.pop() if dtypes else next(model.parameters()).dtype
     narrow = compute_dtype if compute_dtype != master else None
     # Positions stay integers and statistics stay wide: only parameters decide the compute dtype.
-    # A sum over ranks is in float32 at the least; a rank alone has none, and no copy for it.
+    # A sum over ranks is in float32 or wider; a single rank needs none, and no copy for it.
     reduced = torch.promote_types(master, torch.float32) if mesh.size() > 1 else master
     policy = MixedPrecisionPolicy(
         param_dtype=narrow, reduce_dtype=reduced, cast_forward_inputs=False
     )
-    # Pinned, so that copies run beside the computation; without a GPU there is nothing to pin for.
+    # Pinned, so that copies overlap with the computation; without a GPU pinning is useless.
     placement = (
         CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     )
@@ -65,7 +65,7 @@ def shard(
         "offload_policy": placement,
         "ignored_params": left,
     }
-    # Layers first: the root's group then holds what no layer has, embedding, head and last norm.
+    # Layers first: the root's group then holds the rest: embedding, head and last norm.
     for layer in layers:
         fully_shard(layer, **how)
     fully_shard(model, **how)
@@ -76,7 +76,7 @@ def shard(
 
 
 def _sum_over_ranks(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients where it would average them."""
+    """Make FSDP2 sum gradients instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -85,16 +85,16 @@ def _sum_over_ranks(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Free what a forward pass left gathered for a backward pass that will not come.
+    """Free parameters that a forward pass gathered for a backward pass that will not come.
 
-    That is the root's group: embedding and head.
+    These are the root group's: embedding and head.
     """
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, where it lies: a view of FSDP2's, and FSDP1's tensor itself."""
+    """Return this rank's part of a tensor: a local view for FSDP2, FSDP1's tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""The process group of a trial: joined, warmed up and left in one place."""
+"""Process groups and device mesh of a trial: joined, warmed up and left in one place."""
 
 import os
 import sys
@@ -20,15 +20,15 @@ from highwater.nouns.environment import STORE_VARIABLE
 from highwater.nouns.layout import Layout
 
 _JOINED = count()
-"""How often this process has joined others before, one more each time."""
+"""Number of times that this process has joined other ranks before."""
 
 
 def join(device: torch.device) -> None:
     """Join the group of all ranks: NCCL on GPUs, gloo on the CPU.
 
     NCCL's communicator is made here rather than at the first collective, so that its memory can be
-    told from the rest. A rank alone makes none: it has nobody to talk to, and would spend 0.5 GiB
-    on it. So is a process that nobody numbered.
+    measured. A single rank makes none, which would take 0.5 GiB for nothing; a process without a
+    rank number counts as a single rank.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -41,8 +41,8 @@ def join(device: torch.device) -> None:
 
 
 def join_alone(device: torch.device) -> None:
-    """Make a group of this process alone: its store is in this process's memory."""
-    # gloo listens even for nobody, by default where others reach it.
+    """Make a group of this process alone, with its store in this process's memory."""
+    # gloo listens even without peers, by default on an interface that others can reach.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
 
@@ -52,11 +52,11 @@ def _backend(device: torch.device) -> str:
 
 
 def _store(rank: int, ranks: int) -> dist.Store | None:
-    """The store through which the ranks find each other; None for torch's own way.
+    """Return the store through which the ranks find each other; None for torch's own way.
 
-    A file opens no port. Where none is named, torchrun for example started the ranks: they meet
+    A file needs no port. If none is named, the ranks were started by torchrun for example, and meet
     through its server, which listens on every interface. A process that joins again, after it has
-    left, meets where nothing is left of the time before: ranks would take it for each other's word.
+    left, needs a new name in the store: ranks would read each other's old messages.
     """
     path, before = os.environ.get(STORE_VARIABLE), next(_JOINED)
     if path is not None:
@@ -69,7 +69,7 @@ def _store(rank: int, ranks: int) -> dist.Store | None:
 
 @contextmanager
 def alone(device: torch.device) -> Generator[None]:
-    """Run the block in a group of this process alone; another group may be made after it."""
+    """Context manager: a group of this process alone; another group may be made after it."""
     join_alone(device)
     try:
         yield
@@ -78,8 +78,8 @@ def alone(device: torch.device) -> Generator[None]:
 
 
 def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh that parameters, gradients and optimizer states are sharded over, in one dimension;
-    with copies of the shards in two, the copies first: neighbours hold one copy together.
+    """Return the mesh over which parameters, gradients and optimizer states are sharded. It has one
+    dimension, or two with copies of the shards: copies first, so neighbours form one copy.
     """
     if layout.replicate_degree == 1:
         return init_device_mesh(device.type, (layout.gpus,), mesh_dim_names=("shard",))
@@ -91,7 +91,7 @@ def shard_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh, which are those of the trial."""
+    """Return the group of all ranks of a mesh, which are those of the trial."""
     if mesh.ndim == 1:
         return mesh.get_group()
     world = dist.group.WORLD
@@ -100,36 +100,36 @@ def all_ranks(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def copies(mesh: DeviceMesh) -> int:
-    """How many copies of each shard there are."""
+    """Return the number of copies of each shard."""
     return 1 if mesh.ndim == 1 else mesh.size(0)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroups:
-    """The ranks that share this rank's sequences.
+    """Ranks that share this rank's sequences.
 
-    They are neighbours; a rank among them is ``ring rank * ulysses_degree + ulysses rank``.
+    They are neighbours, numbered ``ring rank * ulysses_degree + ulysses rank``.
     """
 
     every: dist.ProcessGroup
-    """All that share them."""
+    """Group of all ranks that share them."""
     ulysses: dist.ProcessGroup | None
-    """Those that trade heads; None where the degree is 1."""
+    """Group that trades heads; None if the degree is 1."""
     ring: dist.ProcessGroup | None
-    """Those that keys and values go around; None where the degree is 1."""
+    """Group around which keys and values pass; None if the degree is 1."""
 
     @property
     def rank(self) -> int:
-        """This rank's number among all of them."""
+        """This rank's number among all ranks that share its sequences."""
         return dist.get_rank(self.every)
 
     @property
     def degree(self) -> int:
-        """How many they are."""
+        """Number of ranks that share this rank's sequences."""
         return dist.get_world_size(self.every)
 
     def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
-        """How they share a packed row of these documents."""
+        """Return the layout of a packed row of these documents over the ranks."""
         ulysses_degree, ring_degree = (
             1 if group is None else dist.get_world_size(group)
             for group in (self.ulysses, self.ring)
@@ -138,10 +138,9 @@ class SequenceGroups:
 
 
 def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups | None:
-    """The groups of the ranks that share this rank's sequences; None where it shares them with
-    none.
+    """Return the groups of ranks that share this rank's sequences; None if no others do.
 
-    Where a group is of all ranks it is the mesh's own: a second one would cost NCCL's buffers once
+    A group of all ranks is the mesh's own: a second one would take NCCL's buffers once
     more.
     """
     degree, ulysses = layout.context_degree, layout.ulysses_degree
@@ -159,10 +158,10 @@ def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups | None:
 
 
 def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The one of these groups, which together are all ranks, that this rank is in."""
+    """Return the one of these groups that this rank is in; together they have all ranks."""
     if len(every) == 1:
         return all_ranks(mesh)
-    # Every rank makes every group, in one order: making one is itself a collective of all ranks.
+    # Every rank makes every group, in the same order: making one is a collective of all ranks.
     own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])
     assert isinstance(own, dist.ProcessGroup), "every rank is in one of the groups"
     return own
@@ -180,7 +179,7 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
     for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
         full = torch.ones(mesh.size(dimension), device=device)
-        # Under the names that torch 2.11 knows too.
+        # Deprecated names, because torch 2.11 has no others.
         dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
         dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
         dist.all_reduce(part, group=group)
@@ -198,20 +197,20 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum a tensor over the mesh, in place; each rank had its share."""
+    """Sum a tensor of each rank's shares over the mesh, in place."""
     if mesh.size() > 1:
         dist.all_reduce(tensor, group=all_ranks(mesh))
     return tensor
 
 
 def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -> list[list[Any]]:
-    """Every rank's values, on the host, in the order of the ranks; their counts may differ."""
+    """Return every rank's values, on the host, in the order of the ranks; counts may differ."""
     if mesh.size() == 1:
         return [list(values)]
     own = torch.tensor(values, dtype=dtype)
     own_count = torch.tensor([len(own)], device=mesh.device_type)
     counts = gather_rows(own_count, all_ranks(mesh)).tolist()
-    # A gather takes tensors of one shape: all are padded to the longest, and cut afterwards.
+    # A gather needs tensors of one shape: all are padded to the longest, and cut afterwards.
     rows = F.pad(own, (0, max(counts) - len(own)))[None].to(mesh.device_type)
     return [
         row[:count]
@@ -220,11 +219,11 @@ def every_ranks(values: Sequence[float], dtype: torch.dtype, mesh: DeviceMesh) -
 
 
 def leave() -> NoReturn:
-    """Wait for the others, then leave the group, and the process with status 0.
+    """Wait for the others, leave the group, and exit the process with status 0.
 
-    Tearing a group down while a peer still talks kills the peer. And gloo's threads may still let
-    go of a tensor: one that does so while the interpreter shuts down aborts the process, after all
-    its work is done. Hence ``os._exit``.
+    Tearing a group down while a peer still communicates kills the peer. And gloo's threads may
+    release a tensor while the interpreter shuts down, which aborts the process after all its work
+    is done. Hence ``os._exit``.
     """
     if dist.get_world_size() > 1:
         dist.barrier()

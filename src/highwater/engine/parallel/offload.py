@@ -1,16 +1,16 @@
-"""Gradients that FSDP2 offloads, added up on the host while the GPU goes on.
+"""Offload: add up gradients that FSDP2 offloads, on the host, while the GPU goes on.
 
-FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only where the
-parameter has no gradient yet; else it waits for the copy, into memory that is new every time, and
-the GPU stands still. Here, therefore, no parameter has a gradient while a backward pass runs: what
-FSDP2 leaves is taken away before the next layer but one goes backward, when its copy is done, and
-added to a sum that lies elsewhere until the pass ends: the same numbers, in the same order
-(docs/decisions/005). The pinned memory is PyTorch's: a few layers' gradients are in it, and at the
-end the embedding's and the head's (``model/footprint.py`` counts them).
+FSDP2 copies a layer's reduced gradient into pinned memory, beside the computation, only if the
+parameter has no gradient yet; else it waits for the copy, into newly allocated memory, and the GPU
+stands still. So here no parameter has a gradient while a backward pass runs. Each gradient that
+FSDP2 leaves is taken away two layers later, when its copy is done, and added to a sum that is kept
+elsewhere until the pass ends: the same numbers, in the same order (docs/decisions/005). The pinned
+memory is PyTorch's: it holds a few layers' gradients, and at the end the embedding's and the head's
+(``model/footprint.py`` counts them).
 
-What FSDP2 knows of a parameter, its shard and the event behind the copy, is private to it: read in
-torch 2.11 and 2.13. Hooks on parameters would say when a copy begins, but torch 2.13 waits for the
-copy of a parameter that has one.
+FSDP2's records of a parameter (its shard, and the event behind the copy) are private: read in torch
+2.11 and 2.13. Hooks on parameters would say when a copy begins, but torch 2.13 waits for the copy
+of a parameter that has one.
 """
 
 from collections import deque
@@ -32,9 +32,9 @@ LAYERS_BEHIND = 1
 
 @contextmanager
 def adding_up(model: nn.Module) -> Generator[None]:
-    """Run a backward pass in the block that adds to the gradients of the model's shards.
+    """Context manager: a backward pass in the block adds to the gradients of the model's shards.
 
-    The gradients may be on the GPU or in host memory; without offload the block runs as it is.
+    The gradients may be on the GPU or in host memory; without offload this changes nothing.
     """
     sums = getattr(model, _NAME, None)
     if isinstance(sums, HostGradients):
@@ -43,7 +43,7 @@ def adding_up(model: nn.Module) -> Generator[None]:
         yield
         if isinstance(sums, HostGradients):
             sums.add_up()
-    finally:  # after a pass that failed too: another can begin
+    finally:  # even after a failed pass, so that another can begin
         if isinstance(sums, HostGradients):
             sums.give_back()
     if isinstance(model, OffloadedFsdp1):
@@ -51,13 +51,13 @@ def adding_up(model: nn.Module) -> Generator[None]:
 
 
 def add_up_on_host(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Have ``adding_up`` add the gradients of this model, which FSDP2 shards and offloads."""
+    """Prepare a model that FSDP2 shards and offloads for ``adding_up``."""
     loose: Any = model
     setattr(loose, _NAME, HostGradients(model, layers))
 
 
 class HostGradients:
-    """The gradients of a model's shards, between two backward passes and during one."""
+    """Gradients of a model's shards, between two backward passes and during one."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._units = [_shards(unit) for unit in (*layers, model)]
@@ -69,7 +69,7 @@ class HostGradients:
             layer.register_forward_hook(partial(self._listen, index + 1))
 
     def set_aside(self) -> None:
-        """Begin a backward pass: FSDP2 must not find a gradient."""
+        """Begin a backward pass: hide the gradients, as FSDP2 must not find any."""
         assert not self._is_running, "one backward pass at a time"
         self._is_running = True
         for shard in self._all():
@@ -77,7 +77,7 @@ class HostGradients:
                 self._sums[shard], shard.sharded_param.grad = shard.sharded_param.grad, None
 
     def add_up(self) -> None:
-        """End a backward pass that succeeded: add all that it left."""
+        """End a backward pass that succeeded: add all gradients that it left."""
         for unit in self._units:
             self._take(unit)
         self._add(until=0)
@@ -90,7 +90,7 @@ class HostGradients:
         self._is_running = False
 
     def _listen(self, following: int, _module: nn.Module, _inputs: object, output: object) -> None:
-        """Wait for a gradient of this layer's output: by then the following layer was reduced."""
+        """Hook the gradient of this layer's output: by then the next layer's is reduced."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._after, following))
@@ -127,19 +127,19 @@ class HostGradients:
 
 
 class _Fresh(NamedTuple):
-    """What FSDP2 left of one shard in one backward pass."""
+    """Gradient that FSDP2 left for one shard in one backward pass."""
 
     shard: Any
     gradient: Any
     copied: Any
-    """The event behind the copy to pinned memory; None where nothing is copied."""
+    """Event behind the copy to pinned memory; None if nothing is copied."""
 
 
 _NAME = "_gradients_on_the_host"
 
 
 def _shards(unit: nn.Module) -> list[Any]:
-    """FSDP2's own records of the parameters that it shards with this module."""
+    """Return FSDP2's own records of the parameters that it shards with this module."""
     loose: Any = unit
     group = loose._get_fsdp_state()._fsdp_param_group
     return [] if group is None else group.fsdp_params

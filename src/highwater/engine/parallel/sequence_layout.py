@@ -1,16 +1,16 @@
-"""SequenceLayout: which tokens of a packed row each of the ranks that share it holds, both ways.
+"""Sequence layout: which tokens of a packed row each of the ranks that share it holds.
 
 A rank of the group is ``ring rank * ulysses_degree + ulysses rank``. Over the ring each document is
 cut into ``2 * ring_degree`` equal chunks, of which ring rank r holds chunk r and chunk
 ``2 * ring_degree - 1 - r``, so that causal attention is as much work for each (the zigzag order of
-TransformerEngine's ``thd``). What a ring rank holds of all documents, one after the other, is cut
+TransformerEngine's ``thd``). A ring rank's tokens of all documents, one after the other, are cut
 into ``ulysses_degree`` equal slices. Without a ring that is one contiguous slice of the row for
 each rank.
 
-Documents are padded to what can be cut so, and a document of padding at the end makes all shares
-one length. Padding stands behind what it pads, where causal attention lets no token see it.
+Documents are padded to lengths that can be cut like this, and a document of padding at the end
+makes all shares equally long. Causal attention hides padding, as it comes after what it pads.
 
-Numbers are NumPy's: they are on the host whatever device or mode PyTorch is told to use.
+Index arrays are NumPy's: on the host, whatever device or mode PyTorch is told to use.
 
 Shapes:  D documents  S tokens of the row  P tokens of the padded row  T tokens that a rank holds
 """
@@ -26,35 +26,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 PADDING = -1
-"""The position of a token that is no part of the row."""
+"""Position of a token that is not part of the row."""
 Integers = NDArray[np.int64]
 
 
 class Part(NamedTuple):
-    """A rank's share of one document."""
+    """One rank's share of one document."""
 
     document_tokens: int
     """Tokens of the whole document, on all ranks together."""
     tokens: int
-    """Tokens that the rank holds of it, padding behind the document included."""
+    """Tokens of the document that the rank holds, including padding after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tokens of a row that one rank holds, in the order in which it holds them."""
+    """Tokens of a row that one rank holds, in the order in which it holds them."""
 
     positions_T: Integers
-    """The position in the row of each; PADDING for padding."""
+    """Position in the row of each token; PADDING for padding."""
     offsets_T: Integers
-    """The position in its document of each; padding counts on."""
+    """Position in its document of each token; padding counts on."""
     documents_T: Integers
-    """The number of each one's document; D for padding, wherever it stands."""
+    """Number of each token's document; D for all padding."""
     parts: tuple[Part, ...]
-    """The documents that the tokens are of, in their order; padding at the end is one of them."""
+    """Documents of the tokens, in their order; padding at the end counts as one."""
 
     @property
     def padding_tokens(self) -> int:
-        """Tokens that are no part of the row."""
+        """Number of tokens that are not part of the row."""
         return int(np.count_nonzero(self.positions_T == PADDING))
 
 
@@ -69,33 +69,33 @@ class SequenceLayout:
 
     @property
     def degree(self) -> int:
-        """Ranks that share the row."""
+        """Number of ranks that share the row."""
         return self.ulysses_degree * self.ring_degree
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row."""
+        """Tokens of the row, without padding."""
         return sum(self.document_lengths)
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens that each rank holds."""
+        """Tokens that each rank holds, with padding."""
         return sum(self.padded_lengths) // self.degree
 
     @cached_property
     def padded_lengths(self) -> tuple[int, ...]:
-        """Tokens of each document with its padding, and of the padding at the end, if any."""
+        """Tokens of each document with its padding, then of the padding at the end, if any."""
         chunks = 1 if self.ring_degree == 1 else 2 * self.ring_degree
         padded = [-(-length // chunks) * chunks for length in self.document_lengths]
         rest = -sum(padded) % math.lcm(chunks, self.degree)
         return (*padded, rest) if rest else tuple(padded)
 
     def share_of(self, rank: int) -> Share:
-        """What one rank of the group holds; kept for the models of a step, which ask again."""
+        """Return the share of one rank; cached, because every model of a step asks again."""
         return _kept(self, rank)
 
     def cut(self, rank: int) -> Share:
-        """Compute what one rank of the group holds."""
+        """Compute the share of one rank."""
         each = self.tokens_per_rank
         mine_T = self._order()[rank * each : (rank + 1) * each]
         positions_P = np.full(each * self.degree, PADDING)
@@ -110,8 +110,8 @@ class SequenceLayout:
         )
 
     def restored(self, ranks_PX: Tensor) -> Tensor:
-        """The row's tokens in their order, of what all ranks hold, one rank's after the other's;
-        shape SX.
+        """Return the row's tokens in their order, SX, from all ranks' tokens, one rank after the
+        other.
         """
         order_P = self._order()
         places_P = np.empty_like(order_P)
@@ -120,7 +120,7 @@ class SequenceLayout:
         return ranks_PX[places_S.to(ranks_PX.device)]
 
     def _parts(self, numbers_T: Integers) -> tuple[Part, ...]:
-        """Runs of one document each, whose tokens a rank holds next to each other."""
+        """Split held tokens into runs, each of a single document."""
         starts = np.flatnonzero(np.diff(numbers_T, prepend=-1))
         counts = np.diff(starts, append=len(numbers_T))
         lengths = (*self.document_lengths, self.padded_lengths[-1])
@@ -130,7 +130,7 @@ class SequenceLayout:
         )
 
     def _order(self) -> Integers:
-        """The padded row's positions in the order in which the ranks hold them; shape P."""
+        """Positions of the padded row in the order in which the ranks hold them; shape P."""
         padded_P = self._of_each(np.array(self.padded_lengths))
         if self.ring_degree == 1:
             return np.arange(len(padded_P))
@@ -146,18 +146,18 @@ class SequenceLayout:
         return order_P
 
     def _offsets(self) -> Integers:
-        """The position of each padded token in its document; shape P."""
+        """Position in its document of each padded token; shape P."""
         lengths = np.array(self.padded_lengths)
         return np.arange(lengths.sum()) - self._of_each(lengths.cumsum() - lengths)
 
     def _padded_positions(self) -> Integers:
-        """The position in the padded row of each of the row's tokens; shape S."""
+        """Position in the padded row of each of the row's tokens; shape S."""
         lengths, padded = np.array(self.document_lengths), np.array(self.padded_lengths)
         shift = (padded.cumsum() - padded)[: len(lengths)] - (lengths.cumsum() - lengths)
         return np.arange(self.tokens) + np.repeat(shift, lengths)
 
     def _of_each(self, values: Integers) -> Integers:
-        """A value of each padded document, for each of its tokens."""
+        """Repeat a value of each padded document for each of its tokens."""
         return np.repeat(values, self.padded_lengths)
 
 

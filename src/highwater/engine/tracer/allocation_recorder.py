@@ -1,11 +1,11 @@
-"""The recorder: every storage on the device that a step's operators return, its birth, its resizing
-and its end, as events in order.
+"""Allocation recorder: the birth, resizing and end of every storage on the device that a step's
+operators return, as events in order.
 
-What another stream than its own used is given back first, and free when the GPU is done there;
-hosts wait for that now and then.
+An allocation that another stream than its own used is first given back, and is free only when the
+GPU is done there; hosts wait for that now and then.
 
-Kernel workspaces: what a kernel takes of the allocator for itself, and gives back before it
-returns. No fake tensor shows it.
+Kernel workspaces, which a kernel allocates for itself and frees before it returns, are added by
+rules here: no fake tensor shows them.
 """
 
 import weakref
@@ -39,9 +39,9 @@ aten: Any = torch.ops.aten
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
-    """A float32 number per token and query head, q's gradient in float32, of heads as large as a
-    multiple of 32; where query heads share keys, k's and v's for every one of them. Source:
-    docs/results/layer; what H200s recorded in docs/results/lab/trinity_trials.json; tests/gpu.
+    """Workspace bytes: a float32 number per token and query head, and q's gradient in float32, with
+    head sizes rounded up to 32; if query heads share keys, also k's and v's for every query head.
+    Source: docs/results/layer; H200 recordings in docs/results/lab/trinity_trials.json; tests/gpu.
     """
     per_row, of_query, *every_head = _in_backward(args)
     head = args[1].shape[-1]
@@ -49,15 +49,15 @@ def _in_flash_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_windowed_backward(args: Sequence[Any]) -> list[int]:
-    """As flash attention's, of tensors whose heads come behind their tokens."""
+    """Workspace bytes like flash attention's, for tensors with tokens before heads."""
     assert args[1].ndim == 4, "trials have no rows of unlike documents"
     by_heads = [tensor.transpose(1, 2) for tensor in args[:3]]
     return _in_flash_backward(by_heads)
 
 
 def _in_cudnn_backward(args: Sequence[Any]) -> list[int]:
-    """Bytes of one workspace for all that flash attention takes piece by piece, of heads as they
-    are, and 256 more. Source: docs/results/lab/histories.json.gz.
+    """Bytes of one workspace: the sum of flash attention's, with head sizes not rounded up, plus
+    256. Source: docs/results/lab/histories.json.gz.
     """
     return [sum(_in_backward(args)) + 256]
 
@@ -70,7 +70,7 @@ def _in_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
-    """Bytes of float32 sums of ten sorted rows each, past 3,072 tokens. Source:
+    """Bytes of float32 sums of ten sorted rows each, for more than 3,072 tokens. Source:
     ATen/native/cuda/EmbeddingBackwardKernel.cu.
     """
     gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
@@ -79,7 +79,7 @@ def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
 
 
 def in_column_sums(args: Sequence[Any], *, resident_threads: int) -> list[int]:
-    """Bytes that sums over all dimensions but the last take: nouns/events.py."""
+    """Workspace bytes of a sum over all dimensions but the last: nouns/events.py."""
     inputs = args[0]
     if inputs.ndim < 2 or not inputs.numel() or inputs.stride(-1) != 1:
         return []
@@ -96,7 +96,7 @@ WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _in_flash_backward,
     aten._flash_attention_backward.default: _in_windowed_backward,
 }
-"""Bytes that an operator takes for itself and gives back before it returns, by operator."""
+"""Bytes that an operator allocates for itself and frees before it returns, by operator."""
 
 
 aten: Any = torch.ops.aten
@@ -105,26 +105,26 @@ _DEVICE: Any = torch.ops.prim.device.default
 
 @dataclass(slots=True)
 class _GivenBack:
-    """An allocation that a stream may still use."""
+    """An allocation that was given back while a stream may still use it."""
 
     number: int
     launches: int
-    """Kernels launched before the allocation was given back."""
+    """Number of kernels launched before the allocation was given back."""
     stream_id: int
-    """The stream that still uses it."""
+    """Stream that still uses it."""
     moment: int
     is_fsdps: bool
-    """Whether FSDP1 lent it."""
+    """True if FSDP1 lent it to the stream."""
     was_waited: bool = False
-    """Whether the host has waited since, for another stream."""
+    """True if the host has since waited for another stream."""
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Every storage on the device that an operator returns: its birth, its resizing, its end."""
+    """Records every storage on the device that an operator returns: its birth, resizing and end."""
 
     def __init__(self, sums: InplaceAccumulation | None = None) -> None:
-        """Make a recorder without events. Where ``sums`` have not learned, or there are none,
-        gradients are added up in copies.
+        """Start without events. Without ``sums``, or before they have learned, gradients are added
+        up in copies.
         """
         super().__init__()
         self.events: list[TraceEvent] = []
@@ -132,20 +132,20 @@ class AllocationRecorder(TorchDispatchMode):
         self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
         self.is_muted = False
-        """Whether nothing is recorded, while DTensor asks for shapes with tensors of the whole
+        """True while nothing is recorded, because DTensor computes shapes with tensors of the whole
         model's size, which no rank ever has."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
-        """The record of each storage, by its ``_key``: the id of its allocation now, 0 for none,
-        its bytes and its stream."""
+        """Record of each storage by its ``_key``: the id of its current allocation (0 for none),
+        its bytes, and its stream."""
         self._within = [0]
         self._addends: dict[int, list[int]] = {}
-        """The allocations that were added up, by the allocation of their sum."""
+        """Allocations that were added up, by the allocation of their sum."""
         self._lent: dict[int, tuple[int, bool]] = {}
-        """Storages that a stream other than their own uses: that stream, and whether FSDP1 said so,
+        """Storages that a stream other than their own uses: that stream, and True if FSDP1 said so,
         which waits for what it lends."""
         self._awaited: deque[_GivenBack] = deque()
-        """Allocations that are not free yet, the oldest first."""
+        """Allocations that were given back and are not free yet, the oldest first."""
         self._launches = 0
         self.most_awaited: int | None = None
         self.hidden = WORKSPACES
@@ -153,10 +153,10 @@ class AllocationRecorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled: no frame has to be kept from it at every call
+        return False  # nothing here is compiled, so that Dynamo need not be disabled at every call
 
     def follow(self, decoder: nn.Module) -> None:
-        """Name what is allocated in a forward pass by the module that runs."""
+        """Label what is allocated in a forward pass with the module that runs."""
         for name, module in decoder.named_modules():
             index = self.modules.setdefault(
                 name_in_files(f"{name}.").rstrip("."), len(self.modules)
@@ -164,29 +164,29 @@ class AllocationRecorder(TorchDispatchMode):
             module.register_forward_pre_hook(
                 lambda *_, index=index: self._within.append(index), prepend=True
             )
-            # Also where a recomputation ends in the middle of it.
+            # Called even if a recomputation ends in the middle of the module.
             module.register_forward_hook(self._leave, always_call=True)
 
     def _leave(self, *_: object) -> None:
         self._within.pop()
 
     def enter(self, phase: str) -> None:
-        """Record that a phase begins, as the step tells."""
+        """Record that a phase of the step begins."""
         if phase == _FIRST_PHASE:
             self.wait()
         self.events.append(Enter(phase))
 
     def lend(self, tensor: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that a stream uses a tensor (``record_stream``): where that stream is not the
-        tensor's own, the tensor is free, once given back, when the GPU is done there.
+        """Note that a stream uses a tensor (``record_stream``). If it is not the tensor's own
+        stream, the tensor, once given back, is free only when the GPU is done on that stream.
         """
         key = _key(tensor.untyped_storage())
         if key in self._ids and self._ids[key][2] != stream.stream_id:
             self._lent[key] = (stream.stream_id, True)
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that autograd goes on with a gradient on a stream. If it is a sum of gradients, it
-        was made there: its allocation moves, and what was added up is lent. Any other gradient is
+        """Note that autograd continues with a gradient on a stream. A sum of gradients was made on
+        that stream: its allocation moves there, and its addends are lent. Any other gradient is
         lent.
         """
         record = self._ids.get(_key(gradient.untyped_storage()))
@@ -199,7 +199,7 @@ class AllocationRecorder(TorchDispatchMode):
             self._lent.setdefault(_key(gradient.untyped_storage()), (stream.stream_id, False))
 
     def _make_on(self, stream: fake_cuda.Stream, number: int) -> None:
-        """Move a sum of gradients to a stream, to which the gradients it is made of are lent."""
+        """Move a sum of gradients to a stream, and lend its addends to that stream."""
         index, made = self._made(number)
         self.events[index] = msgspec.structs.replace(made, stream=stream.stream_id)
         for addend in self._addends.pop(number, ()):
@@ -213,7 +213,7 @@ class AllocationRecorder(TorchDispatchMode):
         return made.operator == self.operators.get(str(aten.add.Tensor))
 
     def _lend_freed(self, number: int, stream: fake_cuda.Stream) -> None:
-        """Lend to a stream an allocation that was freed too early: the stream uses it."""
+        """Turn an allocation's earlier end into a lend: the stream still uses it."""
         for index in range(len(self.events) - 1, -1, -1):
             event = self.events[index]
             if event == Free(number):
@@ -224,7 +224,7 @@ class AllocationRecorder(TorchDispatchMode):
                 return
 
     def _made(self, number: int) -> tuple[int, Allocate]:
-        """The index of an allocation among the events and its event, looked for from the newest."""
+        """Find an allocation's index among the events, and its event, from the newest back."""
         return next(
             (index, event)
             for index, event in zip(
@@ -238,7 +238,7 @@ class AllocationRecorder(TorchDispatchMode):
 
         def watched(
             storage: torch.UntypedStorage, size: int
-        ) -> Any:  # FSDP2's way to give memory back and take it again
+        ) -> Any:  # FSDP2 frees and reallocates memory by resizing
             resized = resize(storage, size)
             self._resized(storage)
             return resized
@@ -256,7 +256,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE:  # half of all calls
+        if func is _DEVICE:  # first, because it is half of all calls
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args, **kwargs)
         if any(
             is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor
@@ -267,7 +267,7 @@ class AllocationRecorder(TorchDispatchMode):
                 self.wait()
             return (
                 True if args[0].dtype is torch.bool else 1
-            )  # nobody knows the number, and no memory depends on it
+            )  # the number is unknown, and no memory depends on it
         if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(
                 f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs "
@@ -331,7 +331,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._ids.pop(key, None)
         if record[0] and not self.is_closed:
             self._end(key, record[0])
-        self._lent.pop(key, None)  # another storage may come to the same place
+        self._lent.pop(key, None)  # another storage may get the same address
 
     def _end(self, key: int, number: int) -> None:
         lent = self._lent.pop(key, None)
@@ -348,15 +348,15 @@ class AllocationRecorder(TorchDispatchMode):
             self._await(of_fsdp[-1 - self.most_awaited])
 
     def _give_back(self, number: int, stream_id: int, *, is_fsdps: bool) -> None:
-        """Keep an allocation from being free, since a stream may still use it."""
+        """Queue an allocation that is not free yet, since a stream may still use it."""
         moment = fake_cuda.Stream.moment()
         self._awaited.append(
             _GivenBack(number, self._launches, stream_id, moment, is_fsdps=is_fsdps)
         )
 
     def wait_for(self, stream: fake_cuda.Stream) -> None:
-        """Record that the host waits until a stream is done. What other streams use, and the host
-        has not waited for, is done when the host waits again.
+        """Record that the host waits until a stream is done. Allocations used by other streams that
+        this wait does not cover are taken as free at the host's next wait.
         """
         awaited, self._awaited = self._awaited, deque()
         for each in awaited:
@@ -367,16 +367,16 @@ class AllocationRecorder(TorchDispatchMode):
                 self._awaited.append(each)
 
     def wait(self) -> None:
-        """Record that the host waits until the GPU has done all that it was told."""
+        """Record that the host waits until the GPU has done all its work."""
         self._await(self._launches)
 
     def release(self) -> None:
-        """Record that the allocator gives back what is cached, once the GPU has done with it."""
+        """Record that the allocator frees its cache, once the GPU is done with it."""
         self.wait()
         self.events.append(ReleaseCached())
 
     def _await(self, launches: int) -> None:
-        """Free what was given back after at most ``launches`` kernels: the GPU has come so far."""
+        """Free what was given back within the first ``launches`` kernels: the GPU is past those."""
         while self._awaited and self._awaited[0].launches <= launches:
             self.events.append(Free(self._awaited.popleft().number))
 
@@ -390,7 +390,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> int:
-    """The place in C++ by which a storage is known: Python may make another object of it."""
+    """Return the storage's address in C++; Python may make several objects of one storage."""
     return storage._cdata  # pyright: ignore[reportPrivateUsage] -- nothing public tells
 
 
@@ -399,13 +399,13 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 def _is_unknown(number: Tensor) -> bool:
-    """Whether a number is on the device, or on the host without a value: an optimizer's step."""
+    """True if a number is on the device, or a fake without a value, like an optimizer's step."""
     is_valueless = isinstance(number, FakeTensor) and number.constant is None
     return is_valueless or _device_of(number).type == "cuda"
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether the host waits for the GPU, as at a copy that was not told otherwise."""
+    """True if the host waits for the GPU, as in a copy that is not declared non-blocking."""
     if func is aten.copy_.default:
         source, goes_on = args[1], kwargs.get("non_blocking", args[2:] == (True,))
     elif func is aten._to_copy.default:
@@ -416,9 +416,9 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 _FIRST_PHASE = "experience"
-"""The first phase of a step. Before it the host reads the loss of the step before, for which it
-waits until the GPU is done."""
+"""First phase of a step. Before it the host reads the last step's loss, for which it waits until
+the GPU is done."""
 _LAUNCHES_AHEAD = 1024
-"""Kernels that the host may have launched and the GPU not run: CUDA's queue. With it FSDP1's trials
-on an H200 reserve at most 0.5 % more than their traces, without 7.6 % (docs/results/lab)."""
+"""Kernels that the host may have launched before the GPU ran them: CUDA's queue. With it FSDP1's
+trials on an H200 reserve at most 0.5 % more than their traces, else 7.6 % (docs/results/lab)."""
 _QUADRATIC = (aten._softmax.default, aten._safe_softmax.default)

@@ -1,12 +1,12 @@
-"""What a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard, an
-accelerator, streams; and fake tensors at two thirds of their cost, by a key that is faster made.
+"""Fake CUDA: what a PyTorch without a GPU lacks to run a step on fake CUDA tensors: a device guard,
+an accelerator and streams. Also a faster cache key, by which fake tensors cost a third less.
 
-For the tracer's own process only: nothing here is undone. On a CPU build a guard and the
-accelerator's hooks are put into PyTorch's C++ registries from outside; on a CUDA build without a
-GPU they are there, and one of the hooks, which knows no device, is told to say that none was used.
-Both reach into a binary interface that nobody promises: tried with torch 2.13 (CPU build) and 2.11
-(CUDA 13.0) on Linux; where it does not hold, ``install`` raises or the process dies, and nothing
-else is traced instead.
+Only for the tracer's own process: nothing here is undone. On a CPU build a guard and the
+accelerator's hooks are put into PyTorch's C++ registries from outside; a CUDA build without a GPU
+has both, and one of the hooks, which knows no device, is made to say that none was used. Both rely
+on a binary interface that nobody guarantees: tried with torch 2.13 (CPU build) and 2.11 (CUDA 13.0)
+on Linux. If it does not hold, ``install`` raises or the process dies; nothing wrong is
+traced.
 """
 
 import ctypes
@@ -27,26 +27,26 @@ from torch.distributed.fsdp import _runtime_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _CUDA = 1
-"""c10::DeviceType::CUDA."""
+"""Value of c10::DeviceType::CUDA."""
 _SPLIT_NODE = "SplitWithSizesBackward0"
-"""Name of autograd's node that takes FSDP1's vector apart into parameters."""
+"""Name of autograd's node that splits FSDP1's flat vector into parameters."""
 _GUARDS = 64
 _SLOTS = 120
 """Slots of a table of virtual functions, more than the hooks have."""
 heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Listeners that are told of tensors, and of the stream that is said to use them."""
+"""Listeners called with a tensor and a stream that is declared to use it."""
 heard_wait: list[Callable[["Stream"], object]] = []
-"""Listeners that are told that the host waits until a stream is done."""
+"""Listeners called when the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Listeners that are told of the gradient of a part of FSDP1's vectors, and of the stream where
-autograd goes on with it."""
+"""Listeners called with a gradient of a part of FSDP1's vectors, and the stream on which autograd
+continues with it."""
 _kept: list[Any] = []
-"""Objects that C++ points to, which must not be collected."""
+"""Objects that C++ points to and that must not be garbage-collected."""
 
 
 def install() -> None:
-    """Make fake CUDA tensors work here, streams included. Raises RuntimeError where this PyTorch
-    cannot be made to.
+    """Make fake CUDA tensors work here, streams included. Raises RuntimeError if this PyTorch
+    cannot be patched.
     """
     _put_guard()
     _put_hooks(is_built=torch.backends.cuda.is_built())
@@ -63,8 +63,8 @@ def install() -> None:
 
 
 class Stream:
-    """A stream that nothing runs on, told apart by its number; it knows how far others are done
-    before what is launched here.
+    """A stream on which nothing runs, identified by a number. It tracks how far the work of other
+    streams is done before its own next work.
     """
 
     current: ClassVar["Stream"]
@@ -77,39 +77,39 @@ class Stream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.before: dict[int, int] = {}
-        """The moment until which each other stream's work is done before what is launched here, by
-        that stream's number."""
+        """For each other stream, by number: the moment up to which its work is done before what is
+        launched here."""
 
     @staticmethod
     def moment() -> int:
-        """A moment, later each time."""
+        """Return a new moment, later than all before."""
         Stream._moment += 1
         return Stream._moment
 
     def wait_stream(self, other: "Stream") -> None:
-        """Have what is launched here wait for all that was launched on the other stream."""
+        """Make later work here wait for all work launched on the other stream so far."""
         self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
-        """Have what is launched here wait for what the event knows of."""
+        """Make later work here wait for the work that the event covers."""
         for stream_id, moment in event.before.items():
             self.before[stream_id] = max(moment, self.before.get(stream_id, 0))
 
     def has_waited(self, stream_id: int, moment: int) -> bool:
-        """Whether what had been launched on a stream at a moment is done once all is done here."""
+        """True if a stream's work up to a moment is done once all work here is done."""
         return stream_id == self.stream_id or self.before.get(stream_id, 0) >= moment
 
     def synchronize(self) -> None:
-        """Have the host wait until all that it launched here is done: tell the listeners."""
+        """Pretend that the host waits until all work here is done: tell the listeners."""
         for hear in heard_wait:
             hear(self)
 
     def query(self) -> bool:
-        """Whether all is done: it is done at once."""
+        """Return True: all work counts as done."""
         return True
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """The event of what has been launched here until now."""
+        """Return an event that covers the work launched here so far."""
         event = event or Event()
         event.record(self)
         return event
@@ -122,26 +122,26 @@ class Stream:
 
 
 class Event:
-    """What had been launched on a stream. No host waits for one: it is taken to have happened."""
+    """Work that had been launched on a stream. It counts as done: the host never waits for it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.before: dict[int, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Record what has been launched on a stream until now."""
+        """Cover the work launched on a stream so far."""
         stream = stream or Stream.current
         self.before = {**stream.before, stream.stream_id: Stream.moment()}
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream wait for the event."""
+        """Make later work on a stream wait for the event."""
         (stream or Stream.current).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the event has happened: it is taken to have."""
+        """Return True: the event counts as done."""
         return True
 
     def synchronize(self) -> None:
-        """Wait for nothing: the event is taken to have happened."""
+        """Do nothing: the event counts as done."""
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def _on(stream: Stream | None) -> Generator[None]:
 
 
 def _put_streams() -> None:
-    """Put answers for an empty Hopper card in the place of ``torch.cuda``'s questions."""
+    """Replace functions of ``torch.cuda`` by answers for an empty Hopper card."""
     cuda: Any = torch.cuda
     Stream.current = Stream()
     default = Stream.current
@@ -184,17 +184,17 @@ def _put_streams() -> None:
         setattr(cuda, name, answer)
     tensor: Any = torch.Tensor
     tensor.record_stream = _tell_of_use
-    tensor.pin_memory = lambda self, *_: self  # host memory, of which nobody keeps account
+    tensor.pin_memory = lambda self, *_: self  # host memory is not recorded
     tensor.is_pinned = lambda *_: True
     fake: Any = FakeTensorMode
-    # there is no device to initialise, whatever is_available says
+    # there is no device to initialise, although is_available says so
     fake.avoid_device_init = property(lambda _: True)
     contexts: Any = fake_tensor
-    contexts.init_gpu_context = lambda _: None  # which a CUDA build without a GPU would fail at
+    contexts.init_gpu_context = lambda _: None  # a CUDA build without a GPU would fail here
 
 
 def _move_with_data() -> None:
-    """Let ``tensor.data = other`` take the other's device along, as real tensors do."""
+    """Make ``tensor.data = other`` take over the other's device, as for real tensors."""
     data: Any = torch.Tensor.data
     fake: Any = FakeTensor
 
@@ -207,8 +207,8 @@ def _move_with_data() -> None:
 
 
 def _follow_streams() -> None:
-    """Let FSDP1's gradients be gathered, and units freed, on the stream where their parameters were
-    taken apart, as autograd has it of real tensors: nodes of fakes on a CPU build have no stream.
+    """Gather FSDP1's gradients, and free its units, on the stream where their parameters were split
+    off, as autograd does with real tensors: fakes' nodes have no stream on a CPU build.
     """
     handle: Any = FlatParamHandle
     for name in ("_get_unflat_views_aligned", "_get_unflat_views_unaligned"):
@@ -226,7 +226,7 @@ def _follow_streams() -> None:
 def _backward_as_forward(
     take_apart: Callable[..., Iterable[torch.Tensor]],
 ) -> Callable[..., list[torch.Tensor]]:
-    """The function, whose views' gradients are put together on the stream of its call."""
+    """Wrap ``take_apart``: gradients of its views are joined on the stream that called it."""
     before: list[Stream] = []
 
     def taken_apart(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -261,8 +261,8 @@ def _backward_as_forward(
 
 
 def _put_kernels() -> None:
-    """Let PyTorch believe that ``silu_backward`` has a kernel for CUDA, where a CPU build would
-    take it apart: six tensors instead of one. No other operator of our steps is so.
+    """Make PyTorch believe that ``silu_backward`` has a CUDA kernel; a CPU build would decompose
+    it, into six tensors instead of one. No other operator of our steps needs this.
     """
     name = "aten::silu_backward"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):  # pyright: ignore[reportPrivateUsage]
@@ -281,7 +281,7 @@ def _tell_of_use(tensor: torch.Tensor, stream: Stream) -> None:
 
 
 def _put_guard() -> None:
-    """Put c10's own guard without effect into the registry, where there is none yet."""
+    """Put c10's own no-op device guard into the registry, unless there is a guard already."""
     library = ctypes.CDLL(str(_library("libc10.so")))
     name = "_ZN3c104impl26device_guard_impl_registryE"
     registry = (ctypes.c_void_p * _GUARDS).in_dll(library, name)
@@ -302,7 +302,7 @@ def _put_guard() -> None:
 
 
 def _put_hooks(*, is_built: bool) -> None:
-    """Let PyTorch believe that CUDA is built in, and no device used: autograd asks."""
+    """Make PyTorch believe that CUDA is built in, and no device in use, as autograd asks."""
     library = ctypes.CDLL(str(_library("libtorch_cpu.so")))
     get_hooks = library._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
@@ -323,7 +323,7 @@ def _put_hooks(*, is_built: bool) -> None:
 
 
 def _virtual_functions(header: str) -> list[str]:
-    """A class's virtual functions in order, from the header of this PyTorch."""
+    """Return a class's virtual functions in order, from this PyTorch's header."""
     path = Path(torch.__file__).parent / "include" / "ATen" / "detail" / header
     text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
     body = text[text.index("struct TORCH_API") :].partition("virtual ~")[2] or text
@@ -336,18 +336,18 @@ def _library(name: str) -> Path:
 
 aten: Any = torch.ops.aten
 _WRITE_OVER = (aten.addmm.dtype_out, aten.mm.out)
-"""Answered with the tensor that they are given to write to, which has the right shape wherever the
-engine gives one."""
+"""Operators answered with their ``out`` tensor, which has the right shape wherever the engine gives
+one."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = frozenset((int, float, bool, str, type(None), *_OF_TORCH))
 
 
 class QuickFakeMode(FakeTensorMode):
-    """``FakeTensorMode``, answering the same."""
+    """``FakeTensorMode`` with the same answers, faster."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled: no frame has to be kept from it at every call
+        return False  # nothing here is compiled, so that Dynamo need not be disabled at every call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WRITE_OVER and type(kwargs["out"]) is FakeTensor:
@@ -362,7 +362,7 @@ class QuickFakeMode(FakeTensorMode):
 
 
 def _is_flattened(arguments: Iterable[Any], values: list[object]) -> bool:
-    """Add all that an answer may depend on; False where it may depend on something else."""
+    """Collect all that an answer may depend on; False if it may depend on something else."""
     for argument in arguments:
         kind = type(argument)
         if kind is FakeTensor:

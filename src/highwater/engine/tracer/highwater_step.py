@@ -21,23 +21,23 @@ from highwater.nouns.trial import TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTrainer:
-    """What a trace of one trainer has besides the steps, which are ours for each."""
+    """Parts of one trainer's trace besides the steps, which are our own for every trainer."""
 
     set_up: Callable[[AllocationRecorder, RankContext], None]
-    """Tells the recorder what it has to know of the trainer, before anything is allocated."""
+    """Tells the recorder about the trainer, before anything is allocated."""
     begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Training]
-    """Builds the models, has the recorder follow the policy, and does all that comes before the
-    first step. The batch is a trial's rehearsal."""
+    """Builds the models, makes the recorder follow the policy, and does all else before the first
+    step. The batch is a trial's rehearsal."""
     before_step: Callable[[AllocationRecorder], None]
-    """Happens before every step."""
+    """Runs before every step."""
     after_step: Callable[[Training, Sequence[Batch]], None]
-    """Happens after every step of these micro-batches."""
+    """Runs after every step of these micro-batches."""
 
 
 _LENT_BY_FSDP1 = 4
-"""The most allocations that FSDP1 may have lent and not waited for. Among several ranks it gathers
-two units ahead at the most: their gathered parameters, and the shards that these came from.
-Compared with no trial yet."""
+"""Allocations that FSDP1 may have lent and not waited for, at most. With several ranks it gathers
+at most two units ahead: their gathered parameters, and the shards that these came from. Not
+compared with any trial yet."""
 
 
 def _set_up(recorder: AllocationRecorder, context: RankContext) -> None:
@@ -49,9 +49,9 @@ def _set_up(recorder: AllocationRecorder, context: RankContext) -> None:
 def _begin(
     spec: TrialSpec, context: RankContext, rehearsal: Batch, recorder: AllocationRecorder
 ) -> Training:
-    """The kernel proven, the models built, one short step rehearsed and the cache given back."""
+    """Prove the kernel, build the models, rehearse one short step and empty the cache."""
     shape = load_model(spec.model_directory).shape
-    # what a rank does before it has a model: a native allocator goes on in what this leaves
+    # as a rank does before it builds a model: the allocator goes on with the blocks this leaves
     prove(
         *(context.kernel, context.device, compute_dtype(context.device)),
         query_heads=shape.query_heads,

@@ -1,11 +1,11 @@
-"""How autograd adds gradients up on plain tensors: in place, where nobody else holds the first; in
-a copy under a dispatch mode.
+"""In-place accumulation: add gradients up as autograd does on plain tensors, in place if nobody
+else holds the first gradient; under a dispatch mode autograd itself always makes a copy.
 
-Where two gradients of one value meet, autograd's engine writes their sum over the one that came
-first, if it is dense, the only tensor of its storage and held by nobody else, and the sum itself is
-not differentiated. It gives that up as soon as a dispatch mode is on, which could tell. The mode
-that traces tells itself, by the counts of references that the engine would have asked for. These
-are higher here by what the mode itself holds: by how much is learned from sums whose answer is
+If two gradients of one value meet, autograd's engine writes their sum over the first one, provided
+that it is dense, is the only tensor of its storage, is held by nobody else, and the sum itself is
+not differentiated. It stops doing so while a dispatch mode is on, which could notice. So the mode
+that traces decides itself, by the reference counts that the engine would have read. They are higher
+here, by the mode's own references; by how much is learned from sums whose answer is
 known. Source: ``accumulate`` in torch/csrc/autograd/input_buffer.cpp, ``is_tensor_stealable`` in
 torch/csrc/autograd/variable.h.
 """
@@ -28,15 +28,15 @@ aten: Any = torch.ops.aten
 _ADD, _ADD_IN_PLACE = aten.add.Tensor, aten.add_.Tensor
 _PUT, _PUT_IN_PLACE = aten.index_put.default, aten.index_put_.default
 _MOST_CALLERS = 64
-"""Native callers that are looked through; a sum of gradients is some 30 below the engine."""
+"""Native stack frames that are searched; a sum of gradients is about 30 below the engine."""
 _ENGINES_SUM = b"_ZN5torch8autograd11InputBuffer3addE"
-"""torch::autograd::InputBuffer::add, as it is called in PyTorch's library."""
+"""Mangled name of torch::autograd::InputBuffer::add in PyTorch's library."""
 _LIBRARIES = b"/torch/lib/"
-"""A part of the path of each of PyTorch's own libraries."""
+"""Part of the path of each of PyTorch's own libraries."""
 
 
 class _Counts(NamedTuple):
-    """References to a tensor and its storage."""
+    """Reference counts of a tensor and its storage."""
 
     by_cpp: int
     by_python: int
@@ -44,8 +44,8 @@ class _Counts(NamedTuple):
 
 
 class InplaceAccumulation:
-    """What an operator that a dispatch mode is asked for would be on plain tensors; sums stay as
-    they are until it has learned.
+    """Chooses, under a dispatch mode, the operator that plain tensors would use; sums stay copies
+    until it has learned.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class InplaceAccumulation:
         self._heard: list[_Counts] | None = None
 
     def operator(self, func: Any, args: Sequence[Any]) -> Any:
-        """The operator that is called: another one where autograd takes another one."""
+        """Return the operator to call: the in-place one where autograd would use that."""
         if func is _ADD:
             return _ADD_IN_PLACE if self._is_in_place(args) else func
         # The gradient of ``x[indices]``. Source: index_backward,
@@ -62,8 +62,8 @@ class InplaceAccumulation:
         return _PUT_IN_PLACE if is_gradient else func
 
     def learn(self, mode: TorchDispatchMode) -> None:
-        """Learn from sums of fake CUDA tensors in such a mode as will ask. Raises RuntimeError
-        where nothing tells them apart.
+        """Learn the reference counts from probe sums of fake CUDA tensors, under a mode like the
+        one that will ask. Raises RuntimeError if the counts do not tell the probes apart.
         """
         told: list[_Counts] = []
         with QuickFakeMode(), mode:
@@ -97,14 +97,14 @@ class InplaceAccumulation:
 
 
 def _counts(args: Sequence[Any]) -> _Counts:
-    """References to the first argument, which no variable may name meanwhile."""
+    """Count references to the first argument, which no local variable may hold meanwhile."""
     storage = args[0].untyped_storage()._cdata
     to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     return _Counts(args[0]._use_count(), sys.getrefcount(args[0]), to_storage(storage))
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has each place of its memory once, in whatever order its dimensions are."""
+    """True if a tensor covers each place of its memory once, in any order of its dimensions."""
     places = 1
     for stride, size in sorted(
         (stride, size)
@@ -118,29 +118,29 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _alone(value: Tensor) -> Tensor:
-    """A probe: nobody else holds the first of its two gradients."""
+    """Probe: nobody else holds the first of its two gradients."""
     return value * 2 + value * 3
 
 
 def _shared(value: Tensor) -> Tensor:
-    """A probe: its first gradient is also that of a value made before, for which it waits."""
+    """Probe: its first gradient is also that of a value made before, which is still pending."""
     before = torch.ones_like(value, requires_grad=True) * 1
     value = value * 1
     return value * 2 + (before + value) * 3
 
 
 def _held(value: Tensor) -> Tensor:
-    """A probe: something in Python holds its first gradient."""
+    """Probe: a Python object holds its first gradient."""
     return value * 2 + _Kept.apply(value)
 
 
 def _viewed(value: Tensor) -> Tensor:
-    """A probe: its first gradient is another tensor's view."""
+    """Probe: its first gradient is a view of another tensor."""
     return value * 2 + value.T * 3
 
 
 class _Kept(torch.autograd.Function):
-    """A function that doubles, and keeps its gradient."""
+    """Autograd function that doubles its input and keeps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Caller(NamedTuple):
-    """A native function that is running."""
+    """Traits of a native function on the stack."""
 
     is_torch: bool
     is_sum: bool
@@ -172,11 +172,11 @@ class _Symbol(ctypes.Structure):
 
 
 def _is_the_engines() -> bool:
-    """Whether the engine asked for the sum that is being dispatched: a backward formula may add two
-    tensors as well.
+    """True if the engine itself asked for the sum that is being dispatched; a backward formula may
+    add tensors too.
 
-    Python has no frame of it, so that the native ones are asked: of PyTorch's own those that Python
-    was called from.
+    Python has no frame for the engine, so the native stack is searched: PyTorch's own frames from
+    which Python was called.
     """
     addresses = (ctypes.c_void_p * _MOST_CALLERS)()
     count: int = ctypes.CDLL(None).backtrace(addresses, _MOST_CALLERS)
@@ -186,7 +186,7 @@ def _is_the_engines() -> bool:
 
 @cache
 def _caller(address: int) -> _Caller:
-    """The function that an address is in."""
+    """Return the traits of the native function at an address."""
     symbol = _Symbol()
     find: Callable[..., int] = ctypes.CDLL(None).dladdr
     find(ctypes.c_void_p(address), ctypes.byref(symbol))

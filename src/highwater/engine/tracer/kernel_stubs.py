@@ -1,7 +1,7 @@
-"""Kernel stubs: for the tracer, what allocates as a kernel does in the place of what does not run
-on fake tensors of a CPU build.
+"""Kernel stubs: for the tracer, replace kernels that cannot run on fake tensors of a CPU build by
+stubs that make the same allocations.
 
-For the tracer's own process only: nothing here is undone.
+Only for the tracer's own process: nothing here is undone.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ aten: Any = torch.ops.aten
 
 
 def put(kernel: Kernel) -> None:
-    """Put them all in place, with this attention."""
+    """Put all stubs in place, with this attention kernel."""
     norm = F.rms_norm
 
     def rms_norm(
@@ -60,11 +60,11 @@ def put(kernel: Kernel) -> None:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
 
     def every_ranks(values: Sequence[float], _: torch.dtype, mesh: DeviceMesh) -> list[list[float]]:
-        """This rank's own values in the place of the others', which nobody computes."""
+        """Return this rank's own values for every rank, as no other ranks run."""
         return [list(values)] * mesh.size()
 
     def in_place(*_: Any, **__: Any) -> None:
-        """Write over what is there."""
+        """Stand for a kernel that only overwrites its inputs."""
 
     names: Any = F
     names.rms_norm = rms_norm
@@ -81,7 +81,7 @@ def put(kernel: Kernel) -> None:
     values.fill_random = in_place
     values.fill_adapter = in_place
     models.build_on_meta = _outside(models.build_on_meta)  # its proofs compare numbers
-    models.prove_rows = in_place  # and so does this one
+    models.prove_rows = in_place  # this compares numbers too
     models.tile_mlps = _outside(models.tile_mlps)
     models.add_adapters = _outside(models.add_adapters)
     actors.actor_on_meta = _outside(actors.actor_on_meta)
@@ -93,20 +93,20 @@ def put(kernel: Kernel) -> None:
     windows.computes_windows = lambda *_: True  # as on a Hopper card
     plain: Any = plain_block.PlainBlock
     rows = plain._rows
-    plain._rows = lambda block: islice(rows(block), 1)  # no others take as much
+    plain._rows = lambda block: islice(rows(block), 1)  # the first rows take the most memory
 
 
 def put_low_bit() -> None:
-    """Put a stub in the place of the compiled update of moments of few bits; it makes what the
-    program makes that is compiled for the CPU: of codes the numbers over their scales, in float32.
+    """Replace the compiled update of low-bit moments by a stub that allocates what the program
+    compiled for the CPU does: dequantised float32 copies of 8-bit moments.
 
-    What Triton's program makes on a GPU nobody recorded; pieces bound both.
+    Allocations of Triton's program on a GPU are not recorded; cutting into pieces bounds both.
     """
-    from torchao.optim import subclass_8bit  # which only these optimizers need
+    from torchao.optim import subclass_8bit  # only these optimizers need it
 
     from highwater.engine.training import low_bit
 
-    subclass_8bit.get_qmap_signed()  # kept from now on: from fakes no table is made
+    subclass_8bit.get_qmap_signed()  # cached from now on: fakes could not make the table
     subclass_8bit.get_qmap_unsigned()
 
     def compiled(parameter: Tensor, _gradient: Tensor, *moments: Any, **_: float) -> None:
@@ -121,7 +121,7 @@ def put_low_bit() -> None:
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on real tensors, whatever is fake around it."""
+    """Make a function run on real tensors, outside any fake mode."""
 
     def on_real_tensors(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
@@ -131,7 +131,7 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RmsNormStub(torch.autograd.Function):
-    """The allocations of PyTorch's fused RMS norm."""
+    """Allocations of PyTorch's fused RMS norm."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -148,8 +148,8 @@ class _RmsNormStub(torch.autograd.Function):
 
 
 class _Strided(torch.autograd.Function):
-    """The gradient for the whole tensor behind a view that was written to, by which autograd goes
-    back; of fake tensors it goes back by the view's own operator, which allocates nothing.
+    """Allocate the gradient of the whole tensor behind a view that was written to, as autograd
+    does. For fake tensors autograd uses the view's own operator instead, which allocates nothing.
     """
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""The tracer: a trial's own steps on fake CUDA tensors, at full depth and any length; writes what a
-rank allocates and frees.
+"""Tracer: run a trial's own steps on fake CUDA tensors, at full depth and any length, and write
+what a rank allocates and frees.
 
-``python -m highwater.engine.tracer.tracer ORDER EVENTS`` in a process of its own, on any machine:
-no number is computed, no GPU asked. What runs is the engine's own code; what a CPU build cannot run
-is stood in for by what makes the same allocations: the fused attention and norm, the Triton
-kernels. Plain attention computes only those rows that take the most. What a kernel takes for itself
-and gives back is in ``allocation_recorder.py``. No size depends on a number: experts are one
-product over all of them, of as many rows wherever a router sends the tokens.
+``python -m highwater.engine.tracer.tracer ORDER EVENTS`` runs in a process of its own, on any
+machine: no number is computed, no GPU is used. The engine's own code runs; kernels that a CPU build
+cannot run (fused attention and norm, Triton) are replaced by stubs with the same allocations. Plain
+attention computes only the rows that take the most. Workspaces inside kernels are in
+``allocation_recorder.py``. No size depends on a computed number: experts are one product over all
+of them, with the same number of rows wherever a router sends the tokens.
 """
 
 import gc
@@ -67,23 +67,23 @@ def main() -> None:
         unfinished.write_bytes(msgspec.json.encode(trace(order)))
         unfinished.replace(target)
         exit_code = 0
-    # the edge of the process, which has to end as the next line has it
+    # a process edge: the process must end by the last line
     except Exception:  # noqa: BLE001
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # the interpreter's end would let go of fakes that C++ still knows
+    os._exit(exit_code)  # a normal exit would free fakes that C++ still refers to
 
 
 def trace(order: TraceOrder) -> EventLog:
-    """What a rank of the trial allocates and frees on its device, from the model's first shard to
-    the end of the last step.
+    """Return what a rank of the trial allocates and frees on its device, from the model's first
+    shard to the end of the last step.
 
-    What lies in host memory is not in it.
+    Host memory is not included.
     """
     spec = order.spec
     if spec.settings.lora is not None:
-        # peft, and bitsandbytes with it, would look for a GPU while there seems to be one
+        # import peft, and bitsandbytes with it, before there seems to be a GPU to look for
         with suppress(ImportError):
             importlib.import_module("peft")
     fake_cuda.install()
@@ -107,12 +107,12 @@ def trace(order: TraceOrder) -> EventLog:
     trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)
-    # Alone a rank has only copies on its other streams, which are done by then: so H200s recorded.
+    # A single rank's other streams only copy, and are done by then, as recorded on H200s.
     fake_cuda.heard_wait.append(
         recorder.wait_for if context.mesh.size() > 1 else lambda _: recorder.wait()
     )
     _mute_while_shapes_are_asked(recorder)
-    gc.disable()  # a collection would free at moments that another process does not
+    gc.disable()  # a collection would free at moments that differ between processes
     with QuickFakeMode(allow_non_fake_inputs=True), recorder:
         training = trainer.begin(spec, context, rehearsal, recorder)
         for step in whole:

@@ -1,9 +1,9 @@
-"""Trinity: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
-allocate: published tables are of it.
+"""Trinity step: the models of Trinity-RFT's trainer (verl's actor on FSDP1), built for what they
+allocate, because the published tables are of that trainer.
 
-What differs from our own: Hugging Face's layers as they are; logits of every token, prompts too,
+Differences from our own: Hugging Face's layers unchanged; logits of every token, prompts too,
 divided by the temperature in place through a view; log-probabilities and entropies whose gradients
-are two more vectors of logits; optimizer states made by the first update; gradients dropped after
+are two more tensors of logits; optimizer states made by the first update; gradients dropped after
 each; a host that is never far ahead of its GPU. The step around them is our ``grpo``. It has run on
 H200s (docs/results/lab/trinity_trials.py).
 
@@ -38,12 +38,12 @@ from highwater.engine.training.step import Training
 from highwater.nouns.trial import TrialSpec
 
 TEMPERATURE = 1.0
-"""Temperature of the reference's trials; logits are divided by it although it is 1."""
+"""Temperature of Trinity's trials; logits are divided by it although it is 1."""
 
 
 def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
-    """Leave out what an embedding's gradient takes for itself: these traces are to lie on lines
-    over the tokens, which those bytes do not.
+    """Leave out the workspace of an embedding's gradient: memory in these traces must be linear in
+    the tokens, which this workspace is not.
     """
     recorder.hidden.pop(torch.ops.aten.embedding_dense_backward.default)
 
@@ -61,7 +61,7 @@ def begin(
 
 
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
-    """The actor on FSDP1, and its reference in host memory."""
+    """Build the actor on FSDP1, and its reference in host memory."""
     config = read_config(
         spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
     )
@@ -91,7 +91,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 
 
 class Actor(Decoder):
-    """A causal LM that holds the logits of every token, whichever are trained on."""
+    """A causal LM that holds the logits of every token, whether trained on or not."""
 
     def forward(
         self,
@@ -100,7 +100,7 @@ class Actor(Decoder):
         trained_positions_N: Tensor,
         labels_N: Tensor,
         document_lengths: Sequence[int],
-        # of `sft`, which the reference trains otherwise
+        # only for `sft`, which Trinity trains in another way
         logprob_gradient: float | None = None,  # noqa: ARG002
     ) -> MicroBatchStatistics:
         """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
@@ -117,7 +117,7 @@ class Actor(Decoder):
 
 
 def divided(logits_TV: Tensor) -> Tensor:
-    """Divide logits by the temperature, in place, through a view of what the head made."""
+    """Divide logits by the temperature, in place, through a view of the head's output."""
     return logits_TV.div_(TEMPERATURE)
 
 
@@ -141,12 +141,12 @@ class _Statistics(torch.autograd.Function):
 
 
 class _AdamW(torch.optim.AdamW):
-    """Lets go of gradients between steps, and makes its states at the first one, as PyTorch does by
-    default. The host waits for the GPU before an update: verl looks whether the gradients' norm is
-    finite, and else goes without it (``dp_actor.py``).
+    """AdamW that frees gradients between steps and makes its states in the first one, as PyTorch
+    does by default. The host waits for the GPU before an update: verl skips the update if the
+    gradients' norm is not finite (``dp_actor.py``).
     """
 
-    # nobody has a closure
+    # no caller passes a closure
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         _wait_for_gpu()
         super().step(closure)
@@ -157,21 +157,21 @@ class _AdamW(torch.optim.AdamW):
 
 
 def _wait_for_gpu(*_: object) -> None:
-    """Wait for the GPU: what other streams used and was given back is free then."""
+    """Make the host wait for the GPU; allocations given back by other streams are then free."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def _wait_in_every_layer(policy: Decoder) -> None:
-    """Have the host wait in every layer, as the reference's attention reads lengths."""
+    """Make the host wait in every layer, as Trinity's attention does to read lengths."""
     for name, module in policy.named_modules():
         if name.endswith("self_attn"):
             module.register_forward_pre_hook(_wait_for_gpu)
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
-    """The actor on meta, with our attention, which allocates what flash attention does, and Hugging
-    Face's own everything else.
+    """Return the actor on meta, with our attention, which allocates like flash attention, and
+    Hugging Face's own layers for all else.
     """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
@@ -194,8 +194,8 @@ def on_fsdp1(
     seed: int = 0,
     use_orig_params: bool = False,
 ) -> Decoder:
-    """The actor, recomputed layer by layer and sharded; verl's parameters are FSDP1's vectors.
-    Weights as in ``model.build``.
+    """Shard the actor by FSDP1, with recomputed layers; its parameters are FSDP1's vectors, as in
+    verl. Weights are filled as in ``model.build``.
     """
     recompute_layers(actor.layers)
     with weights.opened(directory) as saved:
@@ -213,8 +213,8 @@ def on_fsdp1(
 def offloaded(
     actor: Actor, *, directory: str, mesh: DeviceMesh, compute_dtype: torch.dtype, seed: int = 0
 ) -> Decoder:
-    """The actor, frozen, in host memory, with FSDP2: a layer is on the device at a time, as with
-    FSDP1's offload.
+    """Shard the actor by FSDP2, frozen and in host memory; one layer at a time is on the device, as
+    with FSDP1's offload.
     """
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)

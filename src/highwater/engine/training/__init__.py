@@ -1,1 +1,1 @@
-"""One training step, the loops around it, and what they write and read back."""
+"""Training step, the loops around it, and what they write and read back."""

@@ -2,7 +2,7 @@
 ``from_pretrained`` loads, or its adapters as one that peft loads.
 
 Both read the shards through torch.distributed.checkpoint.state_dict, which knows FSDP1, FSDP2 and
-shards in host memory. Neither ever makes a whole copy of anything: shards are written as they lie,
+shards in host memory. Neither ever makes a whole copy of the model: shards are written as they are,
 and Hugging Face weights one parameter at a time.
 """
 
@@ -49,10 +49,10 @@ def save_sharded(
     """Write every rank's shards of model and optimizer to ``directory``; returns the bytes that
     this rank wrote.
 
-    The format is torch.distributed.checkpoint's: keys ``model`` and ``optimizer``, a tied head
-    under its embedding's name alone; beside it an index that ``load_sharded`` reads. 12 bytes a
-    parameter over all ranks: float32 weights and both moments; with adapters those of them alone,
-    for the model is where it came from. Raises OSError when the disk does not take it.
+    The format is torch.distributed.checkpoint's, with keys ``model`` and ``optimizer`` (a tied
+    head under its embedding's name alone), plus an index that ``load_sharded`` reads. It takes 12
+    bytes a parameter over all ranks: float32 weights and both moments. With adapters only those are
+    saved, as the model itself has not changed. Raises OSError when the disk cannot take it.
     """
     options = _options(model)
     weights = get_model_state_dict(model, options=options)
@@ -64,7 +64,7 @@ def save_sharded(
     }
     writer = _CountingWriter(directory)
     try:
-        # A rank alone talks to nobody: NCCL would spend memory on it.
+        # A single rank needs no collective, for which NCCL would take memory.
         dcp.save(state, storage_writer=writer, no_dist=mesh.size() == 1, process_group=None)
     except dcp.CheckpointException as error:
         failures = [failure for failure, _ in error.failures.values()]
@@ -77,15 +77,14 @@ def load_sharded(
     model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
 ) -> None:
     """Read what ``save_sharded`` wrote into the shards of model and optimizer, in place: weights,
-    moments and the optimizer's steps are what they were, bit by bit.
+    moments and the optimizer's step counts are restored bit by bit.
 
-    Whoever saved it: another number of ranks or copies, the other strategy, moments in host memory
-    or not. Only moments of 8 bits may be refused on another number of shards, where their blocks of
-    256 numbers are not the same ones. Learning rates and the like are the optimizer's own.
+    The saving run may have had another number of ranks or copies, the other strategy, or moments in
+    host memory. Only 8-bit moments may be refused on another number of shards, if their blocks of
+    256 numbers would be cut. Learning rates and the like stay the optimizer's own.
 
-    Each rank reads what it holds, and in host memory is one saved piece at a time: of the largest
-    tensor what one rank saved of it. Raises UsageError for another model's checkpoint, and for a
-    damaged one.
+    Each rank reads only what it holds, with one saved piece at a time in host memory: one rank's
+    part of a tensor. Raises UsageError for another model's checkpoint, and for a damaged one.
     """
     own = _held_by_rank(model, mesh)
     with ShardReader(directory) as reader:
@@ -104,7 +103,7 @@ def load_sharded(
 
 
 class _TrainedShard(NamedTuple):
-    """A trained parameter, how many numbers it has, and which of them are this rank's."""
+    """A trained parameter, its number of elements, and the range of them that this rank holds."""
 
     parameter: nn.Parameter
     numbers: int
@@ -112,7 +111,7 @@ class _TrainedShard(NamedTuple):
 
 
 def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
-    """The trained parameters by their names in files."""
+    """Return this rank's shards of the trained parameters, by their names in files."""
     trained = {
         name_in_files(name): parameter
         for name, parameter in model.named_parameters()
@@ -125,7 +124,7 @@ def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
             held = FlatRange(*(number * row for number in own_rows(parameter)))
             own[name] = _TrainedShard(parameter, parameter.numel(), held)
         return own
-    # FSDP1 cuts its flat vectors into one stretch for each rank, in the order of the ranks.
+    # FSDP1 cuts its flat vectors into one range for each rank, in the order of the ranks.
     sizes = [parameter.numel() for parameter in trained.values()]
     counts = torch.tensor(every_ranks(sizes, torch.int64, mesh))
     starts = counts.cumsum(0) - counts
@@ -137,7 +136,7 @@ def _held_by_rank(model: Decoder, mesh: DeviceMesh) -> dict[str, _TrainedShard]:
 
 
 def _saved_name(key: str) -> tuple[str, str, str]:
-    """Whose a saved tensor is, the parameter's name in files, and what it is of it."""
+    """Split a saved tensor's key: model or optimizer, parameter's name in files, kind of state."""
     owner, _, rest = key.partition(".")
     if owner == "model":
         return owner, name_in_files(rest), ""
@@ -152,13 +151,13 @@ def _refuse_another_model(
     saved: Mapping[tuple[str, str, str], str],
     reader: ShardReader,
 ) -> None:
-    """Raise UsageError where not the same is trained, or other things are kept of it."""
+    """Raise UsageError if the checkpoint has other trained parameters or other optimizer states."""
     theirs = {name for owner, name, _ in saved if owner == "model"}
     buffers = {name_in_files(name) for name, _ in model.named_buffers()}
     differing = sorted(set(own) - theirs) or sorted(theirs - set(own) - buffers)
     for name in theirs & set(own):
         shape, (parameter, numbers, _) = reader.tensors[saved["model", name, ""]].shape, own[name]
-        is_whole = isinstance(parameter, DTensor)  # FSDP1's are flat
+        is_whole = isinstance(parameter, DTensor)  # FSDP1's parameters are flat
         if shape != tuple(parameter.shape) if is_whole else math.prod(shape) != numbers:
             differing.append(name)
     for name, (parameter, _, _) in own.items():
@@ -182,13 +181,13 @@ def save_pretrained(
     merged: bool = False,
 ) -> int:
     """Write the Hugging Face model to ``directory`` in ``dtype``; returns the bytes that this rank
-    wrote: rank 0 all, others 0. Of a model with adapters those are written, in their own dtype, for
-    peft to load beside the model at ``source``; ``merged``: the model with them added to it.
+    wrote (others than rank 0 write none). For a model with adapters, write only these, in their own
+    dtype, for peft to load beside the model at ``source``; or with ``merged`` the model plus them.
 
-    Every rank gathers one parameter at a time, as it does in the forward pass; rank 0 alone copies
-    it to its host and writes it. What an earlier save left in the directory is overwritten, file by
-    file. ``source`` is the directory that the model came from. Raises OSError when the disk does
-    not take it.
+    Every rank gathers one parameter at a time, as in the forward pass; only rank 0 copies it to its
+    host and writes it. Files of an earlier save in the directory are overwritten one by one.
+    ``source`` is the directory that the model came from. Raises OSError when the disk cannot take
+    it.
     """
     if model.lora is not None and not merged:
         return _save_adapters(model, model.lora, directory, mesh=mesh, source=source)
@@ -216,14 +215,14 @@ def save_pretrained(
                 source=source,
             )
     finally:
-        for name, shard in left:  # also where the first rank failed: the others gather it
+        for name, shard in left:  # even if the first rank failed: the others are gathering
             _merged(model, name, shard, dtypes[name], mesh)
         _meet(mesh)
     return written_bytes
 
 
 def _meet(mesh: DeviceMesh) -> None:
-    """Wait for the first rank to have written, lest the next step be timed with it."""
+    """Wait until the first rank has written, so that its time is not counted in the next step."""
     if mesh.size() > 1:
         dist.barrier(group=all_ranks(mesh))
 
@@ -231,7 +230,7 @@ def _meet(mesh: DeviceMesh) -> None:
 def _save_adapters(
     model: Decoder, lora: Lora, directory: Path, *, mesh: DeviceMesh, source: Path
 ) -> int:
-    """Write what is trained of a model with adapters, which all ranks gather, as peft has it."""
+    """Gather a model's adapters on all ranks and write them in peft's format."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     whole: dict[str, Tensor] = {
         name_for_peft(name_in_files(name)): _whole(parameter.detach(), parameter.dtype, mesh).cpu()
@@ -252,7 +251,7 @@ def _save_adapters(
 def _merged(
     model: Decoder, name: str, shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh
 ) -> Tensor:
-    """A whole tensor; of a layer with an adapter the sum of both, rounded once."""
+    """Return a whole tensor; for a layer with an adapter the sum of both, rounded once."""
     layer = adapted_layer(model, name)
     if layer is None:
         return _whole(shard, dtype, mesh)
@@ -264,7 +263,7 @@ def _merged(
 
 
 def _options(model: Decoder) -> StateDictOptions:
-    """FSDP2 hands out its shards; FSDP1 copies of them, which go to the host."""
+    """Return state-dict options: FSDP2 gives its shards, FSDP1 copies of them on the host."""
     return StateDictOptions(
         cpu_offload=any(isinstance(module, FullyShardedDataParallel) for module in model.modules()),
         ignore_frozen_params=model.lora is not None,
@@ -272,7 +271,7 @@ def _options(model: Decoder) -> StateDictOptions:
 
 
 def _named_shards(model: Decoder) -> dict[str, Tensor]:
-    """This rank's shards by the Hugging Face model's names; a tied head is its embedding."""
+    """Return this rank's shards by the Hugging Face model's names, each once, without adapters."""
     options = replace(_options(model), ignore_frozen_params=False)
     shards: dict[str, Any] = get_model_state_dict(model, options=options)
     tied = _tied_names(model)
@@ -284,31 +283,31 @@ def _named_shards(model: Decoder) -> dict[str, Tensor]:
 
 
 def _tied_names(model: Decoder) -> set[str]:
-    """Names, as files have them, under which a parameter is known besides its first."""
+    """Return further names of shared parameters, as files have them: all but each one's first."""
     first = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name_in_files(name) for name in every - first}
 
 
 def _whole(shard: Tensor, dtype: torch.dtype, mesh: DeviceMesh) -> Tensor:
-    """The whole tensor, narrowed before it is gathered: what travels is the narrow one."""
+    """Gather the whole tensor, cast to ``dtype`` before, so that less travels."""
     if not isinstance(shard, DTensor):
         return shard.to(dtype)
-    if mesh.size() == 1:  # nothing to gather: not even a communicator is made for it
+    if mesh.size() == 1:  # nothing to gather, so avoid making a communicator
         return shard.to_local().to(dtype)
     # Shards in host memory travel over the mesh's device.
     return cast(DTensor, shard.to(device=mesh.device_type, dtype=dtype)).full_tensor()
 
 
 class _CountingWriter(dcp.FileSystemWriter):
-    """Counts what it writes, and keeps the system's own error, which torch.save would hide."""
+    """Writer that counts its bytes and keeps the system's own error, which torch.save hides."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.written_bytes = 0
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what says where everything is, on the first rank."""
+        """Write the metadata and the index of all tensors, on the first rank."""
         super().finish(metadata, results)
         places = {each.index: each.storage_data for ranks in results for each in ranks}
         write_index(Path(self.path), metadata, places)
@@ -324,7 +323,7 @@ class _CountingWriter(dcp.FileSystemWriter):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The system's error behind another one; the error itself when there is none."""
+    """Return the system's error behind another error; the error itself if there is none."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__

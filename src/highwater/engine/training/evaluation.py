@@ -1,7 +1,7 @@
-"""Evaluation: what a step would minimise, of batches that nothing is trained on.
+"""Evaluation: the loss that a step would minimise, over batches that are not trained on.
 
-Sums of losses and of what they are over are added up over all ranks, those that share a sequence
-among them, and divided once: the same for any layout, and any way to cut batches.
+Sums of losses and of their counts are added up over all ranks, including those that share a
+sequence, and divided once: the result is the same for any layout and any way to cut batches.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ from highwater.errors import UsageError
 
 
 class Evaluation(NamedTuple):
-    """The result, the same on every rank."""
+    """Result of an evaluation, the same on every rank."""
 
     loss: float | None
-    """Mean over them; None where there are none."""
+    """Mean loss over the counted tokens or pairs; None if there are none."""
     counted: int
-    """Trained tokens, or pairs of an objective that takes pairs."""
+    """Number of trained tokens, or of pairs if the objective takes pairs."""
 
 
 @torch.no_grad()
 def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
-    """The mean loss of micro-batches, of which each rank brings its shares; as many on every rank,
-    since shards are gathered for each.
+    """Return the mean loss of micro-batches. Each rank brings its shares, as many as every other
+    rank, since shards are gathered for each.
 
-    Of pairs it is the objective's loss (``rw``, ``dpo``); of any other objective the negative
-    log-likelihood of the trained tokens. Dropout is off, no gradient is recorded, and logits go in
-    chunks whatever the training's loss is. The routers' auxiliary loss is no part of it. Raises
-    UsageError without a micro-batch.
+    The loss is the objective's for pairs (``rw``, ``dpo``), else the negative log-likelihood of the
+    trained tokens. Dropout is off, no gradient is recorded, and logits are computed in chunks
+    whatever loss the training uses. The routers' auxiliary loss is not included. Raises UsageError
+    without a micro-batch.
     """
     if not micro_batches:
         raise UsageError(
@@ -54,7 +54,7 @@ def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
 
 
 def _of_pairs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor]:
-    """This rank's share of the sum over each micro-batch's pairs."""
+    """Return this rank's share of each micro-batch's loss, summed over its pairs."""
     policy, device = training.policy, training.device
     if policy.gives_scalars:
         with without_dropout(policy):

@@ -1,5 +1,5 @@
-"""Experience: what a step knows of every trained token before its update, from passes that record
-no gradient.
+"""Experience: numbers of every trained token that a step needs before its update, from passes that
+record no gradient.
 
 Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among those  D documents of
 the micro-batch
@@ -31,25 +31,25 @@ from highwater.nouns.hyperparameters import Hyperparameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """The experience of one micro-batch; None for what the objective does not ask for."""
+    """Experience of one micro-batch; fields are None if the objective does not need them."""
 
     advantages_N: Tensor | None = None
-    """Advantages of the trained tokens, at least as precise as the log-probabilities."""
+    """Advantages of the trained tokens, in the log-probabilities' dtype or wider."""
     reference_logprobs_N: Tensor | None = None
     values_N: Tensor | None = None
-    """Values of the critic before its update."""
+    """Values that the critic gives before its update."""
     returns_N: Tensor | None = None
-    """Values that the critic should have said."""
+    """Values that the critic should have given."""
 
 
 @torch.no_grad()
 def forward_batch(
     model: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
 ) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, or a critic's values at them, recomputed micro-batch
+    """Log-probabilities of the trained tokens, or a critic's values at them, computed micro-batch
     by micro-batch; each N.
 
-    Without dropout: what a model says is asked, not what it is trained on.
+    Dropout is off: the model's predictions are wanted, nothing is trained.
     """
     with without_dropout(model):
         results = [_forward(model, batch.to(device)) for batch in micro_batches]
@@ -71,7 +71,7 @@ def group_experience(
     mesh: DeviceMesh,
     sequence: dist.ProcessGroup | None,
 ) -> list[Experience]:
-    """The experience of GRPO: rewards against those of the group, over all micro-batches of all
+    """Return GRPO's experience: advantages within groups of rewards, over all micro-batches of all
     ranks, and the reference's log-probabilities.
     """
     device = torch.device(mesh.device_type)
@@ -90,7 +90,7 @@ def group_experience(
 def _group_advantages(
     micro_batches: Sequence[Batch], mesh: DeviceMesh, sequence: dist.ProcessGroup | None
 ) -> list[float]:
-    """Advantages of this rank's documents, whose groups go on in other ranks' micro-batches."""
+    """Advantages of this rank's documents; groups may extend to other ranks' micro-batches."""
     rewards = process_mesh.every_ranks(
         [reward for batch in micro_batches for reward in batch.rewards], torch.float64, mesh
     )
@@ -109,7 +109,7 @@ def _group_advantages(
 def reference_experience(
     reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
 ) -> list[Experience]:
-    """The experience of DPO: the reference's log-probabilities, and nothing of rewards."""
+    """Return DPO's experience: the reference's log-probabilities, no advantages."""
     return [
         Experience(reference_logprobs_N=logprobs_N)
         for logprobs_N in _reference_logprobs(reference, micro_batches, device)
@@ -119,7 +119,7 @@ def reference_experience(
 def _reference_logprobs(
     reference: Decoder, micro_batches: Sequence[Batch], device: torch.device
 ) -> list[Tensor]:
-    """What the reference says: a policy with adapters is it without them."""
+    """Log-probabilities under the reference; with adapters it is the policy without them."""
     with without_adapters(reference):
         return forward_batch(reference, micro_batches, device=device)
 
@@ -132,8 +132,8 @@ def token_experience(
     sequence: dist.ProcessGroup | None,
     hyperparameters: Hyperparameters,
 ) -> list[Experience]:
-    """The experience of PPO: generalized advantages, whitened over the trained tokens of all ranks;
-    without a critic from rewards alone.
+    """Return PPO's experience: generalized advantages, whitened over the trained tokens of all
+    ranks; without a critic they come from rewards alone.
     """
     device = torch.device(mesh.device_type)
     if critic is None:
@@ -161,7 +161,7 @@ def token_experience(
 def _advantages(
     batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None, numbers: Hyperparameters
 ) -> Tensor:
-    """Advantages of this rank's trained tokens; what follows may be on other ranks."""
+    """Advantages of this rank's trained tokens; a document's later tokens may be elsewhere."""
     device, shared = values_N.device, batch.shared
     positions_N = batch.trained_positions_N.to(device)
     values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)
@@ -185,7 +185,7 @@ def _advantages(
 
 
 def _whitened(raw: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
-    """The advantages, to mean 0 and variance 1 over all micro-batches of all ranks."""
+    """Scale the advantages to mean 0 and variance 1 over all micro-batches of all ranks."""
     flat = torch.cat(list(raw)).double()
     count, sum_, squares = process_mesh.total(
         torch.stack([torch.ones_like(flat).sum(), flat.sum(), flat.square().sum()]), mesh

@@ -1,7 +1,7 @@
-"""Export: the trained model as a directory that others load, whole or not there.
+"""Export: write the trained model as a directory for other programs, whole or not at all.
 
-transformers loads it, or peft where adapters were trained. The tokenizer's files and the chat
-template go along.
+transformers loads it, or peft if adapters were trained. The tokenizer's files and chat templates
+are copied into it.
 """
 
 import errno
@@ -27,7 +27,7 @@ from highwater.units import format_bytes
 
 PARTIAL = ".partial"
 TEMPLATES = "additional_chat_templates"
-"""Folder of chat templates besides the first."""
+"""Folder of chat templates other than the first."""
 _OF_MODEL = "generation_config.json"
 _DTYPES = {
     "float32": torch.float32,
@@ -40,7 +40,7 @@ _OWN_FILE = re.compile(
     r"|adapter_model\.safetensors|adapter_config\.json|README\.md"
     rf"|{TEMPLATES}/[^/]+|" + "|".join(map(re.escape, COPIED))
 )
-"""Files of a directory that an export was writing when it was killed."""
+"""Names of files that an export writes, by which one that was killed is recognised."""
 
 
 def export(
@@ -51,15 +51,15 @@ def export(
     tokenizer: Path | None = None,
     merged: bool = False,
 ) -> int:
-    """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else the
-    one that it computes in; returns the bytes on the disk, on all ranks.
+    """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else in
+    its compute dtype; returns the bytes on disk, on all ranks.
 
-    Of a model with adapters those are written, in their own dtype; ``merged``: the model with them
-    added to it. ``source`` is the directory that the model came from, ``tokenizer`` one with
-    another tokenizer than its own. It is written under another name and renamed at the end.
+    For a model with adapters only these are written, in their own dtype; with ``merged`` the model
+    plus its adapters. ``source`` is the directory that the model came from, ``tokenizer`` one with
+    another tokenizer. The export is written under another name and renamed at the end.
 
-    Raises UsageError for a directory that is there already, MachineError where the disk does not
-    take it; both on all ranks.
+    Raises UsageError for a directory that exists already, MachineError if the disk cannot take it;
+    both on all ranks.
     """
     mesh, is_first = training.mesh, dist.get_rank() == 0
     partial = directory.with_name(directory.name + PARTIAL)
@@ -93,7 +93,7 @@ def export(
 
 
 def _refuse_used(directory: Path) -> None:
-    """Raise UsageError for a directory in which something is."""
+    """Raise UsageError for a directory that is not empty."""
     if directory.is_symlink() or (
         directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
     ):
@@ -105,7 +105,7 @@ def _refuse_used(directory: Path) -> None:
 
 
 def _remove_partial(partial: Path) -> None:
-    """Remove what an export that ended early left; UsageError where it has other files."""
+    """Remove what an interrupted export left; UsageError if there are other files among it."""
     if not partial.exists():
         return
     others = [
@@ -123,13 +123,13 @@ def _remove_partial(partial: Path) -> None:
 
 
 def _dtype_of(source: Path) -> torch.dtype | None:
-    """The dtype that a model's config names; None where it names none that weights are kept in."""
+    """Return the dtype that a model's config names; None if it names none that weights can have."""
     config: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
 
 
 def _copy_beside(partial: Path, tokenizer: Path) -> None:
-    """Copy the tokenizer's files, and no other tokenizer's."""
+    """Copy the tokenizer's files into the export, and remove those of any other tokenizer."""
     for name in COPIED:
         if name != _OF_MODEL:
             (partial / name).unlink(missing_ok=True)
@@ -142,14 +142,14 @@ def _copy_beside(partial: Path, tokenizer: Path) -> None:
 
 
 def _settle(partial: Path, directory: Path) -> None:
-    """Give what is written its name, once all of it is on the disk."""
+    """Flush every file to the disk, then give the directory its final name."""
     for path in partial.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         make_durable(folder)
-    partial.rename(directory)  # over an empty directory, too
+    partial.rename(directory)  # this also replaces an empty directory
     make_durable(directory.parent)
 
 

@@ -1,14 +1,14 @@
-"""AdamW whose moments are in host memory, pinned where there is a GPU; parameters and gradients
-stay where they are, and so does the update.
+"""Host states: AdamW with its moments in host memory, pinned if there is a GPU. Parameters,
+gradients and the update stay on the device.
 
-A step takes the moments through the device in pieces: while a piece is updated in one buffer, the
-piece before it goes back from the other and the next one comes, so that the link is busy both ways.
-What updates a piece is the kernel that ``torch.optim.AdamW(fused=True)`` calls for whole tensors,
-and a copy changes no number: parameters and moments are the same, bit by bit.
+A step takes the moments through the device in pieces: while one piece is updated in a buffer, the
+one before it goes back from the other buffer and the next one comes, so the link is busy both ways.
+A piece is updated by the kernel that ``torch.optim.AdamW(fused=True)`` calls for whole tensors,
+and copies change no number: parameters and moments are the same as that optimizer's, bit by bit.
 
-The buffers are made by a step and gone after it, so that no activation is alive beside them.
+The buffers exist only during a step, so that no activation is alive beside them.
 ``model/footprint.py`` counts them, and the pinned memory. A step returns when all moments are back:
-whoever reads them, to save them for example, has nothing to wait for.
+whoever reads them, to save them for example, need not wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +23,16 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.nouns.optimizer import STREAMED, STREAMED_BUFFERS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the running means of gradients and of their squares, as ``torch.optim.AdamW`` has
-them."""
+"""Names in ``torch.optim.AdamW`` of the running means of gradients and of their squares."""
 VECTOR = 64
-"""Numbers that pieces are multiples of. The kernel computes whole vectors, and what is left of a
-tensor one by one, which on the CPU may round otherwise: each number stays on the side that it is on
-in the whole tensor."""
+"""Size that pieces are multiples of. The kernel computes whole vectors of numbers, and the rest of
+a tensor one by one, which may round differently on the CPU: this way each number is computed as it
+would be in the whole tensor."""
 
 
 class HostStateAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW(fused=True)`` with moments in host memory. Its state dicts are the same,
-    and either loads the other's.
+    and each optimizer loads the other's.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class HostStateAdamW(torch.optim.AdamW):
         super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
         self._piece = piece
         self._link: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
-        """The streams on which moments come and go, once they have been needed."""
+        """CUDA streams on which moments come and go; None until the first step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -69,13 +68,13 @@ class HostStateAdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateUsage]
         shards = [local_shard(parameter.detach()) for parameter, _ in updated]
         largest = max(shards, key=Tensor.numel)
-        if largest.numel():  # else this rank has no rows of any
+        if largest.numel():  # else this rank holds no part of any parameter
             numbers = min(self._piece, largest.numel())
             buffers = largest.new_empty(STREAMED_BUFFERS, len(MOMENTS), numbers)
             self._stream(chain.from_iterable(self._cut(*each) for each in updated), buffers)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """A parameter's state, zeros at first."""
+        """Return a parameter's state, made of zeros at first."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -83,10 +82,10 @@ class HostStateAdamW(torch.optim.AdamW):
         return state
 
     def _cut(self, parameter: Tensor, group: dict[str, Any]) -> Iterator["_Piece"]:
-        """This rank's shard of a parameter in pieces; none of an empty one."""
+        """Yield this rank's shard of a parameter in pieces; nothing if the shard is empty."""
         assert parameter.grad is not None
         state = self.state[parameter]
-        # Views, but for a gradient that does not lie as its parameter does, which is only read.
+        # Views, except of a gradient with other strides than its parameter, which is only read.
         own = local_shard(parameter.detach()).view(-1)
         gradient = local_shard(parameter.grad).reshape(-1)
         moments = [local_shard(state[name]).view(-1) for name in MOMENTS]
@@ -96,10 +95,10 @@ class HostStateAdamW(torch.optim.AdamW):
             yield _Piece(own[part], gradient[part], there, state["step"], group)
 
     def _stream(self, pieces: Iterable["_Piece"], buffers: Tensor) -> None:
-        """Update the pieces one after another, each in the buffer that is free first."""
+        """Update the pieces one after another, each in the next buffer that is free."""
         coming, here, going = self._streams(buffers.device)
         if coming is not None and here is not None:
-            coming.wait_stream(here)  # which may still read what was in the buffers' place
+            coming.wait_stream(here)  # it may still read from memory that the buffers now take
         left: list[torch.cuda.Event | None] = [None] * STREAMED_BUFFERS
         for number, piece in enumerate(pieces):
             place = number % STREAMED_BUFFERS
@@ -114,7 +113,7 @@ class HostStateAdamW(torch.optim.AdamW):
     def _streams(
         self, device: torch.device
     ) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None, torch.cuda.Stream | None]:
-        """The streams on which moments come, are updated and go back; none on the CPU."""
+        """Return the streams on which moments come, are updated, and go back; Nones on the CPU."""
         if device.type != "cuda":
             return None, None, None
         if self._link is None:
@@ -124,11 +123,11 @@ class HostStateAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, of this optimizer or of ``torch.optim.AdamW``, into
-        the host's memory: PyTorch would take all moments to the device.
+        """Load a state dict of this optimizer or of ``torch.optim.AdamW`` into host memory.
+        PyTorch's own method would move all moments to the device.
         """
         own_states = dict(self.state)
-        super().load_state_dict({**state_dict, "state": {}})  # the groups
+        super().load_state_dict({**state_dict, "state": {}})  # loads only the groups
         self.state.update(own_states)
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         theirs = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -141,25 +140,25 @@ class HostStateAdamW(torch.optim.AdamW):
 
 
 class _Piece(NamedTuple):
-    """A part of one parameter's shard, flat, and what updates it."""
+    """A flat part of one parameter's shard, with what is needed to update it."""
 
     parameter: Tensor
     gradient: Tensor
     moments: Sequence[Tensor]
-    """Both, in host memory."""
+    """Both moments, in host memory."""
     step: Tensor
     group: dict[str, Any]
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    """A moment of zeros in host memory, cut as the parameter is."""
+    """Return a moment of zeros in host memory, sharded like the parameter."""
     own = local_shard(parameter.detach())
     moment = torch.zeros(own.shape, dtype=own.dtype, device="cpu")
     if own.device.type == "cuda":
         moment = moment.pin_memory()
     if not isinstance(parameter, DTensor):
         return moment
-    # As FSDP2 has shards in host memory: `from_local` would take it to the mesh's device.
+    # Built as FSDP2 builds shards in host memory: `from_local` would move it to the device.
     loose: Any = parameter
     return DTensor(moment, loose._spec, requires_grad=False)
 
@@ -170,7 +169,7 @@ def _launch(
     work: Callable[..., None],
     *arguments: Any,
 ) -> torch.cuda.Event | None:
-    """Do work on a stream after an event; returns the event of its end, None without streams."""
+    """Run work on a stream after an event; returns the event of its end, None without a stream."""
     if stream is None:
         work(*arguments)
         return None
@@ -189,7 +188,7 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 def _update(piece: _Piece, moments: Sequence[Tensor]) -> None:
-    """AdamW's update of a piece, whose moments are on its device."""
+    """Run AdamW's update on a piece whose moments are on its device."""
     group, (mean, squares) = piece.group, moments
     beta1, beta2 = group["betas"]
     torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage] -- as `torch.optim` calls it

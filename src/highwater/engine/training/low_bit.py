@@ -1,12 +1,12 @@
-"""AdamW with moments of few bits, in float32 arithmetic: of 8 bits as torchao keeps them, codes
-with a scale for each block of 256 numbers, or in bfloat16.
+"""AdamW with low-bit moments, in float32 arithmetic: 8 bits as torchao keeps them (codes with a
+scale for each block of 256 numbers), or bfloat16.
 
-What is rounded, at every update and nowhere else, is what is written back: each moment, and a
-parameter in bfloat16. A moment in 8 bits goes to the nearest of 256 values times the largest of its
-block. In bfloat16 it goes to one of its two neighbours at random, so that it is right on average:
-rounded to the nearest, a mean of squares could only grow, since a step takes 0.1 % of it away and
-two numbers are 0.4 % apart or more. A parameter in bfloat16 is widened, moves in float32, and is
-rounded at random too: on average no update is lost, however small.
+Only what is written back is rounded, at every update: each moment, and a parameter in bfloat16. An
+8-bit moment goes to the nearest of 256 values times the largest of its block. A bfloat16 moment
+goes to one of its two neighbours at random, so that it is right on average: rounded to the nearest,
+a mean of squares could only grow, since a step takes 0.1 % of it away and two neighbours are 0.4 %
+apart or more. A bfloat16 parameter is widened, moved in float32, and rounded at random too: on
+average no update is lost, however small.
 
 The random numbers of an update follow from the step, the parameter and the shard, and no generator
 is left changed: all that the next update depends on is in a checkpoint, and copies of a shard
@@ -32,12 +32,11 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.nouns.optimizer import LEAST_QUANTIZED, PIECE, QUANTIZED_BLOCK, OptimizerTraits
 
 MEAN, SQUARES = "exp_avg", "exp_avg_sq"
-"""Names of the running means of gradients and of their squares, as ``torch.optim.AdamW`` has
-them."""
+"""Names in ``torch.optim.AdamW`` of the running means of gradients and of their squares."""
 
 
 class LowBitAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are kept in fewer bits than it computes with."""
+    """AdamW whose moments are stored in fewer bits than it computes with."""
 
     def __init__(
         self,
@@ -68,11 +67,11 @@ class LowBitAdamW(torch.optim.Optimizer):
                 state[name] = self._zeros(parameter, is_signed=name == MEAN)
         state["step"] += 1
         own = local_shard(parameter.detach())
-        if not own.numel():  # more ranks than rows
+        if not own.numel():  # with more ranks than rows some shards are empty
             return
         assert parameter.grad is not None
         step, (beta1, beta2), rate = int(state["step"]), group["betas"], group["lr"]
-        # Of numbers that change with the step a compiled update is told in tensors.
+        # Numbers that change with the step are tensors: plain ones would compile anew each time.
         correction = (1 - beta2**step) ** 0.5
         changing = (1 - rate * group["weight_decay"], rate / (1 - beta1**step), correction)
         with seeded(own.device, step, number, _shard_number(parameter)):
@@ -88,7 +87,7 @@ class LowBitAdamW(torch.optim.Optimizer):
             )
 
     def _zeros(self, parameter: Tensor, *, is_signed: bool) -> Tensor:
-        """A moment of zeros, cut as the parameter is."""
+        """Return a moment of zeros, sharded like the parameter."""
         own = local_shard(parameter.detach())
         numbers = own.numel()
         moment: Tensor
@@ -112,7 +111,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, moments as they are: PyTorch would turn them into the
+        """Load a state dict with its moments as they are; PyTorch would cast them to the
         parameters' dtype.
         """
         super().load_state_dict(state_dict)
@@ -138,10 +137,10 @@ def _update(
     beta2: float,
     epsilon: float,
 ) -> None:
-    """AdamW's update of one shard in place, in float32.
+    """Run AdamW's update on one shard in place, in float32.
 
-    ``kept`` is what decay leaves of a number, ``rate`` the learning rate over the mean's correction
-    for having begun at zero, ``correction`` the root of that of the squares.
+    ``kept`` is the share of a number that decay leaves, ``rate`` the learning rate divided by the
+    mean's bias correction, ``correction`` the root of the squares' bias correction.
     """
     wide = gradient.float()
     mean_now = mean.float().lerp(wide, 1 - beta1)
@@ -153,13 +152,13 @@ def _update(
 
 
 def _write(target: Tensor, number: Tensor) -> None:
-    """Write float32 numbers, rounded to what the target holds."""
+    """Write float32 numbers, rounded to the target's dtype."""
     is_narrow = target.dtype is torch.bfloat16 and not isinstance(target, OptimState8bit)
     target.copy_(_fp32_to_bf16_sr(number) if is_narrow else number)
 
 
 compiled = torch.compile(_update, fullgraph=True, dynamic=False)
-"""``_update``, of which each size of a piece has a program."""
+"""Compiled ``_update``; each size of a piece has its own program."""
 
 
 def update(
@@ -170,7 +169,7 @@ def update(
     *changing: Tensor,
     **numbers: float,
 ) -> None:
-    """AdamW's update of one shard, as ``_update`` has it, in pieces of ``PIECE`` numbers."""
+    """Run ``_update`` on one shard, in pieces of ``PIECE`` numbers."""
     size = parameter.numel()
     with (
         torch.compiler.set_stance("default" if parameter.is_cuda else "force_eager"),
@@ -183,7 +182,7 @@ def update(
 
 
 def _piece(tensor: Tensor, start: int, end: int) -> Tensor:
-    """Numbers of a tensor in their order, as they lie there."""
+    """Return a range of a tensor's flat numbers, as a view if possible."""
     if not isinstance(tensor, OptimState8bit):
         return tensor.reshape(-1)[start:end]
     blocks = slice(start // QUANTIZED_BLOCK, end // QUANTIZED_BLOCK)
@@ -193,8 +192,8 @@ def _piece(tensor: Tensor, start: int, end: int) -> Tensor:
 
 @contextmanager
 def seeded(device: torch.device, *numbers: int) -> Generator[None]:
-    """Draw random numbers on a device that follow from these, and leave its generator as it was."""
-    # The CPU's generator reads the lower half of a seed alone: all numbers have to be in it.
+    """Context manager: seed a device's generator from these numbers, and restore it afterwards."""
+    # The CPU's generator reads only the lower half of a seed: hash all numbers into that.
     seed = int.from_bytes(blake2b(repr(numbers).encode(), digest_size=4).digest())
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -203,7 +202,7 @@ def seeded(device: torch.device, *numbers: int) -> Generator[None]:
 
 
 def _shard_number(parameter: Tensor) -> int:
-    """Which of its shards this rank has, the same in every copy."""
+    """Return the number of this rank's shard, the same in every copy."""
     if not isinstance(parameter, DTensor):
         return 0
     return parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)

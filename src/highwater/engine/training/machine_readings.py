@@ -1,9 +1,9 @@
-"""Constants of this machine, read: what each library takes of a GPU at its first use, outside the
-allocator and inside it.
+"""Machine readings: measure the memory that each library takes on this GPU at its first use,
+outside the allocator and inside it.
 
-``python -m highwater.engine.training.machine_readings FILE``, as many ranks as there are GPUs: rank
-0 writes what the fullest rank read. Each stage does something small and leaves no tensor behind;
-what is then used more than before is that stage's.
+``python -m highwater.engine.training.machine_readings FILE`` runs on as many ranks as there are
+GPUs; rank 0 writes the largest readings. Each stage uses one library and leaves no tensor behind;
+the rise in used memory belongs to that stage.
 """
 
 import os
@@ -32,7 +32,7 @@ TOKENS = 2048
 
 
 def main() -> None:
-    """Read every stage and let rank 0 write them."""
+    """Read every stage; rank 0 writes the results."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     stages = Stages(device)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 class Stages:
-    """Takes readings one after the other."""
+    """Takes readings of memory one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class Stages:
         self._allocated = 0
 
     def take(self, name: str, use: Callable[[], object]) -> None:
-        """Use something for the first time; what it returns is let go of."""
+        """Use something for the first time and read the rise in memory; its result is dropped."""
         use()
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
@@ -79,7 +79,7 @@ class Stages:
         self._outside, self._allocated = outside, allocated
 
     def fullest(self) -> tuple[Reading, ...]:
-        """Every reading, with the largest numbers of all ranks."""
+        """Return every reading, each number being the largest of all ranks."""
         numbers = [[reading.outside_bytes, reading.allocator_bytes] for reading in self.readings]
         largest = torch.tensor(numbers, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -138,7 +138,7 @@ def _sharded_step(mesh: dist.device_mesh.DeviceMesh) -> None:
 
 
 def _of_several(stages: Stages, gpus: int, device: torch.device) -> None:
-    """Take the readings of NCCL: the group of all ranks, then another of the same ranks."""
+    """Take NCCL's readings: the group of all ranks, then a second group of the same ranks."""
     world = dist.group.WORLD
     assert world is not None, "joined above"
     part, full = torch.ones(1, device=device), torch.ones(gpus, device=device)
@@ -155,7 +155,7 @@ def _of_several(stages: Stages, gpus: int, device: torch.device) -> None:
 
 
 def _collectives(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    # The names that torch 2.11 knows too.
+    # Deprecated names, because torch 2.11 has no others.
     dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
     dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
     dist.all_reduce(part, group=group)

@@ -1,5 +1,5 @@
-"""The memory profiler: PyTorch's history of a GPU's memory, recorded around steps, and a snapshot
-of it written when they end, however they end.
+"""Memory profiler: record PyTorch's history of a GPU's memory around steps, and write a snapshot of
+it when they end, with or without an error.
 
 ```python
 profiler = highwater.MemoryProfiler("snapshots/step_0")
@@ -11,8 +11,8 @@ with profiler:                       # or profiler.start() ... profiler.stop()
 # highwater profile snapshots/step_0/snapshot_rank00.pickle
 ```
 
-Stacks are Python's: those of C++ would take minutes to be named. The backward pass runs in threads
-that have none, so that the phase is recorded with each allocation, where PyTorch can.
+Stacks are Python's, because naming those of C++ takes minutes. The backward pass runs in threads
+without Python stacks, so the phase is recorded with each allocation if PyTorch can.
 """
 
 import os
@@ -30,43 +30,43 @@ from highwater.nouns.profiling import SnapshotOrder, coordinates, snapshot_name
 from highwater.nouns.trial import TrialSpec
 
 _MEMORY = cast(Any, torch.cuda.memory)
-"""What records a history has no public name."""
+"""Module with PyTorch's functions for memory histories, which have no public names."""
 
 
 class MemoryProfiler:
     """Records a GPU's memory between ``start`` and ``stop``, or as a context manager.
 
-    What ends with an exception, out of memory too, writes its snapshot as well; where that fails
-    it is said on stderr, and the exception stays what it was. Ranks are told by the variable RANK.
-    Raises MachineError where there is no GPU: PyTorch keeps no history of the CPU's memory.
+    If the block raises, running out of memory included, the snapshot is written too; if that fails,
+    stderr says so, and the original exception is raised. The rank is read from the variable RANK.
+    Raises MachineError without a GPU: PyTorch keeps no history of the CPU's memory.
     """
 
     def __init__(
         self, directory: str | Path, *, max_entries: int = 100_000, coordinates: str = ""
     ) -> None:
-        """Name the folder of the snapshot, which is made.
+        """Choose the folder of the snapshot; it is made if need be.
 
-        ``max_entries``: events that are kept, the last ones. ``coordinates``: the rank's place in
-        its mesh, a part of the file's name: ``d0r0u1``.
+        ``max_entries``: number of latest events that are kept. ``coordinates``: the rank's place in
+        its mesh for the file's name, like ``d0r0u1``.
         """
         _refuse_without_gpu()
         self.path = Path(directory) / snapshot_name(int(os.environ.get("RANK", "0")), coordinates)
         self.max_entries = max_entries
 
     def start(self) -> Self:
-        """Forget earlier events, and record from here on. Allocations that are there already keep
-        the stacks that they were recorded with, if any.
+        """Forget earlier events, and record from here on. Existing allocations keep the stacks that
+        they were recorded with, if any.
         """
         _record("all", max_entries=self.max_entries, clear=True)
         return self
 
     def enter(self, phase: str) -> None:
-        """Name the phase of what is allocated from here on."""
+        """Name the phase of all allocations from here on."""
         _name_phase(phase)
 
     def stop(self) -> Path:
-        """Write the snapshot, record no more, and return its path; the file is there whole or not
-        at all.
+        """Write the snapshot, stop recording, and return its path; the file appears whole or not at
+        all.
         """
         try:
             write_snapshot(self.path)
@@ -90,28 +90,28 @@ class MemoryProfiler:
 
 
 class TrialProfiler:
-    """The profiler of one rank of a trial: what lives from step to step is recorded with its stack
-    from the beginning, and every event of the steps that were asked for.
+    """Profiler of one rank of a trial. From the beginning it records the stacks of live
+    allocations, and in the steps that were asked for every event.
 
-    What fails leaves a snapshot whatever step it is in, where whoever runs the steps then calls
-    ``write_failed``.
+    If a step fails, whoever runs the steps calls ``write_failed``, which writes a snapshot whatever
+    step it is.
     """
 
     def __init__(self, order: SnapshotOrder, *, rank: int, place: str) -> None:
-        """Begin to record the stacks of what is allocated. Raises MachineError without a GPU."""
+        """Start recording stacks of allocations. Raises MachineError without a GPU."""
         _refuse_without_gpu()
         self._order, self._name, self._part = order, snapshot_name(rank, place), "setup"
         self._written: set[Path] = set()
         _record("state")
 
     def enter(self, where: str) -> None:
-        """Record where the step is with what is allocated from here on."""
+        """Name the phase of all allocations from here on."""
         _name_phase(where)
 
     @contextmanager
     def step(self, number: int, *, trains: bool = True) -> Generator[None]:
-        """Record a step, the first is 0, if it was asked for; of what comes before it, and trains
-        nothing, no event is recorded.
+        """Record a step (the first is 0) if it was asked for. With ``trains=False``, as before a
+        step, no events are recorded.
         """
         self._part = f"step_{number}"
         profiling = self._order.profiling
@@ -119,25 +119,25 @@ class TrialProfiler:
             yield
             return
         _record("all", max_entries=profiling.max_entries, clear=True)
-        yield  # of a step that fails, whoever hears of it writes the snapshot, after its report
+        yield  # if the step fails, its caller writes the snapshot, after the report
         self.write()
         _record("state")
 
     def write(self) -> None:
-        """Write the snapshot of the step that the trial is in, unless it is there."""
+        """Write the snapshot of the current step, unless it exists already."""
         if self._path not in self._written:
             self._written.add(self._path)
             write_snapshot(self._path)
 
     def write_failed(self) -> None:
-        """Write what a step that failed recorded; where that fails it is said on stderr, and the
-        failure stays what it was.
+        """Write the snapshot of a step that failed; if that fails too, say so on stderr without
+        raising.
         """
         _try(self.write, self._path)
         _record("state")
 
     def end(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         _end()
 
     @property
@@ -146,7 +146,7 @@ class TrialProfiler:
 
 
 def profiler_of(spec: TrialSpec, rank: int) -> TrialProfiler | None:
-    """The profiler of a rank of a trial, where it is to record its memory."""
+    """Return the profiler of a rank of a trial; None if its memory is not to be recorded."""
     order = spec.memory_snapshots
     if order is None or not order.profiling.records(rank):
         return None
@@ -162,7 +162,7 @@ def _refuse_without_gpu() -> None:
 
 
 def write_snapshot(path: Path) -> None:
-    """Write PyTorch's snapshot of now, whole or not at all; its folder is made."""
+    """Write PyTorch's current snapshot, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     _MEMORY._dump_snapshot(str(partial))
@@ -170,7 +170,7 @@ def write_snapshot(path: Path) -> None:
 
 
 def _try(write: Callable[[], object], path: Path) -> None:
-    """Write a snapshot after a failure, which whoever hears of it is to hear of all the same."""
+    """Write a snapshot after a failure; an error in writing goes to stderr, not to the caller."""
     try:
         write()
     except Exception as problem:  # noqa: BLE001 -- the failure is what is raised
@@ -186,7 +186,7 @@ def _end() -> None:
 def _record(
     what: Literal["state", "all"] | None, *, max_entries: int = 1, clear: bool = False
 ) -> None:
-    """Record nothing (None), the stacks of what is alive, or every event besides."""
+    """Set what is recorded: nothing (None), stacks of live allocations, or every event too."""
     if what is None:
         _MEMORY._record_memory_history(None)
         return
@@ -196,7 +196,7 @@ def _record(
 
 
 def _name_phase(phase: str) -> None:
-    """Where PyTorch records such a thing: from 2.11 on."""
+    """Name the phase in PyTorch's records, which torch 2.11 and later can do."""
     name = getattr(_MEMORY, "_set_memory_metadata", None)
     if name is not None:
         name(phase)

@@ -1,12 +1,11 @@
-"""Objectives: ordinary functions of per-token numbers; each gives this micro-batch's share of a
+"""Objectives: ordinary functions of per-token numbers; each returns this micro-batch's share of a
 mean over the whole step.
 
-The mean is over all trained tokens of all micro-batches and ranks, each token the same:
-"token-mean" over the whole batch in verl's words, ``loss_type="dapo"`` in TRL's. Of pairs it is
-over all of them, each the same. Shares add up to
-it, and so do their gradients, however the step is split. A rank without a trained token gives 0,
-with a graph. The losses are verl's (verl/trainer/ppo/core_algos.py); what is set in them, and to
-what unless it is named, is in nouns/hyperparameters.py.
+The mean is over all trained tokens of all micro-batches and ranks, with equal weights:
+"token-mean" over the whole batch in verl's words, ``loss_type="dapo"`` in TRL's. For pairs it is
+over all pairs, with equal weights. Shares add up to that mean, and so do their gradients, however
+the step is split. A rank without a trained token returns 0 with a graph. The losses are verl's
+(verl/trainer/ppo/core_algos.py); their settings and defaults are in nouns/hyperparameters.py.
 
 Shapes:  N trained tokens of one micro-batch, document after document  D documents
 """
@@ -21,12 +20,12 @@ from torch import Tensor
 from highwater.nouns.hyperparameters import KlEstimator
 
 _MOST_LOG_RATIO = 20.0
-"""Log-ratios are cut off at this size, and have no gradient beyond: float32 cannot hold a ratio of
-e^89. As in verl."""
+"""Largest log-ratio; larger ones are clamped and have no gradient, as float32 cannot hold a ratio
+of e^89. As in verl."""
 _MOST_K3 = 10.0
-"""Values of the estimator k3 are cut off at this size, as in verl."""
+"""Largest value of the estimator k3; larger ones are clamped, as in verl."""
 _SMALL = 1e-6
-"""Keeps a group of equal rewards from dividing by zero, as in verl."""
+"""Added to a group's deviation, so that equal rewards do not divide by zero, as in verl."""
 
 
 def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
@@ -35,8 +34,8 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
 
 
 def sft_logprob_gradient(*, trained_tokens: int) -> float:
-    """What ``sft`` changes by with each log-probability, which no other objective could say before
-    it has them.
+    """Gradient of ``sft`` by each log-probability. Only this objective knows it before the
+    log-probabilities.
     """
     return -1 / max(1, trained_tokens)
 
@@ -51,8 +50,8 @@ def clip_loss(
     dual: float,
     trained_tokens: int,
 ) -> Tensor:
-    """PPO's clipped policy loss with a dual clip: verl's ``vanilla``; with ``dual`` 0, which is
-    none, that of the paper.
+    """PPO's clipped policy loss with a dual clip, verl's ``vanilla``. With ``dual`` 0 there is no
+    dual clip, as in the PPO paper.
 
     Sources: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; Ye et al.,
     https://arxiv.org/abs/1912.09729, equation 5.
@@ -69,8 +68,8 @@ def clip_loss(
 
 
 def old_logprobs(sampled_N: Tensor | None, before_N: Tensor) -> Tensor:
-    """Log-probabilities under the policy that sampled the tokens; in a document of which nobody
-    knows them, where they are NaN, under the policy before the step.
+    """Log-probabilities under the policy that sampled the tokens; where they are NaN (unknown for a
+    document), under the policy before the step.
     """
     if sampled_N is None:
         return before_N
@@ -87,8 +86,8 @@ def clipped_tokens(
     high: float,
     dual: float,
 ) -> tuple[Tensor, Tensor]:
-    """Whose ratios ``clip_loss`` clips, and which tokens its dual clip holds; each of shape N, true
-    or false. verl's ``pg_clipfrac`` and ``pg_clipfrac_lower`` are their means.
+    """Tokens whose ratio ``clip_loss`` clips, and tokens that its dual clip bounds; boolean, each
+    of shape N. verl's ``pg_clipfrac`` and ``pg_clipfrac_lower`` are their means.
     """
     ratio_N = _log_ratio(logprobs_N, old_logprobs_N).exp()
     plain_N = -advantages_N * ratio_N
@@ -98,7 +97,7 @@ def clipped_tokens(
 
 
 def entropy_bonus(entropies_N: Tensor, *, coefficient: float, trained_tokens: int) -> Tensor:
-    """What is subtracted to keep the policy from collapsing: the mean entropy, weighted."""
+    """Weighted mean entropy, subtracted from the loss to keep the policy from collapsing."""
     return coefficient * entropies_N.sum() / max(1, trained_tokens)
 
 
@@ -110,10 +109,10 @@ def divergence(
     coefficient: float,
     trained_tokens: int,
 ) -> Tensor:
-    """How far the policy is from the reference, estimated from the sampled tokens, weighted.
+    """Weighted divergence of the policy from the reference, estimated from the sampled tokens.
 
-    The log-ratio itself (k1), half its square (k2), or the ratio the other way round, less 1 and
-    its logarithm (k3, verl's ``low_var_kl``). Source: http://joschu.net/blog/kl-approx.html.
+    k1 is the log-ratio itself, k2 half its square, k3 (verl's ``low_var_kl``) the inverse ratio
+    minus its logarithm minus 1. Source: http://joschu.net/blog/kl-approx.html.
     """
     match estimator:
         case "k1":
@@ -142,7 +141,7 @@ def value_loss(
 
 
 def pairwise(rewards_D: Tensor, *, pairs: int) -> Tensor:
-    """Bradley and Terry's loss of rewards; documents come as chosen, rejected, chosen, rejected,
+    """Bradley-Terry loss of rewards; documents are ordered as chosen, rejected, chosen, rejected,
     ...
 
     ``pairs`` counts all micro-batches of all ranks.
@@ -151,18 +150,18 @@ def pairwise(rewards_D: Tensor, *, pairs: int) -> Tensor:
 
 
 def document_sums(of_tokens_N: Tensor, documents_N: Tensor, *, documents: int) -> Tensor:
-    """The sum of each document's trained tokens, of shape D and in float64.
+    """Sum each document's trained tokens, shape D, in float64.
 
-    In float32 a sum over a million tokens would be off by more than a margin between two documents
-    is worth, and on a GPU by another amount each time.
+    In float32 the error over a million tokens would exceed a typical margin between two documents,
+    and on a GPU it would differ each time.
     """
     zeros_D = of_tokens_N.new_zeros(documents, dtype=torch.float64)
     return zeros_D.index_add(0, documents_N, of_tokens_N.double())
 
 
 def preference(log_ratios_D: Tensor, *, beta: float, pairs: int) -> Tensor:
-    """DPO's loss: Bradley and Terry's, where a document's reward is ``beta`` times the logarithm of
-    how much likelier its completion is under the policy than under the reference.
+    """DPO's loss: the Bradley-Terry loss with ``beta`` times a document's log-ratio (its completion
+    under the policy against the reference) as its reward.
 
     Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7; TRL's default,
     ``loss_type="sigmoid"``.
@@ -171,8 +170,8 @@ def preference(log_ratios_D: Tensor, *, beta: float, pairs: int) -> Tensor:
 
 
 def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
-    """GRPO's advantage of each sequence: its reward against those of its group, in standard
-    deviations; alone, its reward / (1 + 1e-6).
+    """GRPO's advantage of each sequence: its reward minus the group's mean, in standard deviations;
+    in a group of one, reward / (1 + 1e-6).
 
     Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1, as verl
     computes it.
@@ -213,7 +212,7 @@ def generalized_advantages(
 
 
 def last_of_each(documents_N: Tensor) -> Tensor:
-    """Which trained tokens are their document's last: where its reward is given."""
+    """True for the last trained token of each document, which gets the reward."""
     if not len(documents_N):
         return documents_N.bool()
     return F.pad(documents_N[1:] != documents_N[:-1], (0, 1), value=True)
@@ -224,7 +223,7 @@ def _log_ratio(of_N: Tensor, to_N: Tensor) -> Tensor:
 
 
 def _mean_and_deviation(rewards: Sequence[float]) -> tuple[float, float]:
-    """Mean and deviation of a group's rewards; 0 and 1 of one reward alone."""
+    """Return mean and standard deviation of a group's rewards; 0 and 1 for a single reward."""
     if len(rewards) == 1:
         return 0.0, 1.0
     mean = sum(rewards) / len(rewards)

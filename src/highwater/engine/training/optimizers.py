@@ -1,4 +1,4 @@
-"""Optimizers: AdamW on the shards of a model, everything that it keeps allocated before the first
+"""Optimizers: AdamW on a model's shards, with everything that it keeps allocated before the first
 step.
 """
 
@@ -16,13 +16,13 @@ from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName
 from highwater.nouns.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Words in the names of norms and biases, which never decay. Source:
+"""Patterns in the names of norms and biases, which have no weight decay. Source:
 ``Trainer.get_decay_parameter_names``, transformers 5.23."""
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """The optimizer that a trial asks for, of one of its models: all that depends on its settings
-    is chosen here.
+    """Return the optimizer for one of a trial's models; only here do the trial's settings choose
+    it.
     """
     settings = spec.settings
     return make_optimizer(
@@ -42,19 +42,19 @@ def make_optimizer(
     keeps_gradients: bool = True,
     on_host: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW on the float32 shards, its two moments and every gradient already allocated, as zeros;
-    without ``keeps_gradients`` no gradient, which a step then makes and lets go of.
+    """Return AdamW on the float32 shards, with both moments and every gradient allocated as zeros.
+    Without ``keeps_gradients`` no gradient is kept; each step makes and frees its own.
 
-    It runs where the shards are: on the host when they are offloaded. With ``on_host`` the moments
-    alone are there, wherever the shards are (engine/training/host_states.py). A frozen parameter is
-    none of its own: without a gradient, without states, without decay.
+    It runs where the shards are: on the host if they are offloaded. With ``on_host`` only the
+    moments are there (engine/training/host_states.py). Frozen parameters are left out: they have no
+    gradient, no state and no decay.
 
     What lives as long as the training is allocated before the first activation. Left to the first
-    step, gradients and moments would be cut out of the blocks that activations just left, and the
+    step, gradients and moments would be cut out of blocks that activations just freed, and the
     caching allocator could never join those again: the largest block, the logits, would be needed
     twice. And what does not fit shows in the first micro-batch, not in the second step.
 
-    Raises MachineError where a package is missing.
+    Raises MachineError if a package is missing.
     """
     groups = _groups(model, weight_decay=hyperparameters.weight_decay)
     optimizer = _made(name, groups, hyperparameters, on_host=on_host)
@@ -72,7 +72,7 @@ def make_optimizer(
 def _made(
     name: OptimizerName, groups: list[dict[str, Any]], numbers: Hyperparameters, *, on_host: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of this name, at rate zero."""
+    """Return the optimizer of this name, with learning rate 0."""
     betas = (numbers.adam_beta1, numbers.adam_beta2)
     if on_host:
         assert name == "adamw", "settings refuse others"
@@ -92,18 +92,18 @@ def _made(
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give zeros to each trained parameter that has no gradient: AdamW would pass it by, and its
-    decay and its moments with it.
+    """Give zero gradients to trained parameters without one: AdamW would skip such a parameter, its
+    decay and its moments.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            # FSDP1 leaves an empty tensor of what other ranks hold
+            # FSDP1 leaves an empty tensor for a parameter that other ranks hold
             if parameter.grad is None and parameter.numel():
                 parameter.grad = torch.zeros_like(parameter)
 
 
 def _groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained parameters: those that decay, then norms and biases, as transformers has them."""
+    """Split the trained parameters like transformers: those that decay, then norms and biases."""
     norms = {
         parameter
         for module in model.modules()

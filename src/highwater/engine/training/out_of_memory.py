@@ -1,11 +1,11 @@
-"""What was alive when memory ran out, from what the engine knows anyway, and the layer that a step
-was in: no history is recorded, and a step that goes well does nothing for it.
+"""Out-of-memory reports: bytes alive by kind when memory ran out, and the layer that the step was
+in. No history is recorded, and a step that succeeds costs nothing extra.
 
-What lives from step to step is counted once. PyTorch's allocator calls an observer when it gives
-up, before anything is unwound: there the rest is read from its counters, from FSDP's buffers, and
-from the loss's frames, which hold the logits. What the pass has allocated besides is its
-activations and temporaries, as one number: which of them are saved, only its graph knows, and to
-walk it would run hooks that recompute. Unattributed is what was there before the step and has no
+Tensors that live from step to step are counted once. PyTorch's allocator calls an observer when it
+gives up, before anything is unwound. The observer reads the allocator's counters, FSDP's buffers,
+and the loss's frames, which hold the logits. Whatever else the pass has allocated is activations
+and temporaries, told as one number: only autograd's graph knows which are saved, and walking it
+would run hooks that recompute. "Unattributed" is what was there before the step and has no
 name.
 """
 
@@ -29,38 +29,38 @@ from highwater.engine.training.step import Training
 from highwater.nouns.trial import AliveMemory
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Attributes by which FSDP1 and recomputation hold what they wrap."""
+"""Attributes in which FSDP1 and recomputation keep the module that they wrap."""
 
 
 class LayerWatch:
-    """Follows the decoder layers of a step: two assignments for each layer and pass.
+    """Follows the decoder layers of a step, at two assignments for each layer and pass.
 
-    A layer is entered in the forward pass, and in the backward pass where it is recomputed: its
-    backward pass follows, so that it is not left before the next is entered. A backward pass
-    without recomputation names no layer.
+    A layer is entered in the forward pass, and again where it is recomputed. In the backward phase
+    it is not left after its recomputation, since its backward pass follows. A backward pass without
+    recomputation names no layer.
     """
 
     def __init__(self, on_change: Callable[[str], None] | None = None) -> None:
-        """``on_change`` hears where the step is, ``where``, whenever that changes."""
+        """``on_change`` is called with ``where`` whenever that changes."""
         self.layer: int | None = None
         self.phase = "setup"
         self._on_change = on_change
 
     @property
     def where(self) -> str:
-        """The phase, and the layer: ``backward of layer 27``."""
+        """Current phase and layer, like ``backward of layer 27``."""
         return self.phase if self.layer is None else f"{self.phase} of layer {self.layer}"
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, in no layer yet."""
+        """Begin a phase, outside any layer."""
         self.phase = phase
         self._move(None)
 
     def follow(self, layers: Iterable[nn.Module]) -> None:
-        """Listen to the layers of a model, the first to the last."""
+        """Hook into the layers of a model, given in order."""
         for number, layer in enumerate(layers):
             inner = layer
-            for name in _WRAPPERS:  # a recomputation calls what is within
+            for name in _WRAPPERS:  # a recomputation calls only the inner module
                 inner = getattr(inner, name, inner)
             enter = partial(self._move, number)
             inner.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True)
@@ -77,13 +77,13 @@ class LayerWatch:
 
 
 _INTERPRETER = cast(Any, sys)
-"""Nothing public tells what threads are at."""
+"""Untyped ``sys``: the functions that return threads' frames are private."""
 _ENGINE = re.compile(r"highwater/engine/(?!training/(out_of_memory|worker)\b)\w+(/\w+)+\.py$")
-"""Files of the engine, this one and the process edge apart."""
+"""Files of the engine, except this one and the worker."""
 _HOLDS_LOGITS = re.compile(r"highwater/engine/(models|kernels)/")
-"""Files whose frames are looked into."""
+"""Files whose frames are searched for logits and gradients."""
 _LOSS = re.compile(r"highwater/engine/(models/loss|kernels/rows\w*)\.py$")
-"""Files in whose frames logits are."""
+"""Files whose frames hold logits."""
 _ASKED_ON_CPU = re.compile(r"you tried to allocate (\d+) bytes")
 _PASSES = ("forward", "backward", "experience")
 """Phases in which activations are allocated."""
@@ -91,7 +91,7 @@ _PASSES = ("forward", "backward", "experience")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moment:
-    """What the allocator and the engine said when a request had no room."""
+    """Readings of the allocator and the engine at the moment when a request found no room."""
 
     requested_bytes: int
     requested_by: str | None
@@ -107,10 +107,10 @@ class _Moment:
 
 
 class OutOfMemoryWatch:
-    """Knows what lives from step to step, and notes what else was there when memory ran out."""
+    """Knows the tensors that live from step to step, and notes all else when memory runs out."""
 
     def __init__(self, device: torch.device, where: LayerWatch) -> None:
-        """Listen to the allocator; on the CPU there is none."""
+        """Register with the allocator; the CPU has none."""
         self._device = device
         self._where = where
         self._training: Training | None = None
@@ -123,7 +123,7 @@ class OutOfMemoryWatch:
             attach(self._note)
 
     def know(self, training: Training) -> None:
-        """Count what lives as long as the training, which is all there."""
+        """Count the tensors that live as long as the training, all of which exist now."""
         self._training = training
         parameters = self._storages(
             chain.from_iterable(model.parameters() for model in _models(training))
@@ -142,13 +142,13 @@ class OutOfMemoryWatch:
         self._lasting = {*parameters, *gradients, *optimizer}
 
     def settle(self) -> None:
-        """Note what else is there between two steps: workspaces and buffers."""
+        """Note what else is allocated between two steps: workspaces and buffers."""
         if self._device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self._device)
             self._besides_bytes = max(0, allocated - self._lasting_bytes)
 
     def alive(self, error: BaseException) -> tuple[AliveMemory, str, int | None]:
-        """What was alive when ``error`` was raised, and the phase and the layer of it."""
+        """Return what was alive when ``error`` was raised, its phase and its layer."""
         moment = self._moment
         if moment is None:
             return self._without_moment(error), self._where.phase, self._where.layer
@@ -182,7 +182,7 @@ class OutOfMemoryWatch:
         return self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
 
     def _without_moment(self, error: BaseException) -> AliveMemory:
-        """What is known where no allocator told: on the CPU, or of a library's own request."""
+        """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = list(_frames_of(error.__traceback__))
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
@@ -196,7 +196,7 @@ class OutOfMemoryWatch:
         )
 
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
-        """Hear from the allocator that a request had no room; an error here would hide that one."""
+        """Note a request without room. The allocator raises after this, so this must not raise."""
         try:
             callers = list(_callers(_INTERPRETER._getframe()))
             frames = [
@@ -234,7 +234,7 @@ class OutOfMemoryWatch:
             sys.stderr.write(f"what was alive cannot be told: {type(error).__name__}: {error}\n")
 
     def _logits(self, frames: Iterable[FrameType]) -> Iterator[Tensor]:
-        """Blocks of logits in the loss's frames: a row for each token, a column for each word."""
+        """Yield logits in the loss's frames: matrices with one column for each vocabulary entry."""
         if self._training is None:
             return
         words = self._training.policy.causal_lm.config.vocab_size
@@ -242,7 +242,7 @@ class OutOfMemoryWatch:
         for frame in frames:
             if _LOSS.search(frame.f_code.co_filename):
                 for value in list(frame.f_locals.values()):
-                    kept = getattr(value, "logits_NV", None)  # of autograd's context
+                    kept = getattr(value, "logits_NV", None)  # the value may be an autograd context
                     found = kept if isinstance(kept, Tensor) else value
                     if (
                         isinstance(found, Tensor)
@@ -253,7 +253,7 @@ class OutOfMemoryWatch:
                         yield found
 
     def _gathered_bytes(self, *, besides: Collection[int]) -> int:
-        """Bytes of what FSDP holds besides shards and gradients, which it may use for that."""
+        """Bytes that FSDP holds besides shards and gradients; gradients may use its buffers."""
         if self._training is None:
             return 0
         found = self._storages(_gathered(self._training))
@@ -261,11 +261,11 @@ class OutOfMemoryWatch:
         return sum(size for place, size in found.items() if place not in counted)
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of tensors that are on the device; of storage that they share once."""
+        """Bytes of the tensors that are on the device; shared storage counts once."""
         return sum(self._storages(tensors).values())
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Bytes of the storages of tensors that are on the device, by their address."""
+        """Bytes of the storages of the tensors that are on the device, by address."""
         storages: dict[int, int] = {}
         for own in chain.from_iterable(map(_stored, tensors)):
             if own.device.type == self._device.type:
@@ -276,7 +276,7 @@ class OutOfMemoryWatch:
 
 
 def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors in which this rank holds one: of a moment in 8 bits its codes and scales."""
+    """Yield the plain tensors of this rank's shard: 8-bit moments are codes and scales."""
     own: Any = local_shard(tensor)
     if not is_traceable_wrapper_subclass(own):
         yield own
@@ -301,7 +301,7 @@ def _gradients(training: Training) -> Iterator[Tensor]:
 
 
 def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
-    """Sums of a weight's gradient that a frame is adding up."""
+    """Yield the sums of weight gradients that frames are adding up."""
     for frame in frames:
         for value in list(frame.f_locals.values()):
             total = getattr(value, "sum_OI", None) if isinstance(value, WeightGradient) else None
@@ -310,7 +310,7 @@ def _weight_gradients(frames: Iterable[FrameType]) -> Iterator[Tensor]:
 
 
 def _gathered(training: Training) -> Iterator[Tensor]:
-    """What FSDP holds besides its shards: gathered parameters, and what comes or goes."""
+    """Yield what FSDP holds besides shards: gathered parameters, and buffers of its collectives."""
     for model in _models(training):
         for parameter in _fsdp2_parameters(model):
             yield from parameter.all_gather_outputs
@@ -318,7 +318,7 @@ def _gathered(training: Training) -> Iterator[Tensor]:
             if isinstance(module, FSDPModule):
                 for group in _groups(module):
                     yield from _tensors_in(group._all_gather_result)
-                    # between copies, where there are any
+                    # HSDP's sums between copies of the shards
                     yield from _tensors_in(getattr(group, "_partial_reduce_output", None))
                     yield from _tensors_in(getattr(group, "_all_reduce_state", None))
                     yield from _tensors_in(getattr(group.comm_ctx, "all_gather_state", None))
@@ -332,7 +332,7 @@ def _gathered(training: Training) -> Iterator[Tensor]:
 
 
 def _groups(module: FSDPModule) -> Iterable[Any]:
-    """FSDP2's groups of a module, as torch 2.11 and 2.13 have them."""
+    """Return a module's FSDP2 parameter groups, in torch 2.11 or 2.13."""
     state = cast(Any, module)._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)
     one = () if several is not None else (state._fsdp_param_group,)
@@ -347,7 +347,7 @@ def _fsdp2_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in a tuple of tuples and lists."""
+    """Yield the tensors in nested tuples and lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -356,7 +356,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _place(frames: Iterable[FrameType]) -> str | None:
-    """The innermost line of the engine, ``highwater/engine/models/loss.py:84 forward``."""
+    """Return the engine's innermost line, as ``highwater/engine/models/loss.py:84 forward``."""
     for frame in frames:
         found = _ENGINE.search(frame.f_code.co_filename)
         if found is not None:

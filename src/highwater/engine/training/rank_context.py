@@ -1,6 +1,6 @@
-"""Rank contexts: a rank's device, its attention kernel, the groups it is in, and what joining them
-took of the device; and agreement: what fails on one rank fails on all, with the same words. Values
-cross as JSON: unpickling what another machine sends would run what it says.
+"""Rank context: a rank's device, attention kernel and process groups, and the memory that joining
+them took. Also agreement: an error on one rank is raised on all, with the same words. Values are
+exchanged as JSON, because unpickling could run code that another machine sends.
 """
 
 import os
@@ -35,29 +35,29 @@ class RankContext:
     device: torch.device
     kernel: Kernel
     mesh: DeviceMesh
-    """All ranks: parameters, gradients and optimizer states are sharded over them."""
+    """Mesh of all ranks, over which parameters, gradients and optimizer states are sharded."""
     shared: SequenceGroups | None
-    """The ranks that share this rank's sequences; None when it has them to itself."""
+    """Ranks that share this rank's sequences; None if it has them to itself."""
     nccl_bytes: int
     """Device memory outside the allocator that joining the groups took; 0 on the CPU."""
 
     @property
     def sequence(self) -> dist.ProcessGroup | None:
-        """The group of all ranks that share one sequence."""
+        """Group of all ranks that share this rank's sequences; None without sharing."""
         return None if self.shared is None else self.shared.every
 
     @property
     def sequence_degree(self) -> int:
-        """Ranks that share one sequence."""
+        """Number of ranks that share one sequence."""
         return 1 if self.shared is None else self.shared.degree
 
     @property
     def data_rank(self) -> int:
-        """Which of the data-parallel groups this rank is in."""
+        """Number of this rank's data-parallel group."""
         return dist.get_rank() // self.sequence_degree
 
     def share_of(self, batch: Batch) -> Batch:
-        """What this rank holds of a micro-batch that it may share."""
+        """Return this rank's share of a micro-batch."""
         return share_of(batch, self.shared)
 
 
@@ -96,14 +96,14 @@ def take_context(spec: TrialSpec) -> RankContext:
 
 
 def device_of(device: Device) -> torch.device:
-    """This rank's own GPU, the first where nobody numbered its process; or the CPU."""
+    """Return the GPU of this process's LOCAL_RANK, the first if that is not set; or the CPU."""
     if device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _prove_windows(device: torch.device, head_dim: int) -> None:
-    """Find out whether flash attention's window is one here, leaving no block behind."""
+    """Prove flash attention's windows on this GPU beforehand, and free the proof's memory."""
     if not computes_windows(device, compute_dtype(device), head_dim):
         sys.stdout.write(
             f"flash attention computes no window for heads of {head_dim} on this GPU: layers that "
@@ -113,18 +113,18 @@ def _prove_windows(device: torch.device, head_dim: int) -> None:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on GPUs; float32 on the CPU, where bfloat16 products are slow."""
+    """Return bfloat16 for GPUs; float32 for the CPU, where bfloat16 products are slow."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was asked of the device."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _settled_bytes(device: torch.device) -> int:
-    """Create the context and cuBLAS's handles; bytes then in use outside the allocator."""
+    """Create the context and cuBLAS's handles; return the bytes then used outside the allocator."""
     if device.type != "cuda":
         return 0
     a = torch.ones(256, 256, device=device, dtype=compute_dtype(device), requires_grad=True)
@@ -135,23 +135,23 @@ def _settled_bytes(device: torch.device) -> int:
 
 T = TypeVar("T")
 _KINDS = {kind.__name__: kind for kind in (HighwaterError, UsageError, ModelError, MachineError)}
-"""Errors that a rank stops with, by their names."""
+"""Errors that a rank may stop with, by name."""
 
 
 class _Failure(Record, frozen=True, kw_only=True):
-    """What the others are told of an error."""
+    """An error, as other ranks are told of it."""
 
     kind: str | None
-    """Name of a HighwaterError; None: a bug."""
+    """Name of a HighwaterError's class; None for a bug."""
     problem: str
     hint: str = ""
 
 
 @contextmanager
 def agreed(mesh: DeviceMesh) -> Generator[None]:
-    """Run a block without collectives on all ranks; what a HighwaterError stops on one is raised on
-    all, of several the lowest rank's. Another exception, a bug, is raised where it came up, and
-    told to the others.
+    """Context manager: run a block without collectives on all ranks. A HighwaterError on one is
+    raised on all (the lowest rank's, if several). Any other exception is a bug: it is raised on its
+    own rank, and as RuntimeError on the others.
     """
     failure: Exception | None = None
     try:
@@ -171,9 +171,9 @@ def agreed(mesh: DeviceMesh) -> Generator[None]:
 
 
 def gathered(own: T, mesh: DeviceMesh, *, kind: type[T]) -> list[T]:
-    """Every rank's value, in the order of the ranks; a rank alone talks to nobody.
+    """Return every rank's value, in the order of the ranks.
 
-    Raises MachineError for what another rank sends and is not JSON of this kind.
+    Raises MachineError if another rank sends something that is not JSON of this kind.
     """
     if mesh.size() == 1:
         return [own]
@@ -197,7 +197,7 @@ def _told(failure: Exception | None) -> tuple[_Failure, ...]:
         kind, problem, hint = type(failure).__name__, failure.problem, failure.hint
     else:
         kind, problem, hint = None, f"{type(failure).__name__}: {failure}", ""
-    # Bytes of a path that are no text would be no JSON, and the others would wait for this rank.
+    # A path with invalid UTF-8 would be invalid JSON, and the others would wait for this rank.
     problem, hint = (
         text.encode("utf-8", "backslashreplace").decode("utf-8") for text in (problem, hint)
     )

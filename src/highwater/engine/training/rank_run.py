@@ -1,6 +1,6 @@
-"""What every rank of the engine does, in a trial or in training: joins, assembles the models and
-optimizers that the settings ask for, divides the budget, takes steps; a report can be made of it at
-any time.
+"""Rank run: the common part of a rank in a trial and in training. It joins the groups, builds
+models and optimizers by the settings, divides the memory budget and takes steps; a report can be
+made at any time.
 """
 
 import math
@@ -50,23 +50,23 @@ from highwater.nouns.trial import MemoryBudget, RankReport, TrialSpec
 from highwater.version import __version__
 
 CRITIC_SEED = 1
-"""Added to the trial's seed: a critic without weights of its own does not start as a copy of the
+"""Added to the trial's seed, so that a critic with random weights does not start as a copy of the
 policy."""
 
 _MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 def assemble(spec: TrialSpec, context: RankContext) -> Training:
-    """Everything that lives as long as the training, allocated."""
+    """Build and allocate everything that lives as long as the training."""
     settings = spec.settings
     loss: Loss = "full" if settings.holds_logits else "chunked"
     policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
     critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
-    # what is allocated first, a trace tells: the optimizers' states, then the reference
+    # traces show this order of allocations, so keep it: optimizers' states, then the reference
     optimizer = optimizer_of(policy, spec)
     critic_optimizer = None if critic is None else optimizer_of(critic, spec)
     reference = None
-    if settings.traits.has_reference:  # with adapters the policy itself, which is asked without
+    if settings.traits.has_reference:  # with adapters: the policy, with them turned off
         reference = _reference(spec, context) if settings.has_second_model else policy
     return Training(
         policy=policy,
@@ -84,7 +84,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
 
 
 def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
-    """A model to train, as the settings say."""
+    """Build a model to train, as the settings say."""
     settings = spec.settings
     trained: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -97,18 +97,18 @@ def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: in
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
-    """The policy as it was: frozen, in host memory, in the dtype that it computes in; a layer at a
-    time comes to the device.
+    """Build the policy as it was: frozen, in its compute dtype, in host memory, from which one
+    layer at a time comes to the device.
 
-    By the policy's own kernels: others round differently, and over a document's thousands of tokens
-    that adds up to a log-ratio where there should be none.
+    It uses the policy's own kernels: others round differently, and over a document's thousands of
+    tokens that adds up to a log-ratio where there should be none.
     """
     frozen = {"master_dtype": compute_dtype(context.device), "offload": True}
     return _built(spec, context, loss="chunked", seed=spec.seed, **frozen).requires_grad_(False)
 
 
 def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
-    """What every model of the trial has in common, and how this one differs."""
+    """Build a model of the trial; ``how`` has what differs between its models."""
     settings, depth = spec.settings, spec.attention_depth
     kernel, shared = context.kernel, context.shared
     return build(
@@ -124,14 +124,14 @@ def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
 
 
 REHEARSAL_TOKENS = 256
-"""Tokens per rank of the rehearsal: enough for every kernel, too few to matter."""
+"""Tokens per rank of the rehearsal: enough to use every kernel, too few to take much memory."""
 
 
 class RankRun(ABC):
-    """The state of one rank that a report can be made of at any time, also after a failure."""
+    """State of one rank, of which a report can be made at any time, also after a failure."""
 
     def __init__(self, spec: TrialSpec, *, on_phase: Callable[[str], None]) -> None:
-        """``on_phase`` hears what is done next, in words."""
+        """``on_phase`` is called with what is done next, in words."""
         self.spec = spec
         self.on_phase = on_phase
         self.profiler: TrialProfiler | None = None
@@ -143,10 +143,10 @@ class RankRun(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Do all of it. Raises whatever stops it; ``snapshot`` then says how far it came."""
+        """Do the whole run. Raises whatever stops it; ``snapshot`` then says how far it came."""
 
     def assembled(self) -> tuple[Training, RankContext]:
-        """Join the group and build everything that lives as long as the training."""
+        """Join the groups and build everything that lives as long as the training."""
         transformers_logging.set_verbosity_error()
         context = self._take_context()
         self.profiler = profiler_of(self.spec, self.report.rank)
@@ -173,7 +173,7 @@ class RankRun(ABC):
         return training, context
 
     def divide_budget(self, training: Training, context: RankContext) -> None:
-        """Give the allocator what the budget leaves, once everything outside it is there."""
+        """Limit the allocator to what the budget leaves, once all memory outside it is taken."""
         limit = self.spec.memory_budget_bytes
         if context.device.type == "cpu":
             assert limit is not None
@@ -194,8 +194,8 @@ class RankRun(ABC):
         self.report = self.with_(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
-        """Train one step, the first is 1, and keep what it said; raises FloatingPointError where
-        its loss or a norm is not finite.
+        """Train one step (the first is 1) and record its results; raises FloatingPointError if its
+        loss or a norm is not finite.
         """
         synchronize(training.device)
         began = time.perf_counter()
@@ -205,7 +205,7 @@ class RankRun(ABC):
         ):
             loss, norms = train_step(training, micro_batches, enter=self.enter)
         names = ("loss", "gradient_norm", "critic_gradient_norm")
-        # waits for the device
+        # float() waits for the device
         values = {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
         refuse_infinite(values, number)
         self.report = self.with_(
@@ -219,7 +219,7 @@ class RankRun(ABC):
             self.statistics_log.write(number, values, step_time_s=seconds, memory=peaks)
 
     def snapshot(self) -> RankReport:
-        """The report as of now, memory peaks included."""
+        """Return the report as of now, memory peaks included."""
         return self.with_(memory=self.watch.peaks()) if self.watch else self.report
 
     def _take_context(self) -> RankContext:
@@ -241,26 +241,26 @@ class RankRun(ABC):
         return context
 
     def enter(self, phase: str) -> None:
-        """Note the phase of a step that begins."""
+        """Note that a phase of a step begins."""
         self.where.enter(phase)
         if self.watch:
             self.watch.sample()
 
     def with_(self, **changes: object) -> RankReport:
-        """The report with these fields changed."""
+        """Return the report with these fields changed."""
         return msgspec.structs.replace(self.report, **changes)
 
 
 def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
-    """This rank's share of a micro-batch that is too small to matter."""
+    """Return this rank's share of a micro-batch too small to take much memory."""
     ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens), dtype=torch.long)
-    # none is longer than the trial's
+    # no document may be longer than the trial's
     documents = [Document(ids, ids)] * (spec.sequences * context.sequence_degree)
     return context.share_of(pack(documents))
 
 
 def settle(training: Training, batch: Batch) -> None:
-    """Have everything outside the allocator there, and nothing in its cache: on a GPU."""
+    """Load everything that lives outside the allocator, then empty its cache; for GPUs only."""
     rehearse(training, batch)
     synchronize(training.device)
     torch.cuda.empty_cache()
@@ -274,8 +274,8 @@ def refuse_infinite(values: Mapping[str, float], step: int) -> None:
 
 
 def rehearse(training: Training, batch: Batch) -> None:
-    """All of a step but the updates: the driver loads kernels at their first use, outside the
-    allocator.
+    """Run a step without its updates, so that the driver loads all kernels: this takes memory
+    outside the allocator.
     """
 
     def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -286,7 +286,7 @@ def rehearse(training: Training, batch: Batch) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What this process runs on."""
+    """Return the versions of the libraries that this process runs on."""
     found = {
         "highwater": __version__,
         "torch": str(torch.__version__),

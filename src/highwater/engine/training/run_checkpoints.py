@@ -1,10 +1,10 @@
-"""The checkpoints of a run: a folder for each, whole or not there, of which the latest and the best
-are kept.
+"""Run checkpoints: one folder each, whole or absent, of which the latest and the best are kept.
 
 ``step-000120`` has the shards of each trained model in ``model`` and ``critic``, ``state.json``,
 and ``manifest.json``, which names every other file. It is written as ``step-000120.partial``: all
-ranks write, and read back what they wrote; the first one writes the manifest and renames the folder
-when everything is on the disk. Whatever is killed, and whenever, the checkpoint before it is there.
+ranks write, and read back what they wrote; the first rank writes the manifest and renames the
+folder when everything is on the disk. Whenever a run is killed, its previous checkpoint is
+intact.
 """
 
 import errno
@@ -55,29 +55,29 @@ BEST_FILE = "best.json"
 MODEL_FOLDERS = ("model", "critic")
 """Folders of the trained models' shards, in the order of ``Training.trained``."""
 PARTIAL, ASIDE = ".partial", ".set-aside"
-"""Ends of the names of folders that are being written or removed, and of checkpoints after the one
-that a run went back to."""
+"""Suffixes of folder names: folders being written or removed; checkpoints set aside because the run
+went back to an earlier one."""
 _OWN_FILE = re.compile(
     rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|{INDEX_FILE})"
     rf"|(?:{STATE_FILE}|{MANIFEST_FILE})(?:\.tmp)?"
 )
-"""Files that a save writes, by their paths in its folder."""
+"""Paths in a checkpoint's folder that a save writes."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class RunCheckpoints:
-    """The checkpoints below one run's folder. All ranks call its methods, and see one disk."""
+    """Checkpoints in one run's folder. All ranks must call its methods, and see the same disk."""
 
     def __init__(self, run_directory: Path) -> None:
-        """``run_directory``: what the run writes, absolute; made when something is saved."""
+        """``run_directory``: absolute path of the run's folder; made when something is saved."""
         self.folder = run_directory / CHECKPOINTS
 
     def latest(self) -> Path | None:
-        """The checkpoint of the latest step, whole or damaged; None where there is none."""
+        """Return the checkpoint of the latest step, whole or damaged; None if there is none."""
         return max(self._checkpoints(), key=_step_of, default=None)
 
     def best(self) -> BestCheckpoint | None:
-        """The checkpoint whose evaluation was the best; None where none was evaluated."""
+        """Return the checkpoint with the best evaluation; None if none was evaluated."""
         path = self.folder / BEST_FILE
         try:
             return from_json(read_file(path, most_bytes=INDEX_BYTES), BestCheckpoint)
@@ -87,11 +87,11 @@ class RunCheckpoints:
             raise damage(path, str(error)) from error
 
     def save(self, training: Training, state: RunState) -> Path:
-        """Save models, optimizers and ``state``, then remove what is neither the latest nor the
-        best; returns the checkpoint's folder. One of this step that is there and whole stays.
+        """Save models, optimizers and ``state``, then remove all but the latest and the best
+        checkpoint; returns the new folder. An existing whole checkpoint of this step is kept.
 
-        Raises MachineError, on all ranks, where the disk does not take it: the checkpoints before
-        it stay, and nothing is left of this one. UsageError where another run's are there.
+        Raises MachineError, on all ranks, if the disk cannot take it: earlier checkpoints stay, and
+        nothing is left of this one. Raises UsageError if the folder has another run's checkpoints.
         """
         mesh, target = training.mesh, self.folder / checkpoint_name(state.step)
         if self._is_saved(target, state, mesh):
@@ -120,7 +120,7 @@ class RunCheckpoints:
 
     def resume(self, training: Training, *, checkpoint: str | None = None) -> RunState | None:
         """Load the latest checkpoint, or the one of this name, into models and optimizers; returns
-        the state that was saved with it, None where there is no checkpoint yet.
+        its saved state, None if there is no checkpoint yet.
 
         With a name, later checkpoints are set aside: renamed, and never read or removed again.
         Raises UsageError, on all ranks, for a checkpoint that is damaged or of another model.
@@ -148,7 +148,7 @@ class RunCheckpoints:
         return state
 
     def _is_saved(self, target: Path, state: RunState, mesh: DeviceMesh) -> bool:
-        """Whether this step is saved already, and whole; UsageError where it is another's."""
+        """True if this step has a whole checkpoint already; UsageError if another run has."""
         with agreed(mesh):
             others = [each for each in self._checkpoints() if _step_of(each) > state.step]
             if target.is_dir():
@@ -168,9 +168,9 @@ class RunCheckpoints:
         return False
 
     def _write(self, training: Training, state: RunState, partial: Path, needed: int) -> None:
-        """Write everything, onto the disk, the manifest last."""
+        """Write everything to the disk, the manifest last."""
         mesh, rank, failure = training.mesh, dist.get_rank(), None
-        try:  # the same error on all ranks
+        try:  # save_sharded raises the same error on all ranks
             for name, (model, optimizer) in zip(MODEL_FOLDERS, training.trained, strict=False):
                 save_sharded(model, optimizer, partial / name, mesh=mesh)
         except OSError as error:
@@ -188,7 +188,7 @@ class RunCheckpoints:
                 write_manifest(partial, {name: each for own in every for name, each in own.items()})
 
     def _begin(self, partial: Path, needed: int) -> None:
-        """Make the folder, where there is room for what comes into it."""
+        """Make the partial folder; raises OSError if there is no room for its content."""
         self._remove_partial()
         try:
             partial.mkdir(parents=True)
@@ -203,7 +203,7 @@ class RunCheckpoints:
 
     @contextmanager
     def _in_words(self, target: Path, needed: int) -> Generator[None]:
-        """Say what the disk did not take in a user's words."""
+        """Context manager: turn an OSError into a MachineError in the user's words."""
         try:
             yield
         except OSError as error:
@@ -223,7 +223,7 @@ class RunCheckpoints:
             ) from error
 
     def _chosen(self, name: str | None, mesh: DeviceMesh) -> Path | None:
-        """What is loaded, as the first rank sees it."""
+        """Return the checkpoint to load, as the first rank sees it; None if there is none."""
         names = self._names(mesh)
         if name is None:
             return self.folder / names[0] if names else None
@@ -233,12 +233,12 @@ class RunCheckpoints:
         return self.folder / name
 
     def _names(self, mesh: DeviceMesh) -> list[str]:
-        """Names of all checkpoints, the latest first, as the first rank sees them."""
+        """Return the names of all checkpoints, the latest first, as the first rank sees them."""
         paths = sorted(self._checkpoints(), key=_step_of, reverse=True)
         return gathered([path.name for path in paths], mesh, kind=list[str])[0]
 
     def _check(self, path: Path, mesh: DeviceMesh) -> RunState:
-        """The state of a checkpoint; UsageError on all ranks where a file is damaged."""
+        """Return the state of a checkpoint; UsageError on all ranks if a file is damaged."""
         with agreed(mesh):
             manifest = read_manifest(path)
             by_size = sorted(manifest.files, key=lambda name: manifest.files[name].size_bytes)
@@ -249,7 +249,7 @@ class RunCheckpoints:
         return state
 
     def _way_on(self, path: Path, mesh: DeviceMesh) -> str:
-        """What to type where a checkpoint is damaged."""
+        """Say in a hint what to type if a checkpoint is damaged."""
         for name in self._names(mesh):
             if _step_of(self.folder / name) < _step_of(path):
                 with suppress(UsageError):
@@ -259,7 +259,7 @@ class RunCheckpoints:
         return f"none before it is whole: `mv {folder} {folder}.damaged` lets the run begin anew"
 
     def _checkpoints(self) -> list[Path]:
-        """Every folder with a checkpoint's name."""
+        """Return every folder with a checkpoint's name."""
         if not self.folder.is_dir():
             return []
         return [
@@ -276,7 +276,7 @@ class RunCheckpoints:
             path.rename(aside)
 
     def _tell_best(self) -> None:
-        """Say which checkpoint is the best, by evaluations as the latest one's."""
+        """Record the best checkpoint, among those evaluated on the same data as the latest."""
         states: list[RunState] = []
         for path in self._checkpoints():
             with suppress(UsageError):  # a damaged one is not the best
@@ -298,20 +298,20 @@ class RunCheckpoints:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
 
     def _remove_older(self) -> None:
-        """Remove all checkpoints but the latest and the best, unless they have others' files."""
+        """Remove all checkpoints but the latest and the best; keep any with foreign files."""
         best = self.best()
         kept = {self.latest(), None if best is None else self.folder / best.checkpoint}
         for path in self._checkpoints():
             if path in kept:
                 continue
-            with suppress(UsageError):  # without a manifest nobody knows whose it is
+            with suppress(UsageError):  # without a manifest the owner is unknown
                 names = {*read_manifest(path).files, MANIFEST_FILE}
                 if _is_ours(path, names.__contains__):
-                    # Half of it is never seen under a checkpoint's name.
+                    # Renamed first: a half-removed folder must not have a checkpoint's name.
                     shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
 
     def _remove_partial(self) -> None:
-        """Remove what a save or a removal that was killed left."""
+        """Remove folders of saves and removals that were killed."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
@@ -322,7 +322,7 @@ class RunCheckpoints:
 
 
 def read_state(path: Path) -> RunState:
-    """The state in a checkpoint's folder; UsageError where it cannot be read."""
+    """Read the state in a checkpoint's folder; UsageError if it cannot be read."""
     try:
         return from_json(read_file(path / STATE_FILE, most_bytes=INDEX_BYTES), RunState)
     except FileNotFoundError as error:
@@ -332,7 +332,7 @@ def read_state(path: Path) -> RunState:
 
 
 def checkpoint_bytes(training: Training) -> int:
-    """Bytes of all numbers in a checkpoint over all ranks; a tensor takes about 1 KiB more."""
+    """Bytes of all numbers in a checkpoint, over all ranks; each tensor takes about 1 KiB more."""
     own = 0
     for model, optimizer in training.trained:
         for parameter in model.parameters():
@@ -343,7 +343,7 @@ def checkpoint_bytes(training: Training) -> int:
 
 
 def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that one consists of: moments of 8 bits are codes and scales."""
+    """Yield the plain tensors of a tensor: 8-bit moments are codes and scales."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -352,7 +352,7 @@ def _stored(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _own(partial: Path, rank: int) -> Iterator[Path]:
-    """The files that this rank wrote."""
+    """Yield the files that this rank wrote."""
     for folder in (partial / name for name in MODEL_FOLDERS):
         yield from folder.glob(f"__{rank}_*.distcp")
         if rank == 0 and folder.is_dir():
@@ -362,7 +362,7 @@ def _own(partial: Path, rank: int) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
-    """Whether a folder is one, and has no file in it that is not written here."""
+    """True if this is a real folder that has only files which saves write."""
     return (
         folder.is_dir()
         and not folder.is_symlink()

@@ -1,9 +1,9 @@
-"""Reads parts of saved tensors into shards that are allocated already, whoever cut them.
+"""Shard reader: read parts of saved tensors into allocated shards, whatever sharding saved them.
 
-Every sharding cuts a tensor into stretches of its numbers as they lie in memory: FSDP2 and what is
-saved at rows, FSDP1 anywhere. So a rank holds a range of flat numbers, and what is read is where
-ranges overlap, one saved piece at a time. Where each piece lies is an index of JSON beside the
-files: torch's own ``.metadata`` is a pickle, which is written for torch's tools and never read.
+Every sharding cuts a tensor into ranges of its flat numbers: FSDP2 and saved pieces at rows, FSDP1
+anywhere. A rank holds one range, and reads where it overlaps saved ones, one saved piece at a time.
+The position of each piece is in a JSON index beside the files: torch's own ``.metadata`` is a
+pickle, which is written for torch's tools and never read here.
 """
 
 import math
@@ -31,23 +31,23 @@ INDEX_FILE = "index.json"
 
 
 class IndexedPiece(Record, frozen=True, kw_only=True):
-    """A part of one tensor, as one rank had it."""
+    """Part of one tensor, as one rank saved it."""
 
     file: str
     """Name of the file, in the index's own folder."""
     start_bytes: int
-    """Where it begins in the file: there is what ``torch.save`` writes of one tensor."""
+    """Offset in the file of the piece, which ``torch.save`` wrote."""
     length_bytes: int
     offsets: tuple[int, ...]
-    """Where it begins in the whole tensor, by dimension."""
+    """Position of its first element in the whole tensor, by dimension."""
     sizes: tuple[int, ...]
 
 
 class IndexedTensor(Record, frozen=True, kw_only=True):
-    """One tensor, whole in its pieces; of copies one is saved."""
+    """One whole tensor in pieces; if ranks had copies, only one is saved."""
 
     dtype: str
-    """In PyTorch's words: ``float32``."""
+    """PyTorch's name of the dtype, like ``float32``."""
     shape: tuple[int, ...]
     pieces: tuple[IndexedPiece, ...]
 
@@ -78,7 +78,7 @@ def write_index(
 
 
 def read_index(directory: Path) -> ShardIndex:
-    """The index in ``directory``; UsageError where there is none, or it is damaged."""
+    """Read the index in ``directory``; UsageError if it is missing or damaged."""
     path = directory / INDEX_FILE
     try:
         index = from_json(read_file(path, most_bytes=INDEX_BYTES), ShardIndex)
@@ -92,7 +92,7 @@ def read_index(directory: Path) -> ShardIndex:
 
 
 def damaged(path: Path, error: BaseException) -> UsageError:
-    """What is said of a file of a checkpoint that cannot be read."""
+    """Return the error for a checkpoint's file that cannot be read."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return UsageError(
         f"{path} cannot be read: {why.splitlines()[0] if why else type(error).__name__}",
@@ -120,26 +120,26 @@ def _saved_tensor(
 
 
 class FlatRange(NamedTuple):
-    """The flat numbers of a tensor from ``start`` up to ``stop``."""
+    """Range of a tensor's flat numbers, from ``start`` up to ``stop``."""
 
     start: int
     stop: int
 
 
 class ShardReader:
-    """The tensors of one sharded checkpoint."""
+    """Reader of the tensors of one sharded checkpoint."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the index; UsageError where it cannot be."""
+        """Read the index; UsageError if it cannot be read."""
         self.directory = directory
         self.tensors: Mapping[str, IndexedTensor] = read_index(directory).tensors
         self._open: dict[str, IO[bytes]] = {}
 
     def fill(self, name: str, target: Tensor, held: FlatRange) -> None:
-        """Fill a shard, contiguous, with the numbers of a saved tensor that it holds.
+        """Fill a contiguous shard with the range of a saved tensor that it holds.
 
-        Raises UsageError for a tensor of another dtype, for moments of 8 bits whose blocks lie
-        across shards, and for files that are damaged.
+        Raises UsageError for a tensor of another dtype, for 8-bit moments whose blocks would be
+        cut, and for damaged files.
         """
         saved = self.tensors[name]
         length = held.stop - held.start
@@ -168,7 +168,7 @@ class ShardReader:
                 piece.length_bytes,
             )
             found = torch.load(view, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file fails in any of torch's ways
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             raise damaged(path, error) from error
         if not isinstance(found, Tensor) or tuple(found.shape) != piece.sizes:
             raise damaged(path, ValueError("a tensor in it is not what the index says"))
@@ -183,14 +183,14 @@ class ShardReader:
 
 
 class _FlatPlace(NamedTuple):
-    """A tensor, and the first of its flat numbers that is meant."""
+    """A tensor, and the index of a flat number in it."""
 
     tensor: Tensor
     first: int
 
 
 def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange:
-    """Where a piece lies among the numbers of the whole: it is cut at rows."""
+    """Return a piece's range of the whole tensor's flat numbers; pieces are whole rows."""
     if piece.offsets[1:] != (0,) * len(piece.offsets[1:]) or piece.sizes[1:] != saved.shape[1:]:
         raise UsageError(
             f"{name} was saved in pieces that are no whole rows",
@@ -202,13 +202,13 @@ def _range_of(name: str, piece: IndexedPiece, saved: IndexedTensor) -> FlatRange
 
 
 def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> None:
-    """Copy flat numbers from one tensor to another, as they are."""
+    """Copy flat numbers from one tensor to another, without changing them."""
     is_coded = is_traceable_wrapper_subclass(source.tensor)
     if is_traceable_wrapper_subclass(target.tensor):
         _copy_codes(name, source, target, length, is_coded=is_coded)
         return
     found: Any = source.tensor
-    if is_coded:  # the numbers that the codes stand for, in the float32 that they compute in
+    if is_coded:  # the codes' values, in the float32 that the optimizer computes in
         found = found.dequantize()
     if found.dtype != target.tensor.dtype:
         kept, wanted = (str(each.dtype).removeprefix("torch.") for each in (found, target.tensor))
@@ -223,7 +223,7 @@ def _copy(name: str, source: _FlatPlace, target: _FlatPlace, length: int) -> Non
 def _copy_codes(
     name: str, source: _FlatPlace, target: _FlatPlace, length: int, *, is_coded: bool
 ) -> None:
-    """Copy codes and scales of 8 bits, which hold for whole blocks."""
+    """Copy 8-bit codes and scales, which is possible for whole blocks only."""
     if not is_coded or any(n % QUANTIZED_BLOCK for n in (source.first, target.first, length)):
         kept = "float32" if not is_coded else "blocks that lie otherwise"
         raise UsageError(

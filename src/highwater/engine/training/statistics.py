@@ -1,12 +1,11 @@
-"""Statistics of a step: numbers that read the same however it is split over micro-batches and
-ranks.
+"""Statistics of a step: numbers that are the same however it is split over micro-batches and ranks.
 
-A quantity (nouns/quantities.py) says what it is over and which ranks it is put together from; each
-rank adds its parts. One sum over all ranks carries everything, scalars and two numbers for each
-document alone: a number has a slot for each of its groups of ranks, smallest and largest ones a
-slot for each rank, and nothing is averaged or exponentiated before it arrived. It comes after the
-update, when no activation is alive, and in an operation that a step has used before: NCCL would
-take memory for another, and its MIN and MAX forget a NaN.
+A quantity (step_quantities.py) says what it counts and from which ranks it is combined; each rank
+adds its parts. One sum over all ranks carries everything: scalars, and two numbers for each
+document. A number has a slot for each group of ranks that is combined, a minimum or maximum one for
+each rank, and nothing is averaged or exponentiated before the sum. The sum runs after the update,
+when no activation is alive, and as an operation that the step has used before: NCCL would take
+memory for a new one, and its MIN and MAX lose a NaN.
 """
 
 import math
@@ -22,52 +21,51 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 from highwater.errors import UsageError
-from highwater.nouns.quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 
 Reduced = float | int | tuple[float | int | None, ...] | None
-"""A number, NaN where NaN was added; of ``each`` one for every rank; None where there is nothing to
-divide or compare.
-"""
+"""A number, NaN if NaN was added; one for every rank for ``each``; None if there was nothing to
+divide or compare."""
 _NOT_SENT = ("same", "rate")
 _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
-"""How a quantity that a user declares may be put together."""
+"""Ways in which a user's own quantity may be combined."""
 _PER_DOCUMENT = 2
-"""Numbers of a document: the sum of its trained tokens' log-probabilities, and their count."""
+"""Numbers sent for a document: the sum of its tokens' log-probabilities, and their count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank among all: neighbours share sequences."""
+    """Place of a rank among all; neighbours share sequences."""
 
     rank: int
     ranks: int
     sharing: int
-    """Ranks that share one sequence."""
+    """Number of ranks that share one sequence."""
 
     @property
     def data_ranks(self) -> int:
-        """Groups of ranks that share sequences."""
+        """Number of groups of ranks that share sequences."""
         return self.ranks // self.sharing
 
     @property
     def data_rank(self) -> int:
-        """Which of these groups the rank is in."""
+        """Number of this rank's group among those."""
         return self.rank // self.sharing
 
     def slots(self, group: Group) -> int:
-        """Groups of this kind that there are."""
+        """Return the number of groups of this kind."""
         groups = {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}
         return groups[group]
 
     def slot(self, group: Group) -> int:
-        """Which of them the rank is in."""
+        """Return the number of this rank's group of this kind."""
         of_data = self.rank % self.sharing
         return {"rank": self.rank, "context": self.data_rank, "data": of_data, "all": 0}[group]
 
     def members(self, group: Group) -> range:
-        """The ranks of the rank's own group."""
+        """Return the ranks of this rank's group of this kind."""
         first = self.data_rank * self.sharing
         return {
             "rank": range(self.rank, self.rank + 1),
@@ -78,7 +76,7 @@ class Coordinates:
 
 
 class Statistics:
-    """The parts that this rank adds to a step's numbers, until they are exported."""
+    """Parts that this rank adds to a step's numbers, until they are exported."""
 
     def __init__(
         self,
@@ -89,14 +87,13 @@ class Statistics:
         groups: Mapping[str, Group] | None = None,
         denominators: Mapping[str, str] | None = None,
     ) -> None:
-        """``mesh`` is of all ranks; those of ``sequence`` share this rank's sequences, None: no
-        other does. ``quantities`` are the caller's own, by name, besides QUANTITIES: a rank that
-        adds nothing to one adds 0; in the group ``data`` each of the ranks that share a sequence
-        adds the same, which counts once.
-        ``groups`` overrides by name which ranks a quantity is put together from, ``denominators``
-        the sum that a mean is divided by. All are the same on all ranks.
+        """``mesh`` has all ranks; those of ``sequence`` share this rank's sequences, None: none do.
+        ``quantities`` are the caller's own, by name, besides QUANTITIES: a rank that adds nothing
+        to one adds 0; in the group ``data`` each of the ranks that share a sequence adds the same,
+        which counts once. By name, ``groups`` overrides the ranks that a quantity is combined from,
+        ``denominators`` the sum that a mean is divided by. All are the same on all ranks.
 
-        Raises UsageError for what cannot be put together so.
+        Raises UsageError for quantities that cannot be combined like this.
         """
         self._mesh = mesh
         sharing = 1 if sequence is None else dist.get_world_size(sequence)
@@ -108,7 +105,7 @@ class Statistics:
             for name, quantity in self._own.items()
             if quantity.group == "data" and quantity.how in ("sum", "mean")
         }
-        """Part of a value that each rank adds, where all that share a sequence have it alike."""
+        """Factor of a rank's part, if all ranks that share a sequence add the same value."""
         self.reset()
 
     def reset(self) -> None:
@@ -119,10 +116,10 @@ class Statistics:
 
     def add(self, name: str, value: float | Tensor) -> None:
         """Add this rank's part: to a sum, to the numerator of a mean, or to the rank's own number;
-        or one more number of which the smallest or largest counts. ``same`` is set.
+        for a minimum or maximum, one more candidate. A ``same`` quantity is set.
 
-        Raises UsageError, with the names that there are, for another one; and for a value that is
-        no number, or of a count no whole one.
+        Raises UsageError for an unknown name (listing the known ones), for a value that is not a
+        number, and for a count that is not whole.
         """
         quantity = known(name, self._quantities)
         part = _number(name, value, quantity)
@@ -136,20 +133,20 @@ class Statistics:
         self._parts[name] = part
 
     def add_documents(self, logprob_sums: Sequence[float] | None, counts: Sequence[int]) -> None:
-        """Add this rank's part of documents, the same ones in the same order on all ranks that
-        share them: the sum of the trained tokens' log-probabilities, None where a step has none,
-        and how many they are.
+        """Add this rank's part of its documents: for each the sum of its trained tokens'
+        log-probabilities (None if the step has none) and their count. Ranks that share documents
+        add them in the same order.
         """
         self._has_logprobs |= logprob_sums is not None
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """The step's numbers, those that parts were added to and the caller's own; all ranks take
-        part, and forget their parts.
+        """Return the step's numbers (those with parts, and the caller's own) and forget the parts;
+        all ranks must call it.
 
-        ``most_documents``: the most that any rank added, the same on all ranks. A number that is
-        not put together from all ranks is that of this rank's group. Raises UsageError for a mean
-        to whose denominator a rank added nothing, and for a count past 2**53.
+        ``most_documents``: the most that any rank added, the same on all ranks. A number not
+        combined from all ranks is the one of this rank's group. Raises UsageError if a rank added
+        nothing to the denominator of a mean that it added to, and for a count past 2**53.
         """
         numbers_of_all = [*self._scalars(), *self._documents(most_documents)]
         row = torch.tensor(numbers_of_all, dtype=torch.float64)
@@ -161,7 +158,7 @@ class Statistics:
                 width = self.coordinates.slots(group)
                 parts = [slots[n * width :][:width] for n in range(_numbers_of(quantity))]
                 slots = slots[width * len(parts) :]
-                # a rank without a token has no logit, and tells the others'
+                # a rank without a token has no logits, but returns the others' extremes
                 on_another = quantity.how in ("min", "max") and any(parts[1])
                 if name in numbers or name in self._own or on_another:
                     numbers[name] = self._number(name, quantity, group, parts)
@@ -171,15 +168,15 @@ class Statistics:
         return {name: numbers[name] for name in self._quantities if name in numbers}
 
     def width(self, most_documents: int) -> int:
-        """Numbers that are summed over the ranks where none has more documents."""
+        """Number of values summed over the ranks if none has more documents than this."""
         slots = self.coordinates.slots
         scalars = sum(slots(group) * _numbers_of(each) for _, each, group in self._sent)
         return scalars + _PER_DOCUMENT * most_documents * self.coordinates.data_ranks
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
-        """The scalars that are summed, each with the kind of group that has a slot of its own: what
-        cannot be added up has one for each rank.
+        """Yield the scalars that are summed, each with the kind of group that has its own slot;
+        what cannot be added up has a slot for each rank.
         """
         for name, quantity in self._quantities.items():
             if quantity.per != DOCUMENT and quantity.how not in _NOT_SENT:
@@ -187,7 +184,7 @@ class Statistics:
                 yield name, quantity, quantity.group if is_sum else "rank"
 
     def _scalars(self) -> Iterator[float]:
-        """This rank's parts in the slots of its groups, zeros in those of others."""
+        """Yield this rank's parts in its groups' slots, and zeros in the other slots."""
         for name, quantity, group in self._sent:
             for part in self._sent_of(name, quantity):
                 slots = [0.0] * self.coordinates.slots(group)
@@ -195,8 +192,8 @@ class Statistics:
                 yield from slots
 
     def _sent_of(self, name: str, quantity: Quantity) -> tuple[float, ...]:
-        """This rank's numbers of a quantity, as many as ``_numbers_of`` says. No float is left to
-        say that there is nothing: whoever adds may add any, so that is a number of its own.
+        """Return this rank's ``_numbers_of`` values of a quantity. Whether it has a part is a value
+        of its own, since any float may be a part.
         """
         part, is_there = self._part(name), name in self._parts
         match quantity.how:
@@ -205,7 +202,7 @@ class Statistics:
                 return part, self._part(quantity.per), is_there and quantity.per not in self._parts
             case "min" | "max":
                 return part, is_there
-            case "each":  # counts alone, of which none is NaN
+            case "each":  # these are counts, so NaN can mean "nothing added"
                 return (part if is_there else math.nan,)
             case _:
                 return (part,)
@@ -214,7 +211,7 @@ class Statistics:
         return self._parts.get(name, 0.0) * self._shares.get(name, 1)
 
     def _documents(self, most: int) -> Iterator[float]:
-        """This rank's part of its documents, zeros for those of other data ranks."""
+        """Yield this rank's part of its documents, and zeros for those of other data ranks."""
         padding = [(0.0, 0.0)] * (most - len(self._of_documents))
         for data_rank in range(self.coordinates.data_ranks):
             is_own = data_rank == self.coordinates.data_rank
@@ -224,7 +221,7 @@ class Statistics:
     def _number(
         self, name: str, quantity: Quantity, group: Group, parts: Sequence[Sequence[float]]
     ) -> Reduced:
-        """A quantity's number of this rank, from all groups' slots of each of its parts."""
+        """Return this rank's result of a quantity, from all groups' slots of each of its parts."""
         own = [slots[self.coordinates.slot(group)] for slots in parts]
         match quantity.how:
             case "sum":
@@ -253,7 +250,7 @@ class Statistics:
                 return tuple(counts)
 
     def _over_documents(self, slots: Sequence[float], most: int) -> dict[str, Reduced]:
-        """The numbers that are per document."""
+        """Return the results of the quantities that are per document."""
         pairs = list(zip(slots[0::_PER_DOCUMENT], slots[1::_PER_DOCUMENT], strict=True))
         first = self.coordinates.data_rank * most
         numbers: dict[str, Reduced] = {}
@@ -272,7 +269,7 @@ class Statistics:
 def _declared(
     own: Mapping[str, Quantity], groups: Mapping[str, Group], denominators: Mapping[str, str]
 ) -> dict[str, Quantity]:
-    """All quantities, the caller's own too, some of other ranks, or over something else."""
+    """Return all quantities, the caller's too, with the groups and denominators overridden."""
     if not isinstance(own, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(
             f"quantities are {shortened(own)}, and have to be a mapping", hint=_DECLARATION
@@ -299,7 +296,7 @@ def _declared(
                 f"{name} is a mean, and cannot be declared as a count", hint="leave `is_count` out"
             )
     quantities = {**QUANTITIES, **own}
-    # what ranks have alike is added in shares, of which there is one on each of all ranks
+    # a value that ranks have in common is added in shares, one on every rank
     whole: dict[str, Group] = {
         name: "all" if each.group == "data" else each.group for name, each in own.items()
     }
@@ -339,7 +336,7 @@ def _declared(
 
 
 def _divisors(quantities: Mapping[str, Quantity]) -> list[str]:
-    """What a mean may be over: counts, and sums that a caller declared."""
+    """Return the names that a mean may be divided by: counts, and sums that a caller declared."""
     return [
         name
         for name, each in quantities.items()
@@ -352,8 +349,8 @@ def _is_name(name: object) -> bool:
 
 
 def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
-    """The quantity of this name. Raises UsageError, with the names that there are and what can be
-    declared, for another.
+    """Return the quantity of this name. Raises UsageError for an unknown one, with the known names
+    and how to declare one.
     """
     if not _is_name(name) or name not in quantities:
         own = (f"my_{name}" if name in QUANTITIES else name) if _is_name(name) else "my_metric"
@@ -368,25 +365,25 @@ def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
 
 
 def summed(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of every rank's row, on the host."""
+    """Return the sum of every rank's row, on the host."""
     if mesh.size() == 1:
         return row
     return process_mesh.total(row.to(mesh.device_type), mesh).cpu()
 
 
 def _numbers_of(quantity: Quantity) -> int:
-    """Numbers in one slot: numerator, denominator, ranks that miss it; or whether it is there."""
+    """Values in a slot: 3 of a mean (numerator, denominator, ranks without one), 2 of min, max."""
     return {"mean": 3, "min": 2, "max": 2}.get(quantity.how, 1)
 
 
 def _number(name: str, value: object, quantity: Quantity) -> float:
-    """A number, or the one of a tensor or an array; whole where the quantity is a count."""
+    """Convert a number, or a tensor or array of one, to float; a count must be whole."""
     number = part = None
     try:
         number = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
         if isinstance(number, Real):
             part = float(number)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # of many elements; past float64
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements; past float64
         pass
     if part is None:
         raise UsageError(
@@ -402,18 +399,18 @@ def _number(name: str, value: object, quantity: Quantity) -> float:
 
 
 def _extreme(how: Literal["min", "max"], values: Sequence[float]) -> float:
-    """The smallest or largest; NaN where one is: Python's keep that only where it comes first."""
+    """Return the minimum or maximum; NaN if any is NaN (Python's would depend on the order)."""
     if any(map(math.isnan, values)):
         return math.nan
     return min(values) if how == "min" else max(values)
 
 
 def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
-    """The mean, smallest or largest perplexity of documents."""
+    """Return the mean, minimum or maximum of the documents' perplexities."""
     if not documents:
         return None
     sums, counts = torch.tensor(documents, dtype=torch.float64).T
-    perplexities_D = (-sums / counts).exp()  # infinite rather than an error
+    perplexities_D = (-sums / counts).exp()  # math.exp would raise where this is infinite
     of = {"mean": torch.mean, "min": torch.min, "max": torch.max}[how]
     return float(of(perplexities_D))
 
@@ -421,7 +418,7 @@ def _perplexity(how: How, documents: Sequence[tuple[float, float]]) -> Reduced:
 def _counted(name: str, value: float, quantity: Quantity) -> float | int:
     if not quantity.is_count:
         return value
-    if abs(value) > 2**53:  # of whole numbers past it float64 skips some
+    if abs(value) > 2**53:  # float64 cannot hold every whole number past it
         raise UsageError(
             f"{name} came to {value:g}, and counts are exact up to 2**53",
             hint="declare it without `is_count`",

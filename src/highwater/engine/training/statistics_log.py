@@ -1,5 +1,5 @@
-"""Statistics logs: the numbers of a trial's steps, as rank 0 writes them, a line of JSON for each
-step and TensorBoard's events where they are asked for; and memory and time of a rank.
+"""Statistics log: rank 0 writes the numbers of a trial's steps, one line of JSON for each step, and
+TensorBoard's events if asked for. Also: readings of a rank's memory.
 
 On a GPU three readings matter: the driver's (device used), the caching allocator's (reserved,
 active, allocated), and their difference: the context, the libraries' own workspaces and NCCL, which
@@ -23,11 +23,11 @@ from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
 from highwater.engine.training.statistics import Reduced, Statistics
 from highwater.engine.training.step import Training
+from highwater.engine.training.step_quantities import QUANTITIES
 from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.quantities import QUANTITIES
 from highwater.nouns.trial import MemoryBudget, RankMemory, StatisticsFiles, TrialSpec
 from highwater.units import GIB, format_bytes
 
@@ -35,16 +35,16 @@ _PEAKS = (
     *("peak_allocated_bytes", "peak_reserved_bytes"),
     *("device_used_bytes", "peak_data_segment_bytes"),
 )
-"""Fields of RankMemory that every rank tells."""
+"""Fields of RankMemory that every rank adds to the statistics."""
 
 
 class StatisticsLog:
-    """Puts a step's numbers together on all ranks and writes them on rank 0."""
+    """Combines a step's numbers over all ranks and writes them on rank 0."""
 
     def __init__(
         self, spec: TrialSpec, files: StatisticsFiles, training: Training, *, device_name: str
     ) -> None:
-        """Make ready what the steps need; the files are rank 0's."""
+        """Prepare for the steps of ``spec``; only rank 0 uses the files."""
         self._spec = spec
         self._training = training
         self._statistics = Statistics(training.mesh, training.sequence)
@@ -58,7 +58,7 @@ class StatisticsLog:
     def write(
         self, step: int, known: Mapping[str, float], *, step_time_s: float, memory: RankMemory
     ) -> None:
-        """Write a step's numbers: ``known`` are those that all ranks have.
+        """Write a step's numbers; ``known`` are those that all ranks have.
 
         All ranks call this, once the device has done the step.
         """
@@ -85,7 +85,7 @@ class StatisticsLog:
             self._files.write(step, {"evaluation_loss": loss})
 
     def _model_flops(self, micro_batches: Sequence[Batch]) -> float:
-        """This rank's share of the FLOPs on the documents there were."""
+        """Return this rank's share of the model FLOPs for its documents."""
         shape = load_model(self._spec.model_directory).shape
         lengths = Counter(length for batch in micro_batches for length in batch.document_lengths)
         flops = sum(
@@ -108,7 +108,7 @@ class StatisticsLog:
 
 
 class _Files:
-    """What rank 0 writes to. A disk that is full stops no trial: that is said once."""
+    """Files that rank 0 writes. A full disk does not stop the trial; it is reported once."""
 
     def __init__(self, files: StatisticsFiles) -> None:
         self._path, self._failed = Path(files.path), False
@@ -130,7 +130,7 @@ class _Files:
 
 
 def _scalars(numbers: Mapping[str, Reduced]) -> list[tuple[str, float]]:
-    """The numbers by TensorBoard's tags; one of every rank has a tag for each."""
+    """Return the numbers by TensorBoard's tags, one tag for each rank if every rank has one."""
     scalars: list[tuple[str, float | int | None]] = []
     for name, value in numbers.items():
         if isinstance(value, tuple):
@@ -141,7 +141,7 @@ def _scalars(numbers: Mapping[str, Reduced]) -> list[tuple[str, float]]:
 
 
 def _summary_writer(directory: str) -> Any:
-    """TensorBoard's writer. Raises UsageError where the package is missing."""
+    """Return TensorBoard's writer. Raises UsageError if the package is missing."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:
@@ -154,7 +154,7 @@ def _summary_writer(directory: str) -> Any:
 
 
 def follow_logits(training: Training) -> None:
-    """Record the range of the policy's logits from now on, where it has logits."""
+    """Record the range of the policy's logits from now on, if it has logits."""
     for module in training.policy.modules():
         if isinstance(module, LanguageModel):
             module.logit_range = training.record.logit_range = LogitRange()
@@ -164,21 +164,21 @@ _SAMPLE_S = 0.001
 
 
 def device_used_bytes(device: torch.device) -> int:
-    """What the driver reports as used on a GPU, by anybody."""
+    """Bytes that the driver reports as used on a GPU, by any process."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 
 
 def outside_allocator_bytes(device: torch.device) -> int:
-    """Device memory in use that the caching allocator does not hold."""
+    """Bytes in use on the device that the caching allocator does not hold."""
     return device_used_bytes(device) - torch.cuda.memory_reserved(device)
 
 
 def allocator_settings(device: torch.device) -> dict[str, str]:
-    """Settings that the caching allocator says are in force; empty on the CPU."""
+    """Return the settings that the caching allocator reports; empty on the CPU."""
     if device.type != "cuda":
         return {}
-    # nothing public tells
+    # there is no public function for this
     snapshot = torch.cuda.memory._snapshot(device)  # pyright: ignore[reportPrivateUsage]
     return {name: str(value) for name, value in snapshot.get("allocator_settings", {}).items()}
 
@@ -186,12 +186,12 @@ def allocator_settings(device: torch.device) -> dict[str, str]:
 def divide_budget(
     device: torch.device, *, budget_bytes: int | None, nccl_bytes: int
 ) -> MemoryBudget:
-    """Bound the allocator so that device used stays within the budget; None bounds it by the card
-    itself.
+    """Bound the allocator so that device memory used stays within the budget; with None nothing but
+    the card bounds it.
 
-    What is outside the allocator now is the context, but for ``nccl_bytes``.
+    The bytes now outside the allocator are the context, except for ``nccl_bytes``.
 
-    Raises MachineError when the budget leaves nothing, or exceeds the card.
+    Raises MachineError if the budget leaves nothing, or exceeds the card.
     """
     total = torch.cuda.mem_get_info(device)[1]
     context_bytes = outside_allocator_bytes(device) - nccl_bytes
@@ -219,11 +219,11 @@ def divide_budget(
 
 
 def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
-    """How the device came to more than its budget, in words; None where it did not, or where no
-    driver told.
+    """Say how the device came to use more than its budget; None if it did not, or if there is no
+    driver's reading.
 
-    The allocator compares with its cap what it is asked for; expandable segments map 20 MiB at a
-    time, which can pass it by less.
+    The allocator compares its cap with what it is asked for, but expandable segments map 20 MiB at
+    a time, so it can pass its cap by less than that.
     """
     used = peaks.device_used_bytes
     if used is None or used <= budget.budget_bytes:
@@ -246,22 +246,22 @@ class MemoryWatch:
         self._device_used = 0
 
     def begin(self) -> None:
-        """Forget what was before; on the CPU, where the limit binds from the start, nothing is
-        forgotten.
+        """Reset the peaks; on the CPU, whose limit binds from the start of the process, nothing is
+        reset.
         """
         self._device_used = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def sample(self) -> None:
-        """Read the driver, or the data segment, now: at the ends of phases, when much is alive."""
+        """Read the driver or the data segment now: called at ends of phases, when much is alive."""
         if self._segment is not None:
             self._segment.read()
         else:
             self._device_used = max(self._device_used, device_used_bytes(self.device))
 
     def peaks(self) -> RankMemory:
-        """Peaks since the watch was made or last began."""
+        """Return the peaks since the watch was made or last begun."""
         self.sample()
         if self._segment is not None:
             return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)
@@ -271,7 +271,7 @@ class MemoryWatch:
             peak_allocated_bytes=stats["allocated_bytes.all.peak"],
             peak_active_bytes=stats["active_bytes.all.peak"],
             peak_reserved_bytes=reserved,
-            # between two samples the allocator may have given memory back
+            # the samples may have missed a peak after which the allocator freed memory
             device_used_bytes=max(self._device_used, reserved + outside),
             device_total_bytes=torch.cuda.mem_get_info(self.device)[1],
             allocator_retries=stats["num_alloc_retries"],
@@ -279,7 +279,7 @@ class MemoryWatch:
 
 
 class _DataSegment:
-    """The peak of this process's data segment, read every millisecond."""
+    """Peak of this process's data segment, read every millisecond."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -288,7 +288,7 @@ class _DataSegment:
         threading.Thread(target=self._follow, name="data-segment", daemon=True).start()
 
     def read(self) -> None:
-        """Read it once. Field 6 of statm is data plus stack, in pages; source: proc(5)."""
+        """Read the segment once. Field 6 of statm is data plus stack, in pages; source: proc(5)."""
         pages = int(self._statm.read_text().split()[5])
         self.peak_bytes = max(self.peak_bytes, pages * self._page_bytes)
 

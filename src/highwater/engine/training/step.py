@@ -1,5 +1,5 @@
-"""One optimizer step, in reading order: what it must know first, forward and backward of every
-micro-batch, clip, update.
+"""One optimizer step, in reading order: experience, forward and backward pass of every micro-batch,
+clipping, update.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,51 +34,51 @@ from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
 EnterPhase = Callable[[str], None]
-"""Listener that is told the name of each phase as it begins."""
+"""Listener that is called with the name of each phase as it begins."""
 UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
-"""What is done with a model's gradients, and its optimizer, once they are whole."""
+"""Callback for a model and its optimizer, called once its gradients are complete."""
 
 
 def _nobody(phase: str) -> None:
-    """Listen to no phase."""
+    """Ignore the phase."""
 
 
 def _leave(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Leave a model's gradients where they are."""
+    """Leave a model's gradients as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a step trains, what judges it, and where."""
+    """Models, optimizers and settings of a step."""
 
     policy: Decoder
-    """The model that is trained; a ScalarModel where the objective has a scalar head."""
+    """Model that is trained; a ScalarModel if the objective has a scalar head."""
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
-    """All ranks, over which every model is sharded."""
+    """Mesh of all ranks, over which every model is sharded."""
     sequence: dist.ProcessGroup | None = None
-    """The ranks that share this rank's sequences."""
+    """Ranks that share this rank's sequences; None if no others do."""
     objective: Objective = "sft"
     entropy: bool = False
-    """Whether the policy's entropy is part of the loss."""
+    """True if the policy's entropy is part of the loss."""
     critic: Decoder | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: Decoder | None = None
-    """The frozen model that the policy is held to, where the objective has a reference."""
+    """Frozen model that the policy is compared with; None if the objective has no reference."""
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     keeps_gradients: bool = True
-    """Whether gradients stay allocated between steps; else each backward pass makes them anew."""
+    """True if gradients stay allocated between steps; else each backward pass makes them anew."""
     record: StepRecord = field(default_factory=StepRecord)
-    """What the last step left for its statistics."""
+    """Numbers of the last step, for its statistics."""
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """What the objective needs."""
+        """Traits of the objective, for example whether it has a reference."""
         return TRAITS[self.objective]
 
     @property
     def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
-        """Every model that a step updates, the policy first."""
+        """Models that a step updates, with their optimizers, the policy first."""
         policy = (self.policy, self.optimizer)
         if self.critic is None:
             return (policy,)
@@ -87,27 +87,27 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """The device where activations live."""
+        """Device of the activations."""
         return torch.device(self.mesh.device_type)
 
     def set_rate(self, rate: float) -> None:
-        """Give every optimizer this learning rate."""
+        """Set every optimizer's learning rate."""
         for _, optimizer in self.trained:
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
     def on_any_rank(self, is_so: bool) -> bool:
-        """Whether it is so on any rank, which all ask."""
+        """True if ``is_so`` is true on any rank; all ranks must call it."""
         return bool(total(torch.tensor(float(is_so), device=self.device), self.mesh))
 
 
 def train_step(
     training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One step on this rank's micro-batches; returns the policy's loss over the whole batch, and
-    the gradients' norms.
+    """Train one step on this rank's micro-batches; returns the policy's loss over the whole batch,
+    and the gradients' norms.
 
-    The first norm is the policy's, the second the critic's where there is one.
+    The first norm is the policy's, the second the critic's if there is one.
 
     Gradients are reduced to their shards after every micro-batch: unsharded ones never accumulate.
     """
@@ -133,9 +133,9 @@ def backward_of(
     """Add the gradients of all micro-batches to the shards; returns this rank's share of the
     policy's loss.
 
-    ``then`` hears of each model as its gradients are whole, of the critic before the policy goes
-    forward, so that those of one are gone when those of the other come. The policy's loss has the
-    critic's values from before the step.
+    ``then`` is called for each model once its gradients are complete: for the critic before the
+    policy's forward pass, so that the gradients of both are never alive together. The policy's loss
+    uses the critic's values from before the step.
     """
     enter("experience")
     experiences = _experiences(training, micro_batches)
@@ -146,7 +146,7 @@ def backward_of(
             enter("forward")
             share = _critic_loss(
                 training.critic,
-                batch.to(training.device),  # no name of ours holds it past its loss
+                batch.to(training.device),  # unnamed, so that it is freed with its loss
                 experience,
                 counted.trained,
                 training.hyperparameters,
@@ -164,8 +164,8 @@ def backward_of(
 
 
 def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Clip the gradients of a model that is trained, as the hyperparameters say; returns their
-    norm before.
+    """Clip the gradients of a trained model as the hyperparameters say; returns their norm before
+    clipping.
     """
     if not training.keeps_gradients:
         fill_missing_gradients(optimizer)
@@ -173,30 +173,30 @@ def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Op
 
 
 def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero what the update has used, or let go of it."""
+    """Zero the gradients after an update, or free them if they are not kept."""
     optimizer.zero_grad(set_to_none=not training.keeps_gradients)
     if not training.keeps_gradients:
         release_gradients(model)
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
-    """Clip the whole gradient to ``max_norm`` (0: leave it), in place; returns its norm before, on
-    the mesh's device.
+    """Clip the whole gradient to ``max_norm`` (0: do not clip), in place; returns its norm before,
+    on the mesh's device.
 
-    Shards are measured where they are, on the host when offloaded, and one number is summed over
-    the ranks: no collective runs on the host, for which NCCL's group would need gloo beside it. In
-    the shards' dtype, as FSDP1's own ``clip_grad_norm_`` is not; of bfloat16 in float32. A gradient
-    in bfloat16 that is clipped is rounded to the nearest once more.
+    Shards are measured where they are, on the host if offloaded, and one number is summed over the
+    ranks on the mesh's device: a collective on the host would need gloo beside NCCL. Norms are in
+    the shards' dtype (unlike FSDP1's ``clip_grad_norm_``), for bfloat16 in float32. Clipping rounds
+    a bfloat16 gradient once more.
     """
     gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     own = _total_norm(gradients).to(mesh.device_type)
-    # In float64 a norm's square cannot overflow.
+    # The square of a float32 norm may overflow float32, but not float64.
     norm = (total(own.double().square(), mesh) / copies(mesh)).sqrt().to(own.dtype)
     if not max_norm:
         return norm
     factor = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
     if all(gradient.device.type == "cpu" for gradient in gradients) and float(factor) == 1:
-        # a pass over all of them in host memory for nothing; a GPU would be waited for to know
+        # saves a useless pass over host memory; on a GPU reading the factor would wait for it
         return norm
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device))
@@ -204,7 +204,7 @@ def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
 
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients, of those in bfloat16 in float32."""
+    """Norm of all gradients; for bfloat16 ones computed in float32."""
     if not any(gradient.dtype is torch.bfloat16 for gradient in gradients):
         return nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
@@ -212,20 +212,20 @@ def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 class Counts(NamedTuple):
-    """Counts over all ranks that means of this step are taken over."""
+    """Counts over all ranks, by which the means of this step are divided."""
 
     trained: int
-    """Trained tokens, or pairs of documents: those of the objective."""
+    """Trained tokens, or pairs of documents if the objective takes pairs."""
     tokens: int
-    """All tokens, padding apart: those of the routers' auxiliary loss."""
+    """All tokens except padding, for the routers' auxiliary loss."""
     most_documents: int
-    """The most documents that any rank has."""
+    """Largest number of documents of any rank."""
 
 
 def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
-    """Count over all micro-batches of all ranks.
+    """Count tokens and documents over all micro-batches of all ranks.
 
-    Raises UsageError where nothing is trained: such a step would prove any length.
+    Raises UsageError if nothing is trained: such a step would prove any length.
     """
     mesh, traits = training.mesh, training.traits
     tokens = sum(len(batch.input_ids_T) - batch.padding_tokens for batch in micro_batches)
@@ -251,7 +251,7 @@ def count(training: Training, micro_batches: Sequence[Batch]) -> Counts:
 
 
 def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence[Experience | None]:
-    """What the objective has to know beforehand."""
+    """Return the experience of each micro-batch that the objective needs beforehand."""
     match training.traits.advantages:
         case "groups":
             assert training.reference is not None
@@ -275,7 +275,7 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
 def _policy_loss(
     training: Training, batch: Batch, experience: Experience | None, counted: Counts
 ) -> Tensor:
-    """This micro-batch's share of the policy's loss, where alone objectives are told apart."""
+    """Return this micro-batch's share of the policy's loss; only this tells objectives apart."""
     match training.objective:
         case "sft":
             gradient = objectives.sft_logprob_gradient(trained_tokens=counted.trained)
@@ -302,7 +302,7 @@ def _policy_loss(
 def _statistics(
     policy: Decoder, batch: Batch, logprob_gradient: float | None = None
 ) -> MicroBatchStatistics:
-    """The policy's forward pass; ``logprob_gradient`` as ``token_statistics`` has it."""
+    """Run the policy's forward pass; ``logprob_gradient`` as in ``token_statistics``."""
     return policy(
         batch.input_ids_T,
         batch.position_ids_T,
@@ -320,7 +320,7 @@ def _clipped_loss(
     experience: Experience,
     counted: int,
 ) -> Tensor:
-    """The clipped ratios, with entropy and divergence where the settings have them."""
+    """Return the clipped policy loss, with entropy and divergence if the settings have them."""
     assert experience.advantages_N is not None
     logprobs_N, numbers = statistics.logprobs_N, training.hyperparameters
     loss = objectives.clip_loss(
@@ -350,8 +350,8 @@ def _clipped_loss(
 def reward_loss(
     model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int
 ) -> Tensor:
-    """The reward of a document is its last token's number, on whichever rank that is; every rank
-    has an equal share of the loss.
+    """Return the pairwise reward loss. A document's reward is the model's output at its last token,
+    which may be on another rank; each rank that shares it returns an equal share.
     """
     numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
     rewards_D = sum_over(
@@ -363,8 +363,8 @@ def reward_loss(
 def preference_loss(
     training: Training, logprobs_N: Tensor, batch: Batch, experience: Experience, *, pairs: int
 ) -> Tensor:
-    """A document's log-ratio is summed over its tokens, on whichever ranks they are; every rank has
-    an equal share of the loss.
+    """Return DPO's loss. A document's log-ratio is summed over its tokens on all ranks; each rank
+    that shares it returns an equal share.
     """
     assert experience.reference_logprobs_N is not None
     log_ratios_D = objectives.document_sums(
@@ -381,7 +381,7 @@ def preference_loss(
 
 
 def sharing(sequence: dist.ProcessGroup | None) -> int:
-    """Ranks that share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return 1 if sequence is None else dist.get_world_size(sequence)
 
 

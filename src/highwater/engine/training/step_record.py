@@ -1,8 +1,8 @@
-"""Step records: what the forward passes of a step say of each trained token, copied to the host
+"""Step record: numbers of each trained token from the forward passes of a step, copied to the host
 while the step goes on.
 
-Nothing stays on the device for it, and nobody waits: the numbers may be read once the device is
-synchronised, as it is when a step's loss is. They are 8 to 24 bytes for each trained token.
+They take no device memory, and nothing waits for them: they may be read once the device is
+synchronised, as it is when a step's loss is read. They are 8 to 24 bytes for each trained token.
 
 Shapes:  N trained tokens of one micro-batch, this rank's share  D documents of the micro-batch
 """
@@ -21,11 +21,11 @@ from highwater.engine.training.statistics import Statistics
 from highwater.nouns.hyperparameters import Hyperparameters
 
 _OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
-"""Quantities, in the order in which a LogitRange is read."""
+"""Names of quantities, in the order in which a LogitRange is read."""
 
 
 class TokenNumbers(NamedTuple):
-    """Numbers of a micro-batch's trained tokens; None for what the objective has not."""
+    """Numbers of a micro-batch's trained tokens; None for any that the objective lacks."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -35,31 +35,31 @@ class TokenNumbers(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """The record of one step on one rank, written by the step."""
+    """Record of one step on one rank, written by the step."""
 
     micro_batches: Sequence[Batch] = ()
     """This rank's micro-batches, on the host."""
     most_documents: int = 0
-    """The most documents that any rank has in the step."""
+    """Largest number of documents that any rank has in the step."""
     tokens: list[TokenNumbers] = field(default_factory=list[TokenNumbers])
-    """Numbers of each micro-batch; none for an objective without log-probabilities."""
+    """Numbers of each micro-batch; empty for an objective without log-probabilities."""
     logit_range: LogitRange | None = None
-    """The range of the policy's logits, where it is asked for."""
+    """Range of the policy's logits; None if it is not asked for."""
 
     def begin(self, micro_batches: Sequence[Batch], *, most_documents: int) -> None:
-        """Forget the step before."""
+        """Start a new step's record and drop the last one's."""
         self.micro_batches, self.most_documents, self.tokens = micro_batches, most_documents, []
         if self.logit_range is not None:
             self.logit_range.reset()
 
     def keep(self, *numbers: Tensor | None) -> None:
-        """Begin to copy the numbers of the next micro-batch's tokens, in TokenNumbers' order."""
-        # Into pinned memory: on a GPU neither the host nor any stream waits for it.
+        """Start copying the numbers of the next micro-batch's tokens, in TokenNumbers' order."""
+        # The copies go to pinned memory, so that neither the host nor a stream waits for them.
         copies = (n if n is None else n.detach().to("cpu", non_blocking=True) for n in numbers)
         self.tokens.append(TokenNumbers(*copies))  # pyright: ignore[reportArgumentType]
 
     def add_to(self, statistics: Statistics, numbers: Hyperparameters) -> None:
-        """Add this rank's parts of the step's numbers, computed on the host in float64."""
+        """Add this rank's parts of the step's statistics, computed on the host in float64."""
         if self.logit_range is not None:
             for name, value in zip(_OF_LOGITS, self.logit_range.read(), strict=True):
                 if value is not None:
@@ -87,7 +87,7 @@ def _add_counts(statistics: Statistics, batch: Batch, *, counts_documents: bool)
     for name, count in of.items():
         statistics.add(name, count)
         statistics.add(f"{name}_by_rank", count)
-    # The ranks that share documents each have all of them.
+    # Each rank that shares documents has all of them: only the first counts them.
     statistics.add("n_documents", len(batch.rewards) * counts_documents)
 
 
@@ -98,7 +98,7 @@ def _trained_of_documents(batch: Batch) -> list[int]:
 def _add_ratios(
     statistics: Statistics, batch: Batch, tokens: TokenNumbers, numbers: Hyperparameters
 ) -> None:
-    """Add what compares the policy with who sampled the tokens, and with a reference."""
+    """Add the statistics that compare the policy with the sampling policy and with a reference."""
     logprobs_N = tokens.logprobs_N
     if tokens.advantages_N is not None:
         old_N = objectives.old_logprobs(batch.old_logprobs_N, logprobs_N)

@@ -1,8 +1,8 @@
-"""Trainer: the step of a trial in one's own loop, on one process or on the ranks that share it.
+"""Trainer: a trial's step in the user's own loop, on one process or on the ranks that share it.
 
-What a search measured is what trains: the same keywords, made into a TrialSpec, and the models and
-optimizers that ``assemble`` makes of it for a trial. docs/reference/library.md is the page for
-whoever uses it.
+It trains exactly what a search measured: the same keywords make the same TrialSpec, and
+``assemble`` builds the same models and optimizers from it. docs/reference/library.md is the page
+for users.
 """
 
 import gc
@@ -44,34 +44,34 @@ from highwater.engine.training.statistics_log import (
     follow_logits,
 )
 from highwater.engine.training.step import train_step
+from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
-from highwater.nouns.quantities import QUANTITIES, Quantity
 from highwater.nouns.request import Request
 from highwater.units import counted, parse_tokens
 
 _SOURCE = "the loop"
-"""Who yields documents, in what is said of them."""
+"""Name of the documents' source in error messages."""
 _LOOPBACK = "lo"
 
 
 class StepResult(NamedTuple):
-    """What a step tells; the same on every rank."""
+    """Results of a step, the same on every rank."""
 
     loss: float
-    """The policy's, before the update: its mean over the trained tokens, or pairs, of all ranks."""
+    """Policy's loss before the update: mean over the trained tokens, or pairs, of all ranks."""
     gradient_norm: float
     """Norm of the policy's whole gradient, before it is clipped."""
     tokens: int
     """Tokens of the step's documents, over all data-parallel ranks."""
     critic_gradient_norm: float | None = None
-    """The critic's; None without one."""
+    """Norm of the critic's whole gradient; None without a critic."""
 
 
 class Trainer:
-    """A model, its optimizer and all else that a step takes, in a loop of one's own.
+    """A model, its optimizer and all else that a step needs, for a training loop of your own.
 
     Every rank of the loop makes one, with the same keywords, and calls the same methods in the same
     order. A process has one at a time: it joins the process group, which ``close`` leaves.
@@ -86,15 +86,15 @@ class Trainer:
         quantities: Mapping[str, Quantity] | None = None,
         **settings: Any,
     ) -> None:
-        """Join the ranks, and build what is trained on this one's device.
+        """Join the ranks, and build what is trained on this rank's device.
 
-        ``model`` is a directory with weights, an id of the Hub or a catalog name, whose weights are
-        random, drawn by ``seed``. ``length`` is the longest document, in tokens. ``quantities`` are
-        the loop's own numbers, by name, to which it adds. ``settings`` are those of
-        ``highwater.run_trial`` that say something about a step. The allocator, or on the CPU this
-        process's data segment, is bounded only where ``memory`` is named.
+        ``model`` is a directory with weights, an id of the Hub or a catalog name; the last has
+        random weights, drawn by ``seed``. ``length`` is the longest document, in tokens.
+        ``quantities`` are numbers, by name, that the loop itself adds to. ``settings`` are those of
+        ``highwater.run_trial`` that concern a step. The allocator, or on the CPU this process's
+        data segment, is bounded only if ``memory`` is given.
 
-        Raises HighwaterError for what cannot be trained, before anything is built.
+        Raises HighwaterError for settings that cannot be trained, before anything is built.
         """
         self.spec, request = trial_of(str(model), parse_tokens(str(length)), settings, seed=seed)
         if dist.is_initialized():
@@ -103,23 +103,23 @@ class Trainer:
                 hint="make the Trainer first, and `close()` it before the next one",
             )
         self._data_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        """What this process's data segment is bounded by once the Trainer is closed."""
+        """Limit of this process's data segment, restored when the Trainer is closed."""
         self._is_bounded = request.memory is not None
         self._closed = False
         self._profiler: TrialProfiler | None = None
         self._own = {} if quantities is None else quantities
         self._first_addition: int | None = None
-        """Steps that were done when something was first added since the last export."""
+        """Steps done when the loop first added a number since the last ``statistics``."""
         self.steps_done = 0
-        """Steps so far, whose number dropout's random numbers are drawn by: a loop that goes on
+        """Number of steps so far, by which dropout's random numbers are drawn; a loop that goes on
         from a save may set it."""
-        if self._is_bounded and self.spec.device == "cpu":  # unless it is bounded more
+        if self._is_bounded and self.spec.device == "cpu":  # unless a lower limit is set already
             (soft, hard), budget = self._data_limit, self.spec.memory_budget_bytes
             assert budget is not None
             least = budget if soft == resource.RLIM_INFINITY else min(soft, budget)
             resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-            # ranks of one machine listen where nobody else reaches them, unless the user said
+            # ranks of one machine use its loopback, unless the user chose an interface
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, _LOOPBACK)
         try:
@@ -164,7 +164,7 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         return self._context.device
 
     @property
@@ -174,19 +174,19 @@ class Trainer:
 
     @property
     def data_rank(self) -> int:
-        """The number of the data-parallel rank, whose documents this rank is given: ranks that
-        share sequences have one number, and are given the same documents.
+        """Number of this rank's data-parallel group. Ranks that share sequences are in one group,
+        and must be given the same documents.
         """
         return self._context.data_rank
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many data-parallel ranks there are, each with documents of its own."""
+        """Number of data-parallel groups, each of which trains on documents of its own."""
         return self.spec.layout.data_parallel_degree
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate, and the critic's; set, it is that of the next step on."""
+        """Learning rate of the policy and the critic; a new value takes effect in the next step."""
         return float(self.training.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -200,14 +200,14 @@ class Trainer:
     def step(self, micro_batches: Iterable[Any]) -> StepResult:
         """Train on micro-batches of this data-parallel rank: forward, backward, clip, update.
 
-        Each is a list of documents, which are packed into one row without padding: token ids, or a
-        mapping with ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``.
-        Documents are at most ``length`` long, a micro-batch ``length`` times the sequences per
-        micro-batch. Every rank gives as many micro-batches.
+        Each is a list of documents, which are packed into one row without padding. A document is a
+        list of token ids, or a mapping with ``input_ids`` and optionally ``labels``, ``reward``,
+        ``group`` and ``logprobs``. Documents are at most ``length`` long, a micro-batch ``length``
+        times the sequences per micro-batch. Every rank must give the same number of micro-batches.
 
-        Raises UsageError, before anything is trained, for documents that cannot be; on all ranks
-        where one rank's cannot. Raises FloatingPointError for a loss or a norm that is not finite:
-        the update was made by then, and the weights are lost.
+        Raises UsageError for invalid documents before anything is trained, on all ranks if one has
+        any. Raises FloatingPointError for a loss or a norm that is not finite: the update has been
+        made by then, and the weights are lost.
         """
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
@@ -226,9 +226,9 @@ class Trainer:
 
     def add(self, name: str, value: float | torch.Tensor) -> None:
         """Add this rank's part of one of the ``quantities``: to a sum, to the numerator of a mean
-        or to its denominator; or one more number of which the smallest or largest counts.
+        or to its denominator; for a minimum or maximum, one more candidate.
 
-        Raises UsageError, with the names that were declared and what can be, for another one; and
+        Raises UsageError for an unknown name, with the declared ones and how to declare one, and
         for a value that is neither a number nor a tensor of one element.
         """
         known(name, self._own)
@@ -237,10 +237,10 @@ class Trainer:
             self._first_addition = self.steps_done
 
     def statistics(self) -> dict[str, Reduced]:
-        """The numbers of the last step, and what the loop added since this was called last, over
-        all ranks, which all call it.
+        """Return the last step's numbers, and those the loop has added since the last call,
+        combined over all ranks, which must all call it.
 
-        Raises UsageError where the loop added to more than one step.
+        Raises UsageError if the loop added numbers in more than one step.
         """
         first, self._first_addition = self._first_addition, None
         if first is not None and self.steps_done - first > 1:
@@ -254,7 +254,7 @@ class Trainer:
         return self._statistics.export(most_documents=record.most_documents)
 
     def evaluate(self, micro_batches: Iterable[Any]) -> Evaluation:
-        """The mean loss of micro-batches, as ``step`` takes them, of which nothing is trained."""
+        """Return the mean loss of micro-batches, given as for ``step``, without training on any."""
         whole, _ = self._read(micro_batches, trains=False)
         own = self._shares(whole)
         with self._recorded(trains=False):
@@ -262,16 +262,16 @@ class Trainer:
             return evaluate(self.training, own)
 
     def batches(self, micro_batches: Iterable[Any]) -> list[Batch]:
-        """This rank's shares of micro-batches, as ``step`` takes them: what ``train_step`` does."""
+        """Return this rank's shares of micro-batches, given as for ``step``, for ``train_step``."""
         return self._shares(self._read(micro_batches, trains=True)[0])
 
     def save(self, directory: str | Path, *, merged: bool = False) -> None:
         """Write the policy to a new directory, for ``from_pretrained``: in bfloat16 from a GPU, in
-        float32 from the CPU. Of a model with LoRA its adapters are written, for peft; ``merged``:
-        the model with them added to it.
+        float32 from the CPU. For a model with LoRA only the adapters are written, for peft; with
+        ``merged`` the model plus its adapters.
 
-        The first rank writes, beside the directory, and gives it its name when all is on the disk.
-        Raises UsageError for a directory that holds something.
+        The first rank writes beside the directory, and renames when all is on the disk. Raises
+        UsageError for a directory that is not empty.
         """
         target = Path(directory).absolute()
         partial = target.with_name(f".{target.name}.partial")
@@ -289,8 +289,8 @@ class Trainer:
         self._wait()
 
     def close(self) -> None:
-        """Wait for the other ranks, let go of the model and leave the process group; called again,
-        do nothing.
+        """Wait for the other ranks, free the model and leave the process group; further calls do
+        nothing.
         """
         if self._closed:
             return
@@ -304,12 +304,12 @@ class Trainer:
         if kind is None:
             self.close()
         elif not self._closed and self.spec.layout.gpus == 1:
-            # of several, the others may wait in a collective: whoever started them ends them
+            # with several ranks, others may hang in a collective: their launcher ends them
             self._leave()
 
     @contextmanager
     def _recorded(self, *, trains: bool = True) -> Generator[None]:
-        """Record the block where ``memory_profiler`` says so; what fails leaves a snapshot."""
+        """Context manager: record memory if ``memory_profiler`` asks; failures write a snapshot."""
         if self._profiler is None:
             yield
             return
@@ -330,7 +330,7 @@ class Trainer:
         resource.setrlimit(resource.RLIMIT_DATA, self._data_limit)
         for name in ("training", "_context", "_statistics"):
             self.__dict__.pop(name, None)
-        gc.collect()  # gloo's threads end with the last who knows the group, not at the exit
+        gc.collect()  # gloo's threads end only when nothing refers to the group
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -342,7 +342,7 @@ class Trainer:
         return [self._context.share_of(batch) for batch in whole]
 
     def _read(self, micro_batches: Iterable[Any], *, trains: bool) -> tuple[list[Batch], int]:
-        """The whole micro-batches of this data rank, and their tokens; UsageError on every rank."""
+        """Pack this data rank's micro-batches, and count all tokens; UsageError on every rank."""
         whole: list[Batch] = []
         refusal: HighwaterError | None = None
         try:
@@ -357,7 +357,7 @@ class Trainer:
 
     def _packed(self, micro_batch: Any) -> Batch:
         spec = self.spec
-        # a ring shares no document that some layer's window cuts
+        # a ring cannot share a document that is longer than some layer's window
         has_ring = spec.layout.ring_degree > 1
         window = load_model(spec.model_directory).shape.window_tokens if has_ring else None
         documents = read_documents(
@@ -390,7 +390,7 @@ class Trainer:
             )
 
     def _agree(self, refusal: HighwaterError | None) -> None:
-        """Raise on every rank where one refuses: its own error there, which rank on others."""
+        """Raise on every rank if one refuses: there its own error, elsewhere which rank it was."""
         told = every_ranks([int(refusal is not None)], torch.int64, self.training.mesh)
         if refusal is not None:
             raise refusal
@@ -402,7 +402,7 @@ class Trainer:
                 )
 
     def _compare(self, whole: Sequence[Batch]) -> int:
-        """The tokens of all data ranks. Raises UsageError for numbers that have to be the same."""
+        """Return the tokens of all data ranks; UsageError if ranks that must agree do not."""
         tokens = sum(len(batch.input_ids_T) for batch in whole)
         sharing = self._context.sequence_degree
         own = int(digest(whole)) if sharing > 1 else 0
@@ -442,7 +442,7 @@ class Trainer:
 
 
 def _check_allocator(device: torch.device, mode: str) -> None:
-    """Raise UsageError for another allocator than named: it is chosen as the process begins."""
+    """Raise UsageError unless the allocator runs in this mode, fixed when the process starts."""
     name, _, wanted = mode.partition(":")
     found = allocator_settings(device).get(name, wanted)
     if found != wanted:

@@ -1,6 +1,6 @@
-"""Keywords of a Trainer: those of ``highwater.run_trial`` that say something about a step, made
-into the trial whose step it is, and checked against what this process sees: its GPU stands for that
-of every rank. And the process that prepares what another trainer is given: ``python -m
+"""Trainer keywords: those of ``highwater.run_trial`` that concern a step, made into a TrialSpec and
+checked against this process, whose GPU stands for every rank's. Also a process of its own that
+prepares models and documents for another trainer: ``python -m
 highwater.engine.training.trainer_keywords ORDER.json REPORT.json``.
 """
 
@@ -20,8 +20,9 @@ from highwater.engine.data.text_tokens import exact_texts
 from highwater.engine.models.pretrained import openable_directory
 from highwater.engine.training.rank_context import device_of
 from highwater.errors import HighwaterError, UsageError
+from highwater.model.families import family_row
 from highwater.model.model import load_model
-from highwater.model.rope import WITHOUT_YARN_IN_FILES, yarn
+from highwater.model.rope import yarn
 from highwater.nouns.corpus import PreparationOrder, Prepared
 from highwater.nouns.hardware import Gpu, Machine
 from highwater.nouns.plan import plan_trial
@@ -32,7 +33,7 @@ from highwater.nouns.trial import Device, TrialSpec
 from highwater.units import format_tokens
 
 _RUNG = ("memory", "token_budget", "device", "logit_range", SETTING, "log_dir")
-"""What a step has beside what every command takes, and beside its numbers."""
+"""Settings of a trial that concern a step, besides those that ``emit`` takes too."""
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s`-][^\s`]*))?")
 _FLAGS = re.compile(rf"`((?:{_FLAG.pattern} ?)+)`")
 _NUMBER = re.compile(r"\d+(\.\d+)?(e-?\d+)?")
@@ -49,10 +50,10 @@ KEYWORDS = tuple(
 def trial_of(
     model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
 ) -> tuple[TrialSpec, Request]:
-    """The trial whose step is trained, and the request that asks for it.
+    """Return the trial whose step is trained, and the request that asks for it.
 
-    Raises HighwaterError for what cannot be trained, and for a setting that says nothing here; its
-    hint speaks in keywords.
+    Raises HighwaterError for what cannot be trained, and for a setting that does not concern a
+    step; its hint is in keywords.
     """
     try:
         return _trial_of(model, length_tokens, settings, seed=seed)
@@ -62,7 +63,7 @@ def trial_of(
 
 
 def in_keywords(hint: str) -> str:
-    """A hint of the command line's, its flags spelled as keywords."""
+    """Rewrite a command line's hint with keywords in place of flags."""
     return _FLAGS.sub(_as_keywords, hint)
 
 
@@ -88,7 +89,7 @@ def _trial_of(
 
 
 def _as_keywords(flags: re.Match[str]) -> str:
-    """Flags as keywords: ``ulysses=4, ring=2``; what stands without a value is a name."""
+    """Rewrite flags as keywords: ``ulysses=4, ring=2``; a flag without value becomes its name."""
     found = _FLAG.findall(flags[1])
     spelled = (
         f"{name.replace('-', '_')}={value if _NUMBER.fullmatch(value) else repr(value)}"
@@ -100,7 +101,7 @@ def _as_keywords(flags: re.Match[str]) -> str:
 
 
 def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting of searches and of trials alone."""
+    """Raise UsageError for a setting that only searches or trials have."""
     for name in settings:
         if name == "gpus":
             raise UsageError(
@@ -117,9 +118,9 @@ def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_unsavable(request: Request, length_tokens: int) -> None:
-    """Raise UsageError for a model that is trained with YaRN, and could not be loaded with it."""
+    """Raise UsageError for a model trained with YaRN that transformers could not load with it."""
     model = load_model(request.model)
-    if model.shape.model_type in WITHOUT_YARN_IN_FILES and yarn(
+    if not family_row(model.shape.model_type).saves_yarn and yarn(
         model, length_tokens=length_tokens, rope=request.settings.rope
     ):
         native = model.shape.native_length_tokens
@@ -132,7 +133,7 @@ def _refuse_unsavable(request: Request, length_tokens: int) -> None:
 
 
 def _machine(device: Device, ranks: int) -> Machine:
-    """What trials would count on: a GPU like this process's own for every rank, and this host."""
+    """Describe the machine to plan with: this host, and a GPU like this process's for each rank."""
     memory, gpus = psutil.virtual_memory(), ()
     if device == "cuda" and torch.cuda.is_available():
         own = device_of(device)
@@ -156,10 +157,10 @@ def _machine(device: Device, ranks: int) -> Machine:
 
 
 def prepare(order: PreparationOrder, scratch: Path) -> Prepared:
-    """Make a directory where the model's own cannot be opened, in ``scratch`` first, and write the
-    documents.
+    """Make a model directory that can be opened, in ``scratch`` first, if the model's own cannot
+    be; write the documents that were ordered.
 
-    Raises HighwaterError for what cannot be prepared.
+    Raises HighwaterError if it cannot be prepared.
     """
     directory = openable_directory(
         Path(order.model_directory), Path(order.cache_directory), scratch, seed=order.seed

@@ -1,5 +1,5 @@
-"""The rows of one rank in a run of training: its share of each step, and the loss over what is
-evaluated.
+"""Training rows: one rank's rows of each step of a training run, and the evaluation over held-out
+data.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from highwater.model.model import load_model
 from highwater.nouns.training import TrainingSpec
 
 _EVALUATED = 16
-"""Rows that are in memory at a time, and their log-probabilities on the device."""
+"""Rows evaluated at a time, which bounds rows in memory and log-probabilities on the device."""
 
 
 class OwnRow(NamedTuple):
-    """A rank's share of one micro-batch, and what is in the whole."""
+    """A rank's share of one micro-batch, and the names of all its documents."""
 
     batch: Batch
     names: tuple[str, ...]
-    """Of its documents, as messages name them: ``data.jsonl:17``."""
+    """Names of the micro-batch's documents for messages, like ``data.jsonl:17``."""
 
 
 class TrainingRows:
-    """The micro-batches of this rank, of any step."""
+    """Micro-batches of this rank, for any step."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
-        """Open what is trained and what is evaluated. Raises UsageError for a corpus that is
-        damaged, or of which this layout cannot make rows.
+        """Open the training and evaluation corpora. Raises UsageError for a corpus that is damaged,
+        or that cannot be made into rows for this layout.
         """
         self._context = context
         self._ranks = spec.trial.layout.data_parallel_degree
@@ -55,18 +55,18 @@ class TrainingRows:
         )
 
     def of_step(self, step: int) -> list[OwnRow]:
-        """This rank's of a step; data ranks take turns in those of the whole."""
+        """Return this rank's rows of a step; data ranks take turns in the step's rows."""
         return [
             self._row(self._corpus, documents)
             for documents in self._plan.step(step)[self._context.data_rank :: self._ranks]
         ]
 
     def evaluate(self, training: Training) -> float | None:
-        """The mean loss over the corpus that is evaluated, each document once; None where it has
-        none.
+        """Return the mean loss over the evaluation corpus, each document once; None if there is no
+        corpus.
 
-        Data ranks take turns in its rows. Those that are left over, fewer than ranks, every rank
-        evaluates whole: shards are gathered for as many rows on each.
+        Data ranks take turns in its rows. The last rows, fewer than the ranks, are evaluated by
+        every rank: all must evaluate equally many, as shards are gathered for each.
         """
         if self._evaluation is None:
             return None
@@ -95,7 +95,7 @@ class TrainingRows:
 
 
 def _opened(spec: TrainingSpec, directory: str) -> OpenCorpus:
-    """An open corpus; UsageError for foreign ids, and documents that a ring cannot share."""
+    """Open a corpus; UsageError for ids past the vocabulary, or documents a ring cannot share."""
     corpus = open_corpus(Path(directory))
     shape = load_model(spec.trial.model_directory).shape
     if corpus.largest_id >= shape.vocab_size:

@@ -1,5 +1,5 @@
-"""Training on one rank: the trial's step over a corpus, from the last checkpoint to the last step,
-with evaluations, checkpoints and an export; told to stop, it leaves a checkpoint first.
+"""Training run on one rank: take the trial's step over a corpus, from the last checkpoint to the
+last step, with evaluations, checkpoints and an export. Told to stop, it saves a checkpoint first.
 """
 
 import math
@@ -27,14 +27,14 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
 _MOST_NAMED = 4
-"""Documents that a message names."""
+"""Number of documents that a message names at most."""
 
 
 class TrainingRun(RankRun):
-    """A run of training, as one of its ranks."""
+    """One rank of a training run."""
 
     def __init__(self, spec: TrainingSpec, *, on_phase: Callable[[str], None]) -> None:
-        """``on_phase`` hears a ``TrainingProgress`` as JSON."""
+        """``on_phase`` is called with a ``TrainingProgress`` as JSON."""
         super().__init__(spec.trial, on_phase=self._say_phase)
         self.training_spec = spec
         self._on_progress = on_phase
@@ -47,7 +47,7 @@ class TrainingRun(RankRun):
         self._checkpoints = RunCheckpoints(Path(spec.output_directory))
 
     def run(self) -> None:
-        """Train what is left of the steps, or until it is told to stop."""
+        """Train the steps that are left, or until told to stop."""
         signal.signal(signal.SIGTERM, self._stop)
         spec = self.training_spec
         training, context = self.assembled()
@@ -79,7 +79,7 @@ class TrainingRun(RankRun):
         self._say_phase("looking for a checkpoint")
         state = self._checkpoints.resume(training, checkpoint=self.training_spec.resume_from)
         if state is None:
-            self._keep_lines_up_to(-1)  # those of a run that had no checkpoint yet
+            self._keep_lines_up_to(-1)  # an earlier run without a checkpoint may have left some
             return
         self._saved_step = state.step
         if state.run_digest != self._state.run_digest:
@@ -92,7 +92,7 @@ class TrainingRun(RankRun):
         sys.stdout.write(f"goes on after step {state.step}\n")
 
     def _keep_lines_up_to(self, step: int) -> None:
-        """Leave the lines of statistics that are not done again; on the first rank."""
+        """Drop the statistics of steps that will be trained again; on the first rank."""
         if self.report.rank == 0 and self.spec.statistics is not None:
             keep_lines_up_to(Path(self.spec.statistics.path), step=step)
 
@@ -105,13 +105,13 @@ class TrainingRun(RankRun):
         try:
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
-        except FloatingPointError as error:  # on all ranks: losses and norms are of them all
+        except FloatingPointError as error:  # raised on all ranks, as they share losses and norms
             raise self._refusal_of(str(error), _broken_in(training, batches), step) from error
         loss = self.report.losses[-1]
         self._state = msgspec.structs.replace(
             self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
         )
-        # Those of all ranks were counted in the step already.
+        # Counted without another collective: data ranks have about as many tokens each.
         tokens = sum(sum(row.batch.document_lengths) for row in batches)
         self._say(
             phase="training",
@@ -122,7 +122,7 @@ class TrainingRun(RankRun):
         )
 
     def _refusal_of(self, what: str, found: "_Broken", step: int) -> UsageError:
-        """What a user is told of a step whose loss is no number, and what to type."""
+        """Return the error for a step whose loss is not finite, with what to type."""
         kept = self._what_is_kept()
         elsewhere = f"--output {self.training_spec.output_directory}-2"
         if found.broken and set(found.broken) != set(found.every):
@@ -154,7 +154,7 @@ class TrainingRun(RankRun):
     def _evaluate_if_due(
         self, training: Training, rows: TrainingRows, *, is_first: bool = False
     ) -> None:
-        """Evaluate before the first step, when it is due, and after the last one; note the best."""
+        """Evaluate if it is the start, a due step or the last one; record the best loss."""
         spec, step = self.training_spec, self._state.step
         is_due = is_first or step == spec.steps
         is_due = is_due or bool(spec.evaluate_every and step % spec.evaluate_every == 0)
@@ -168,7 +168,7 @@ class TrainingRun(RankRun):
                 f"the held-out loss after step {step} is {loss}",
                 hint="look at the held-out data, or leave `--eval-data` and `--eval-every` out",
             )
-        if self.statistics_log is not None:  # before what is saved says that it was evaluated
+        if self.statistics_log is not None:  # before a checkpoint says that it was evaluated
             self.statistics_log.write_evaluation(step, loss)
         evaluations = (*self._state.evaluations, (step, loss))
         self._state = msgspec.structs.replace(
@@ -216,15 +216,15 @@ class TrainingRun(RankRun):
 
 
 class _Broken(NamedTuple):
-    """The documents of a step whose loss is no number, by their names."""
+    """Names of the documents of a step whose loss is not finite."""
 
     broken: tuple[str, ...]
-    """Those that have a trained token whose log-probability is not finite."""
+    """Documents with a trained token whose log-probability is not finite."""
     every: tuple[str, ...]
 
 
 def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
-    """Which documents of a step broke, on all ranks."""
+    """Find the documents whose loss is not finite, over all ranks."""
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
@@ -240,7 +240,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
-    """The state to go on from, without a best evaluation of another corpus."""
+    """Return the state to resume, without a best loss that is of another evaluation corpus."""
     digest = None if spec.evaluation is None else spec.evaluation.digest
     if digest is None or state.evaluation_digest in (None, digest):
         return state
@@ -248,8 +248,8 @@ def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:
-    """Leave the lines of a file of statistics that are not past a step, where there is one: what a
-    run that was ended had done since its last checkpoint is done again.
+    """Drop the lines past a step from a file of statistics, if there is one: an interrupted run
+    trains the steps after its last checkpoint again.
     """
     try:
         with open_regular(path) as file:
@@ -263,7 +263,7 @@ def keep_lines_up_to(path: Path, *, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; of one that is cut off none comes after it."""
+    """Return the step of a line; infinity for a line that was cut off."""
     try:
         return float(msgspec.json.decode(line)["step"])
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
@@ -271,7 +271,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _has_broken_weights(training: Training, *, frozen: bool) -> bool:
-    """Whether weights, on any rank, are no finite numbers: those that are trained, or all."""
+    """True if any weight on any rank is not finite: trained ones, or with ``frozen`` all."""
     shards = (
         local_shard(parameter.detach())
         for model, _ in training.trained

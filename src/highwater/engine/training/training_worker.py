@@ -1,4 +1,4 @@
-"""The worker of a run of training: one rank's process, as engine/training/worker.py's of a
+"""Training worker: one rank's process in a training run, like engine/training/worker.py in a
 trial.
 """
 

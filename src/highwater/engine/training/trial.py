@@ -1,5 +1,5 @@
-"""One trial on one rank: what every rank does, its steps, what they save, and whether all of it
-stayed within the budget.
+"""Trial on one rank: take its steps, save what the settings ask for, and check that all stayed
+within the memory budget.
 """
 
 import time
@@ -25,17 +25,17 @@ from highwater.nouns.trial import Save
 
 
 class Trial(RankRun):
-    """A trial, as one of its ranks."""
+    """One rank of a trial."""
 
     def run(self) -> None:
-        """Do all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
+        """Take all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
         training, context = self.assembled()
         self.divide_budget(training, context)
         source = batches(
             self.spec,
             vocab_size=training.policy.causal_lm.config.vocab_size,
             data_rank=context.data_rank,
-            # a ring shares no document that some layer's window cuts
+            # a ring cannot share a document that is longer than some layer's window
             window_tokens=load_model(self.spec.model_directory).shape.window_tokens
             if self.spec.layout.ring_degree > 1
             else None,
@@ -54,7 +54,7 @@ class Trial(RankRun):
         self._stay_within_budget()
 
     def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
-        """Raise UsageError where ranks that share a sequence were given different ones."""
+        """Raise UsageError if ranks that share a sequence were given different documents."""
         digests = gather_rows(digest(whole).to(context.device), context.sequence)
         if len(digests.unique()) > 1:
             raise UsageError(
@@ -65,7 +65,7 @@ class Trial(RankRun):
             )
 
     def _save_what_is_due(self, training: Training, *, last: bool) -> None:
-        """Save what is due after a step; the peak of saving counts."""
+        """Save what is due after a step; memory peaks of saving count for the trial."""
         settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), training.mesh
         directory = Path(self.spec.checkpoint_directory or "")
         if settings.checkpoint == "sharded" and last:
@@ -102,7 +102,7 @@ class Trial(RankRun):
         self.report = self.with_(saves=(*self.report.saves, done))
 
     def _stay_within_budget(self) -> None:
-        """A trial that fit by taking more than its budget did not fit."""
+        """Raise OutOfMemoryError if the trial fit only by using more than its budget."""
         assert self.watch is not None
         if self.report.budget is not None:
             why = past_budget(self.watch.peaks(), self.report.budget)

@@ -1,8 +1,8 @@
-"""The worker: one rank's process, from its memory limit to its report. Started with the paths of
-spec and reports.
+"""Worker: one rank's process in a trial, from its memory limit to its report. Started with the
+paths of the spec and of the reports.
 
-The process edge: whatever stops a trial is recorded whole in the report, and the exit status says
-that it did. torch is imported only after the limits are set, so that they bound all of it.
+This is a process edge: whatever stops a trial is recorded whole in the report, and the exit status
+says that it failed. torch is imported only after the limits are set, so that they bound it too.
 """
 
 import mmap
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 _SPENT_BYTES = 64 * MIB
-"""No thread's stack and no library's data is larger: who still gets as much did not fail for want
-of memory."""
+"""Size of a test allocation, more than any thread's stack or library's data: a process that still
+gets it did not fail for lack of memory."""
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def main() -> None:
 
 
 def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Path) -> None:
-    """Run what ``made`` makes under the limit of ``spec``, and leave the report; ``made`` imports
-    torch, and nothing before it does.
+    """Run what ``made`` returns under the memory limit of ``spec``, and write the report. Only
+    ``made`` imports torch, so that the limit bounds that too.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if spec.device == "cpu":
@@ -62,9 +62,9 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
             kind = _kind(error, spec)
-            # what is left of the limit may be too little for a report
+            # under the limit there may be too little memory left for a report
             resource.setrlimit(resource.RLIMIT_DATA, before)
-            try:  # the report, then the log, whose disk may be the one that is full
+            try:  # the report first: the log's disk may be full
                 _write(reports, _failed(run, error, kind))
             finally:
                 sys.stderr.write(kept(_printable(traceback.format_exc()), most=LOGGED) + "\n")
@@ -83,7 +83,7 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
 
 
 def _tell(reports: Path, phase: str) -> None:
-    """Leave word of what the first rank does, for whoever waits. Nothing depends on it."""
+    """Tell the launcher what the first rank does now. Nothing depends on it."""
     if os.environ["RANK"] == "0":
         tell_phase(reports, phase)
 
@@ -95,7 +95,7 @@ def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
 
 
 def _is_spent() -> bool:
-    """Whether this process gets no more memory of its own."""
+    """True if this process can get no more memory."""
     try:
         mmap.mmap(-1, _SPENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
@@ -104,7 +104,7 @@ def _is_spent() -> bool:
 
 
 def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> RankReport:
-    """The report of a rank that did not finish."""
+    """Return the report of a rank that did not finish."""
     hint = error.hint if isinstance(error, HighwaterError) else None
     phase, layer = (run.where.phase, run.where.layer) if run else ("setup", None)
     alive = None
@@ -123,7 +123,7 @@ def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> R
 
 
 def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
-    """What was alive when memory ran out, and where the step was."""
+    """Return what was alive when memory ran out, with phase and layer of the step."""
     try:
         if run.out_of_memory is not None:
             return run.out_of_memory.alive(error)
@@ -133,7 +133,7 @@ def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, st
 
 
 def _text(error: BaseException) -> str:
-    """The exception, type first; a file's name whose bytes are no text is escaped."""
+    """Return the exception's text, type first; undecodable bytes of file names are escaped."""
     try:
         said = str(error)
     except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
@@ -148,7 +148,7 @@ def _printable(text: str) -> str:
 
 
 def _last_report(run: "RankRun | None") -> RankReport:
-    """What is known of a rank that failed; without peaks where the device answers no more."""
+    """Return a failed rank's last report; without memory peaks if the device no longer answers."""
     if run is None:
         return RankReport(rank=int(os.environ["RANK"]))
     try:

@@ -32,7 +32,7 @@ from highwater.memory.formula.layers import (
     working_set_bytes,
 )
 from highwater.memory.formula.moments import cached_bytes, families
-from highwater.model.families import ROPE_BY_LAYER
+from highwater.model.families import family_row
 from highwater.model.footprint import (
     PROCESS_BYTES,
     device_state_bytes,
@@ -218,7 +218,7 @@ def likely_footprint(step: Step) -> Footprint:
 
 def _batch_bytes(step: Step) -> int:
     """Bytes of T ids, and of T x head size of cosines and sines, once for each size and RoPE."""
-    by_layer = step.shape.model_type in ROPE_BY_LAYER
+    by_layer = family_row(step.shape.model_type).has_rope_by_layer
     kinds = {
         (attention.head_dim, by_layer and attention.window_tokens is not None)
         for attention in (run.kind.attention for run in step.shape.runs)

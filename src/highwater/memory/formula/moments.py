@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 
-from highwater.model.families import EXPERTS
+from highwater.model.families import family_row
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
@@ -73,7 +73,7 @@ def mlp_name(family: str, mlp: MlpKind) -> str:
     """What the MLPs of a layer are called among others of its family: ``dense`` in the place of
     experts, ``shared`` beside them; nothing of experts alone, and where a family has none.
     """
-    if family in EXPERTS and not mlp.is_routed:
+    if family_row(family).experts is not None and not mlp.is_routed:
         return DENSE
     return SHARED if mlp.shared_width else ""
 

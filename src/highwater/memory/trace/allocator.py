@@ -121,35 +121,58 @@ class CachingAllocator:
     def allocate(self, size: int, *, stream: int = 0) -> int:
         """Serve ``size`` bytes on a stream: the handle to free them by; or raise CapacityError."""
         rounded = round_size(size)
-        pool = self.pool(stream, is_small=rounded <= SMALL_BYTES)
+        block = self.take(self.pool(stream, is_small=rounded <= SMALL_BYTES), rounded)
+        if block is None:
+            raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
+        return self.handle(block)
+
+    def take(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
+        """A block of a pool for a rounded size, allocated; None where the device is full."""
         free = pool.free
-        best = bisect_left(free.keys, rounded << ADDRESS_BITS)
-        if best < len(free.keys):
+        keys = free.keys
+        best = bisect_left(keys, size << ADDRESS_BITS)
+        if best < len(keys):
             if self.is_expandable:
-                best = least_growing(free.ordered, best)
-            del free.keys[best]
+                best = _least_growing(free.ordered, best)
+            del keys[best]
             block = free.ordered.pop(best)
         else:
-            block = self.new_block(pool, rounded)
+            block = self._new_block(pool, size)
             if block is None:
-                raise CapacityError(size, self.allocated_bytes, self.reserved_bytes)
-        if block.size - rounded >= pool.least_rest_bytes:
-            block = self._split(block, rounded)
-        block.is_allocated = True
-        self.allocated_bytes += block.size
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-        self._next_handle = handle = self._next_handle + 1
-        self._live[handle] = block
-        return handle
+                self.retries += 1
+                self.release_cached()
+                block = self._new_block(pool, size)
+            if block is None:
+                return None
+        rest_bytes = block.size - size
+        if rest_bytes >= pool.least_rest_bytes:
+            before = block.before
+            part = MemoryBlock(block.address, size, pool, True, True, before, block)
+            if before is not None:
+                before.after = part
+            block.before = part
+            block.address += size
+            block.size = rest_bytes
+            free.add(block)
+            block = part
+        else:
+            block.is_allocated = True
+        self.allocated_bytes = allocated_bytes = self.allocated_bytes + block.size
+        if allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated_bytes
+        return block
 
     def free(self, handle: int) -> None:
         """Give an allocation back to the cache. Raises KeyError for a handle that is not alive."""
         block = self._live.pop(handle)
         if handle in self._awaited:
             del self._awaited[handle]
-        else:
-            self.allocated_bytes -= block.size
+            self.allocated_bytes += block.size  # which it counted as already
+        self.put(block)
+
+    def put(self, block: MemoryBlock) -> None:
+        """Give an allocated block back to the cache."""
+        self.allocated_bytes -= block.size
         block.is_allocated = False
         before, after = block.before, block.after
         if before is not None and not before.is_allocated:
@@ -170,28 +193,18 @@ class CachingAllocator:
             )
         return pool
 
-    def new_block(self, pool: MemoryPool, size: int) -> MemoryBlock | None:
-        """A block from the device, if need be after releasing the cache; None where it is full."""
-        block = self._new_block(pool, size)
-        if block is None:
-            self.retries += 1
-            self.release_cached()
-            block = self._new_block(pool, size)
-        return block
-
-    def awaited(self, block: MemoryBlock) -> int:
-        """The handle of a block that another stream uses, and that counts as allocated no more."""
-        self._next_handle += 1
-        self._live[self._next_handle] = block
-        self._awaited[self._next_handle] = None
-        return self._next_handle
-
     def give_back(self, handle: int) -> None:
         """Count an allocation no more, but keep its block, which another stream uses: it is free
         when ``free`` says so, or when memory runs short.
         """
         self.allocated_bytes -= self._live[handle].size
         self._awaited[handle] = None
+
+    def handle(self, block: MemoryBlock) -> int:
+        """The handle of a block that was taken without one."""
+        self._next_handle += 1
+        self._live[self._next_handle] = block
+        return self._next_handle
 
     def is_held(self, handle: int) -> bool:
         """Whether an allocation is not free yet; of one given back, whether memory has sufficed."""
@@ -304,18 +317,6 @@ class CachingAllocator:
         block.pool.unmapped.add(block)
         self._reserve(start - stop)
 
-    def _split(self, block: MemoryBlock, size: int) -> MemoryBlock:
-        """The part of a block that is asked for; the rest is free again."""
-        before, free = block.before, block.pool.free
-        part = MemoryBlock(block.address, size, block.pool, True, False, before, block)
-        if before is not None:
-            before.after = part
-        block.before = part
-        block.address += size
-        block.size -= size
-        free.add(block)
-        return part
-
     def _merge(self, block: MemoryBlock, neighbour: MemoryBlock | None) -> None:
         """Take in a neighbour that is free, or unmapped, like this one (try_merge_blocks)."""
         if neighbour is None or neighbour.is_allocated or neighbour.is_mapped != block.is_mapped:
@@ -364,7 +365,7 @@ def _page_bytes(pool: MemoryPool) -> int:
     return SMALL_SEGMENT_BYTES if pool.is_small else LARGE_SEGMENT_BYTES
 
 
-def least_growing(ordered: list[MemoryBlock], best: int) -> int:
+def _least_growing(ordered: list[MemoryBlock], best: int) -> int:
     """The index of the first block, from the best fit on, that can grow no more than the next."""
     least = _growable_size(ordered[best])
     for index in range(best + 1, len(ordered)):

@@ -7,12 +7,18 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
-from highwater.memory.trace.allocator import CachingAllocator, CapacityError
+from highwater.memory.trace.allocator import (
+    SMALL_BYTES,
+    CachingAllocator,
+    CapacityError,
+    MemoryBlock,
+    round_size,
+)
 from highwater.nouns.codec import Record
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
 from highwater.nouns.settings import Allocator
@@ -63,59 +69,136 @@ def replay(
     ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
     ``workspaces_bytes`` are cuBLAS's, which no trace has.
     """
+    found, peak_at = replay_codes(
+        codes(log),
+        allocator=allocator,
+        capacity_bytes=capacity_bytes,
+        is_share=is_share,
+        workspaces_bytes=workspaces_bytes if log.source == "traced" else (),
+    )
+    return msgspec.structs.replace(found, alive=alive_at(log, peak_at))
+
+
+class Codes(NamedTuple):
+    """The events of a log in numbers, by kinds of allocations; a replay takes half the time."""
+
+    sizes: Sequence[int]
+    """Bytes of an allocation of each kind."""
+    streams: Sequence[int]
+    phases: Sequence[str]
+    events: Sequence[int]
+    """Allocate kind n: n. Free what was allocated d allocations ago: -2d; give it back before
+    another stream has done with it: 1 - 2d. Enter phase p: ``len(sizes) + p``; after the last
+    phase, release what is cached."""
+
+
+def codes(log: EventLog) -> Codes:
+    """The codes of a log; what it frees that it did not allocate is nothing."""
+    allocations = (event for event in log.events if isinstance(event, Allocate))
+    kinds = dict.fromkeys((event.bytes, event.stream) for event in allocations)
+    entered = (event.phase for event in log.events if isinstance(event, Enter))
+    phases = tuple(dict.fromkeys(("setup", *entered)))
+    kind_codes = {kind: code for code, kind in enumerate(kinds)}
+    phase_codes = {phase: code for code, phase in enumerate(phases, start=len(kinds))}
+    numbers: dict[int, int] = {}
+    events: list[int] = []
+    phase, count = len(kinds), 0
+    for event in log.events:
+        match event:
+            case Allocate():
+                numbers[event.id] = count
+                count += 1
+                events.append(kind_codes[event.bytes, event.stream])
+            case Free() | GiveBack():
+                number = numbers.get(event.id)
+                is_early = isinstance(event, GiveBack)
+                events.append(phase if number is None else 2 * (number - count) + is_early)
+            case Enter():
+                phase = phase_codes[event.phase]
+                events.append(phase)
+            case _:
+                events.append(len(kinds) + len(phases))
+    return Codes([size for size, _ in kinds], [stream for _, stream in kinds], phases, events)
+
+
+def replay_codes(
+    trace: Codes,
+    *,
+    allocator: Allocator,
+    capacity_bytes: int | None = None,
+    is_share: bool = False,
+    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
+) -> tuple[Replayed, int]:
+    """What ``replay`` finds, but for what is alive at the peak; and the number of events before."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
-    handles: dict[int, int] = {}
-    phase, fits, number, peak_at = "setup", True, 0, 0
-    by_phase: dict[str, int] = {}
-    peak_phase = phase
-    try:
-        for size in workspaces_bytes if log.source == "traced" else ():
-            device.allocate(size)
-        for number, event in enumerate(log.events):
-            match event:
-                case Allocate():
-                    if event.bytes:
-                        handles[event.id] = device.allocate(event.bytes, stream=event.stream)
-                    if device.allocated_bytes > by_phase.get(phase, 0):
-                        by_phase[phase] = device.allocated_bytes
-                        if device.allocated_bytes == device.peak_allocated_bytes:
-                            peak_at, peak_phase = number + 1, phase
-                case Free():
-                    handle = handles.pop(event.id, None)
-                    if handle is not None and device.is_held(handle):
-                        device.free(handle)
-                case GiveBack() if event.id in handles:
-                    device.give_back(handles[event.id])
-                case GiveBack():
-                    pass
-                case Enter():
-                    phase = event.phase
-                case _:
-                    device.release_cached()
-    except CapacityError:
-        fits, peak_phase, peak_at = False, phase, number
-    return Replayed(
+    take, put, first_phase = device.take, device.put, len(trace.sizes)
+    sizes = [round_size(size) if size else 0 for size in trace.sizes]
+    pools = [
+        device.pool(stream, is_small=size <= SMALL_BYTES)
+        for stream, size in zip(trace.streams, sizes, strict=True)
+    ]
+    live: list[MemoryBlock | int | None] = []
+    """Blocks; handles, of what was given back; None once free."""
+    phase, phase_bytes, by_phase = "setup", 0, dict[str, int]()
+    peak_phase, peak_at, number = phase, 0, 0
+    fits = all(
+        take(device.pool(0, is_small=size <= SMALL_BYTES), round_size(size)) is not None
+        for size in workspaces_bytes
+    )
+    for number, code in enumerate(trace.events if fits else ()):
+        if 0 <= code < first_phase:
+            size = sizes[code]
+            block = take(pools[code], size) if size else None
+            if size and block is None:
+                fits, peak_phase, peak_at = False, phase, number
+                break
+            live.append(block)
+            allocated_bytes = device.allocated_bytes
+            if allocated_bytes > phase_bytes:
+                by_phase[phase] = phase_bytes = allocated_bytes
+                if allocated_bytes == device.peak_allocated_bytes:
+                    peak_phase, peak_at = phase, number + 1
+        elif code < 0:
+            block = live[code >> 1]
+            if isinstance(block, int):
+                if not code & 1 and device.is_held(block):
+                    device.free(block)
+            elif block is not None and code & 1:
+                live[code >> 1] = handle = device.handle(block)
+                device.give_back(handle)
+            elif block is not None:
+                live[code >> 1] = None
+                put(block)
+        elif code < first_phase + len(trace.phases):
+            phase = trace.phases[code - first_phase]
+            phase_bytes = by_phase.get(phase, 0)
+        else:
+            device.release_cached()
+    replayed = Replayed(
         fits=fits,
         phase=peak_phase,
         peak_allocated_bytes=device.peak_allocated_bytes,
         peak_reserved_bytes=device.peak_reserved_bytes,
         retries=device.retries,
         allocated_by_phase=by_phase,
-        alive=alive_at(log, peak_at),
+        alive=(),
     )
+    return replayed, peak_at
 
 
-def needed(
-    log: EventLog,
-    *,
-    allocator: Allocator,
-    workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
-) -> Replayed:
-    """What a log that does not fit would need: its replay without end."""
-    found = replay(log, allocator=allocator, workspaces_bytes=workspaces_bytes)
-    return msgspec.structs.replace(found, fits=False)
+def ran_out(least_bytes: int) -> Replayed:
+    """What is known without a replay of a step that has more alive at once than there is room."""
+    return Replayed(
+        fits=False,
+        phase="",
+        peak_allocated_bytes=least_bytes,
+        peak_reserved_bytes=least_bytes,
+        retries=0,
+        allocated_by_phase={},
+        alive=(),
+    )
 
 
 def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:

@@ -25,7 +25,7 @@ MEMORY = TrainerMemory(
     formula=law.footprint,
     accuracy=law.ACCURACY,
     of_adapters=law.OF_ADAPTERS,
-    replay=BundledReplay(covers=law.covers, predict=law.replay_cell, accuracy=law.REPLAY_ACCURACY),
+    replay=BundledReplay(covers=law.covers, predictor=law.predictor, accuracy=law.REPLAY_ACCURACY),
     fixed_fields=law.published_fields,
 )
 TARGET = EmitTarget(

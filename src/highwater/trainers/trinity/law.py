@@ -11,20 +11,19 @@ T tokens of one GPU's micro-batch  E hidden size  V vocabulary  P parameters  A 
 
 import lzma
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from highwater.errors import ModelError
-from highwater.memory.capacity import Asked, CellPrediction, MemoryLimit, predict_at
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.exact import asked_lengths, edge, ended, with_replay
-from highwater.memory.trace.replay import Replayed, alive_at
-from highwater.memory.trace.scaled_trace import ScaledTrace, replay_scaled
+from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
+from highwater.memory.trace.replay import Replayed, ran_out, replay_codes
+from highwater.memory.trace.scaled_trace import ScaledTrace
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
@@ -35,7 +34,6 @@ from highwater.model.logit_transform import reads_a_transform
 from highwater.model.model import ModelShape
 from highwater.nouns.capacities import PUBLISHED_SETTINGS
 from highwater.nouns.codec import Record, from_json
-from highwater.nouns.corpus import least_packed
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
@@ -161,116 +159,40 @@ def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
     return _log((shape, cell.layout)) if covers(shape, cell) else None
 
 
-def replay_cell(
-    question: Question, cell: Cell, memory_limit: MemoryLimit, guessed: CellPrediction, asked: Asked
-) -> CellPrediction:
-    """The cell's longest length by replay, from where the closed form guesses it. A token budget
-    packs the fewest tokens of one length: fitting is looked for from that on, and below it where it
-    does not fit.
-    """
-    grid, size = question.grid, asked_lengths(question, cell, guessed)
-    if not size:
-        return guessed  # not even the shortest, which no replay would change
-    outside_bytes = OUTSIDE_BYTES[cell.layout.context_degree > 1]
-    capacity_bytes = memory_limit.device_bytes - outside_bytes
-    place = question.model.shape, cell.layout
-    allocator = cell.settings.allocator
+def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> ReplayPredictor:
+    """The replay of a cell that a bundled trace speaks of."""
+    shape, layout = place = question.model.shape, cell.layout
+    trace, replays = _log(place), _replays(place, cell.settings.allocator)
 
-    def tokens(index: int) -> int:
-        return Step(place[0], cell.settings, cell.layout, grid.length(index)).tokens
+    def tokens(length_tokens: int) -> int:
+        return Step(shape, cell.settings, layout, length_tokens).tokens
 
-    def at_index(index: int) -> _Replay | None:
-        return _replayed(place, tokens(index), allocator, capacity_bytes)
-
-    def fits(index: int) -> bool:
-        return at_index(index) is not None
-
-    shortest = least_packed(question, cell, size)
-
-    def longest_from(guessed_tokens: int) -> int:
-        start = min(size, max(shortest, grid.index_at_most(guessed_tokens)))
-        return edge(start, size, fits, shortest=shortest) or edge(1, shortest - 1, fits)
-
-    likely = None
-    if asked == "everything":
-        likely = longest_from(guessed.likely_edge_tokens)
-    if question.margin_bytes or likely is None:
-        capacity_bytes -= question.margin_bytes
-        longest = longest_from(guessed.capacity_tokens)
-    else:
-        longest = likely
-    if not longest and asked == "fit":
-        return msgspec.structs.replace(guessed, capacity_tokens=0)
-    at = max(1, longest)
-    replay = at_index(at) or _needed(place, tokens(at), allocator)
-    replayed = replay.with_alive() if asked == "everything" else replay.found
-    found = predict_at(question, cell, memory_limit, footprint, grid.length(at))
-    outside = (Term("context, NCCL and the rest", outside_bytes),)
-    taken = msgspec.structs.replace(found.footprint, outside=outside)
-    found = msgspec.structs.replace(found, footprint=taken)
-    found = with_replay(question, memory_limit, found, replayed)
-    found = msgspec.structs.replace(found, likely_tokens=likely and grid.length(likely))
-    return ended(question, found, longest, size, guessed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Replay:
-    """One replay, a twelfth of a second."""
-
-    place: _Place
-    tokens: int
-    found: Replayed
-    """But for what is alive at the peak."""
-    peak_at: int
-    """Events before the peak."""
-
-    def with_alive(self) -> Replayed:
-        alive = alive_at(_log(self.place).at(self.tokens), self.peak_at)
-        return msgspec.structs.replace(self.found, alive=alive)
-
-
-@lru_cache(maxsize=1024)
-def _replayed(
-    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int
-) -> _Replay | None:
-    """A replay, or None where it does not fit: what is alive at once may be too much without one,
-    and what never filled a smaller GPU is the same on a larger one.
-    """
-    if _least_bytes(place, tokens) + sum(CUBLAS_WORKSPACES_BYTES) > capacity_bytes:
-        return None
-    roomy = _ROOMY.get((place, tokens, allocator))
-    if roomy is not None and roomy.found.peak_reserved_bytes <= capacity_bytes:
-        return roomy
-    replay = _replay(place, tokens, allocator, capacity_bytes)
-    return replay if replay.found.fits else None
-
-
-@lru_cache(maxsize=1024)
-def _needed(place: _Place, tokens: int, allocator: Allocator) -> _Replay:
-    """What the shortest would need, where not even that fits."""
-    replay = _replay(place, tokens, allocator, None)
-    return replace(replay, found=msgspec.structs.replace(replay.found, fits=False))
-
-
-_ROOMY: dict[tuple[_Place, int, Allocator], _Replay] = {}
-"""Replays that gave nothing back for want of memory."""
-
-
-def _replay(
-    place: _Place, tokens: int, allocator: Allocator, capacity_bytes: int | None
-) -> _Replay:
-    found, peak_at = replay_scaled(
-        _log(place), tokens, allocator=allocator, capacity_bytes=capacity_bytes
+    outside_bytes = OUTSIDE_BYTES[layout.context_degree > 1]
+    return ReplayPredictor(
+        formula=FormulaPredictor(footprint, question, cell, memory_limit),
+        log=lambda length_tokens: trace.at(tokens(length_tokens)),
+        replay=lambda length_tokens, room_bytes: replays(tokens(length_tokens), room_bytes),
+        outside=(Term("context, NCCL and the rest", outside_bytes),),
     )
-    replay = _Replay(place=place, tokens=tokens, found=found, peak_at=peak_at)
-    if not found.retries:
-        _ROOMY[place, tokens, allocator] = replay
-    return replay
 
 
-@lru_cache(maxsize=1024)
-def _least_bytes(place: _Place, tokens: int) -> int:
-    return _log(place).least_bytes(tokens)
+@cache
+def _replays(place: _Place, allocator: Allocator) -> Replays:
+    """Replays by tokens, a twelfth of a second each: none where what is alive at once is too much
+    already.
+    """
+    trace = _log(place)
+    alive_bytes = cache(trace.least_bytes)
+
+    def replay(tokens: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
+        if capacity_bytes is not None:
+            least_bytes = alive_bytes(tokens) + sum(CUBLAS_WORKSPACES_BYTES)
+            if least_bytes > capacity_bytes:
+                return ran_out(least_bytes), 0
+        steps = trace.codes(tokens)
+        return replay_codes(steps, allocator=allocator, capacity_bytes=capacity_bytes)
+
+    return Replays(replay)
 
 
 @cache

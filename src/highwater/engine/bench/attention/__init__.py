@@ -1,1 +1,1 @@
-"""The benchmark of attentions: who takes part, whether each is right, and what it holds."""
+"""Benchmark of attentions: the contenders, their correctness, and their memory and time."""

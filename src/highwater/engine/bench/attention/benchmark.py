@@ -1,9 +1,9 @@
-"""Benchmark of attentions: which is right, how long a sequence each holds, and what it costs there.
+"""Benchmark of attentions: which are correct, how long a sequence each holds, and its cost there.
 
 ``python -m highwater.engine.bench.attention.benchmark ORDER`` measures what the file asks for and
-prints a line of JSON for each thing that is known (``nouns/attention_bench.BenchLine``);
-``highwater bench attention`` writes the file and makes the report. Nothing is measured of an
-attention before its output and gradients equal the textbook formula's in float64.
+prints one line of JSON for each result (``nouns/attention_bench.BenchLine``); ``highwater bench
+attention`` writes the file and makes the report. An attention is measured only after its output
+and gradients equal the textbook formula's in float64.
 """
 
 import math
@@ -50,18 +50,18 @@ from highwater.nouns.protocols import Refused
 from highwater.units import MIB, format_bytes
 
 _REFERENCE_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Longest length of the textbook formula, by device."""
+"""Longest length measured with the textbook formula, by device."""
 _SET_UP_S = {"cpu": 60.0, "cuda": 240.0}
-"""Seconds that a process has to begin, and to compile, besides its passes."""
+"""Seconds that a process may take to start and compile, besides its passes."""
 _PASSES_WITHIN_LIMIT = 3
-"""Passes that a case has time for: a first one, that of memory, and a timed one."""
+"""Passes that a case has time for: a first one, one for memory, and a timed one."""
 _ROOM_BYTES = 64 * MIB
 """Memory that tensors need beside the runtime for anything to be measured."""
 _NO_MACHINE = "`highwater doctor` says what this machine lacks"
 
 
 def main() -> None:
-    """Measure; a line for each thing on what was stdout, where nobody else writes."""
+    """Measure, and write a line for each result to the original stdout, which nothing else uses."""
     path = Path(sys.argv[1])
     order = from_json(path.read_bytes(), BenchOrder)
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -74,9 +74,9 @@ def main() -> None:
 def benchmark(
     order: BenchOrder, folder: Path, contenders: Mapping[str, AttentionContender] = CONTENDERS
 ) -> Iterator[BenchLine]:
-    """Measure what an order asks for, and tell each thing as it is known.
+    """Measure what an order asks for, and yield each result as it is known.
 
-    ``folder``: whose the processes' files are, and who removes it, is the caller's.
+    ``folder``: for the processes' files; the caller makes and removes it.
     """
     start = partial(CaseProcesses, work=partial(_work, contenders), folder=folder)
     unbounded = replace(order, memory_bytes=None)
@@ -91,7 +91,7 @@ def benchmark(
         return
     machine: BenchMachine = found.result
     yield BenchLine(machine=machine)
-    device = torch.device(order.device)  # none is touched here
+    device = torch.device(order.device)  # only named, not used here
     for name, mode in _entries(order):
         reason: str | None = "it takes two GPUs or more: `--gpus 2`"
         if mode not in ("ring", "ulysses") or order.gpus > 1:
@@ -101,7 +101,7 @@ def benchmark(
             yield BenchLine(not_run=NotRun(implementation=name, mode=mode, reason=reason))
             continue
         reason = ""
-        if mode != "data parallel":  # who is right alone is right there
+        if mode != "data parallel":  # there the check on one GPU is enough
             with start(unbounded, name, mode, machine=machine) as processes:
                 check = _check(order, name, mode, processes)
             yield BenchLine(check=check)
@@ -115,7 +115,7 @@ def benchmark(
 
 
 def _entries(order: BenchOrder) -> Iterator[tuple[str, Mode]]:
-    """Implementations and modes, in the order in which they are measured."""
+    """Yield implementations and modes in the order in which they are measured."""
     modes = {name: IMPLEMENTATIONS[name].modes for name in order.implementations}
     single = [name for name in modes if "single" in modes[name]]
     for name in single:
@@ -158,7 +158,7 @@ def _check(order: BenchOrder, name: str, mode: Mode, processes: CaseProcesses) -
 
 
 def _cases(order: BenchOrder, name: str, mode: Mode) -> Iterator[BenchRow]:
-    """A case of no length yet for each direction; DataParallel has a sequence for each GPU."""
+    """Yield a case without length for each direction; DataParallel has a sequence for each GPU."""
     gpus = 1 if mode == "single" else order.gpus
     for direction in order.directions:
         yield BenchRow(
@@ -173,7 +173,7 @@ def _cases(order: BenchOrder, name: str, mode: Mode) -> Iterator[BenchRow]:
 
 
 def _searched(order: BenchOrder, case: BenchRow, processes: CaseProcesses) -> Iterator[BenchRow]:
-    """A row for each length that is tried, and for batches at those that have them."""
+    """Yield a row for each length that is tried, and for batches at the lengths that have any."""
     most = order.most_tokens
     if case.implementation == "reference":
         most = min(most, _REFERENCE_TOKENS[order.device])
@@ -190,7 +190,7 @@ def _searched(order: BenchOrder, case: BenchRow, processes: CaseProcesses) -> It
 
 
 def _measured(case: BenchRow, processes: CaseProcesses, limit_s: float) -> BenchRow:
-    """A case with what it took: the time of the slowest GPU, and the memory of each."""
+    """Run a case and fill in its results: time of the slowest GPU, memory of each."""
     ends = processes(case, limit_s=limit_s)
     ended = worst(ends)
     if ended.ending != "done":
@@ -203,7 +203,7 @@ def _measured(case: BenchRow, processes: CaseProcesses, limit_s: float) -> Bench
 
 
 def _said(ended: PartEnded) -> str:
-    """Why a job has no result, on one line."""
+    """Say on one line why a job has no result."""
     return ended.result[0] if ended.ending == "refused" else " ".join(str(ended.result).split())
 
 
@@ -225,7 +225,7 @@ def _work(
 def _machine(conditions: Conditions) -> BenchMachine:
     found, device = environment(), conditions.device
     names = ("highwater", "python", "torch", "transformers", "cuda", "cudnn", "nccl")
-    kernel = fused_kernel(conditions)  # first, since it stays in memory
+    kernel = fused_kernel(conditions)  # first, because its code stays in memory
     if device.type == "cuda":
         name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
         outside = outside_allocator_bytes(device)
@@ -243,7 +243,7 @@ def _machine(conditions: Conditions) -> BenchMachine:
 
 
 def _refusal(order: BenchOrder, machine: BenchMachine) -> tuple[str, str] | None:
-    """Why an order's memory is of no use here, and what to do; None where it is."""
+    """Say why an order's memory cannot be used here, and what to do; None if it can."""
     asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
     if asked is None:
         return None

@@ -1,9 +1,9 @@
-"""The processes that measure: forked for a case, ended when they fail or when their time is up.
+"""Case processes: forked to measure a case, ended when they fail or run out of time.
 
-This process has imported PyTorch and never touches a device, so that whoever is forked of it begins
-like a fresh process, in milliseconds. On the CPU each case has processes of its own. On GPUs, where
-the allocator can forget its peaks, they live as long as cases of one attention fit, for its
-compilation's sake.
+This process has imported PyTorch but never touches a device, so that a fork of it begins like a
+fresh process, in milliseconds. On the CPU each case has processes of its own. On GPUs, where the
+allocator can reset its peaks, processes live on while an attention's cases fit, to compile it only
+once.
 """
 
 import multiprocessing
@@ -33,26 +33,26 @@ from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.secrets import kept
 
 PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
-"""Ordered: what tells most of a whole job's end comes first."""
+"""Endings in order: the first of several decides how the whole job ended."""
 _FORK = multiprocessing.get_context("fork")
 _OTHERS_S = 2.0
 """Seconds that the other ranks have to report once one of them has failed."""
 
 
 class PartEnded(NamedTuple):
-    """How one process's part of a job ended."""
+    """End of one process's part of a job."""
 
     ending: PartEnding
     result: Any
-    """What the job gives; else why it has not."""
+    """Result of the job; else why there is none."""
 
 
 Work = Callable[[Any, Conditions, int], Any]
-"""What a process does with a job, under its conditions and as its rank."""
+"""Does a job, under a process's conditions and as its rank."""
 
 
 class CaseProcesses:
-    """The processes of one mode: one for each GPU, or one for all where threads share them."""
+    """Processes of one mode: one for each GPU, or one for all if threads share them."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class CaseProcesses:
         folder: Path,
         machine: BenchMachine | None = None,
     ) -> None:
-        """Start none yet; ``name``: the implementation; ``folder``: where they meet, and what they
-        say is kept; ``machine``: what is known of it, None before it is.
+        """Nothing is started yet. ``name``: the implementation. ``folder``: for the ranks' store,
+        and their stderr. ``machine``: its description, None before it is known.
         """
         self._order, self._name, self._work, self._machine = order, name, work, machine
         self._mode: Mode = mode
@@ -75,16 +75,16 @@ class CaseProcesses:
         self._pipes: list[Connection] = []
         self._folder = folder
         self._said: list[Path] = []
-        """What each process has written to stderr."""
+        """Files to which the processes write their stderr."""
 
     def __call__(self, job: object, *, limit_s: float) -> list[PartEnded]:
-        """Run a job in every process, under the order's memory; how it ended in each, in the order
-        of ranks. On GPUs the processes stay for the next job where all of them are done.
+        """Run a job in every process, under the order's memory; returns how it ended, in the order
+        of ranks. On GPUs the processes stay for the next job if all of them have done this one.
         """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            with suppress(OSError):  # who is gone is told by its end
+            with suppress(OSError):  # a process that is gone is reported by _ends
                 pipe.send(job)
         ends = self._ends(limit_s)
         if self._order.device == "cpu" or any(each.ending != "done" for each in ends):
@@ -92,11 +92,11 @@ class CaseProcesses:
         return ends
 
     def __enter__(self) -> Self:
-        """Itself: whatever happens within, no process is left."""
+        """Return itself; whatever happens in the block, no process is left."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all of them, and what they have started: a compiler's workers."""
+        """Kill all processes with their process groups, which include a compiler's workers."""
         for process in self._processes:
             assert process.pid is not None, "it has started"
             with suppress(ProcessLookupError):
@@ -114,14 +114,14 @@ class CaseProcesses:
             process = _FORK.Process(target=self._serve, args=(theirs, rank, folder))
             process.start()
             assert process.pid is not None, "it has started"
-            with suppress(OSError):  # it does so itself, and may have, or be gone
+            with suppress(OSError):  # the process does so itself too, or may be gone
                 os.setpgid(process.pid, process.pid)
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
     def _ends(self, limit_s: float) -> list[PartEnded]:
-        """Wait for all, or some time after one of them failed; who has not told then is late."""
+        """Wait for all, or only briefly after one has failed; those without a report are late."""
         ends: dict[int, PartEnded] = {}
         deadline_s = time.monotonic() + limit_s
         while waiting := [pipe for rank, pipe in enumerate(self._pipes) if rank not in ends]:
@@ -140,7 +140,7 @@ class CaseProcesses:
         return [ends.get(rank, late) for rank in range(self._count)]
 
     def _died(self, rank: int) -> PartEnded:
-        """What the last words of a process tell that ended without a report."""
+        """Classify the end of a process without a report, by its last words on stderr."""
         process = self._processes[rank]
         process.join()
         said = self._said[rank].read_text(encoding="utf-8", errors="replace")
@@ -150,7 +150,7 @@ class CaseProcesses:
         return PartEnded("crashed", kept(f"the process ended with {process.exitcode}: {last}"))
 
     def _serve(self, pipe: Connection, rank: int, folder: Path) -> None:
-        """Be one process: do what comes through the pipe until it is closed."""
+        """Run as one process: do jobs from the pipe until it is closed."""
         with suppress(OSError):
             os.setpgid(0, 0)
         os.dup2(os.open(self._said[rank], os.O_WRONLY | os.O_CREAT), 2)
@@ -164,13 +164,13 @@ class CaseProcesses:
         except BaseException as error:  # noqa: BLE001 -- the process edge: it is told whole
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
             pipe.send(_ended(error, self._order))
-            with suppress(EOFError):  # who went now would look like the fault to the other ranks
+            with suppress(EOFError):  # if it exited now, other ranks would fail because of that
                 pipe.recv()
         finally:
-            os._exit(0)  # gloo's threads may let go of a tensor yet
+            os._exit(0)  # gloo's threads may still release a tensor
 
     def _set_up(self, rank: int, folder: Path) -> Conditions:
-        """Device, group and memory limit of a process."""
+        """Set up device, group and memory limit of a process."""
         order, device, outside = self._order, torch.device("cpu"), 0
         torch.set_num_threads(order.threads)
         if order.device == "cuda":
@@ -196,7 +196,7 @@ class CaseProcesses:
             most = resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, (budget, most))
             return
-        # kernels are loaded later, as the process that described the machine has them
+        # leave room for kernels loaded later: the process that described the machine had them
         known = 0 if self._machine is None else self._machine.outside_bytes
         budget -= max(0, known - outside)
         every = range(self._order.gpus) if self._mode == "data parallel" else (device.index,)
@@ -207,7 +207,7 @@ class CaseProcesses:
 
 
 def _ended(error: BaseException, order: BenchOrder) -> PartEnded:
-    """How a job ended that raised."""
+    """Describe the end of a job that raised."""
     said = kept(f"{type(error).__name__}: {error}")
     if isinstance(error, PassTooLong):
         return PartEnded("took too long", f"a pass took longer than {order.timeout_s:g} s")
@@ -219,6 +219,6 @@ def _ended(error: BaseException, order: BenchOrder) -> PartEnded:
 
 
 def worst(ends: Sequence[PartEnded]) -> PartEnded:
-    """How a job ended as a whole: what went wrong first of all, else the first rank's."""
+    """Return how a job ended as a whole: its first ending in ``PartEnding``'s order."""
     order = get_args(PartEnding)
     return min(ends, key=lambda each: order.index(each.ending))

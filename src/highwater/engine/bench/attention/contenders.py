@@ -1,5 +1,5 @@
-"""The attentions that a benchmark compares: how each is made, whether it runs here, and by its
-definition how many times each token meets each key.
+"""Contenders of the benchmark: how each attention is built, whether it runs here, and by definition
+how many times each token meets each key.
 
 A new one is a line of ``CONTENDERS``, and one of ``IMPLEMENTATIONS`` in ``nouns/attention_bench``.
 
@@ -44,14 +44,14 @@ _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _CPU_WINDOW = 512
-"""Tokens of ``window`` on the CPU, whose sequences are short."""
+"""Window of ``window`` on the CPU, in tokens, as sequences are short there."""
 _OTHERS = "name others by `--implementations`"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a contender runs under."""
+    """Conditions under which a contender runs."""
 
     order: BenchOrder
     name: str
@@ -59,9 +59,9 @@ class Conditions:
     device: torch.device
     dtype: torch.dtype
     kernel: FusedKernel | None
-    """What dense attention runs on; None where no fused kernel does."""
+    """Fused kernel of dense attention; None if none runs here."""
     pattern: SparsePatternConfig | None
-    """What is kept of each branch; None: all of it."""
+    """Sparse pattern within each branch; None: everything is kept."""
 
     @classmethod
     def of(
@@ -72,7 +72,7 @@ class Conditions:
         device: torch.device,
         kernel: FusedKernel | None,
     ) -> "Conditions":
-        """Those of an order, for one of its implementations."""
+        """Return an order's conditions for one of its implementations."""
         pattern = order.patterns.get(name, IMPLEMENTATIONS[name].pattern)
         if name == "window" and device.type == "cpu" and pattern is not None:
             pattern = msgspec.structs.replace(pattern, local_window_size=_CPU_WINDOW)
@@ -80,7 +80,7 @@ class Conditions:
 
     @property
     def ranks(self) -> int:
-        """GPUs, each with a share of a sequence or, as ``mode`` says, of the sequences."""
+        """Number of GPUs, which share each sequence, or in data parallel mode the batch."""
         return 1 if self.mode == "single" else self.order.gpus
 
     @property
@@ -90,17 +90,17 @@ class Conditions:
 
     @property
     def scaling(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         return self.order.head_dim**-0.5
 
     @property
     def block_kernel(self) -> Kernel:
-        """The kernel whose operators blocks of attention are made of."""
+        """Kernel whose operators compute blocks of attention."""
         return "cudnn" if self.kernel == "cudnn" else "flash"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share a sequence; None where each is whole."""
+        """Ranks that share a sequence; None if each sequence is whole."""
         if self.mode not in ("ring", "ulysses"):
             return None
         group = dist.group.WORLD
@@ -108,19 +108,19 @@ class Conditions:
         return group
 
     def layout(self, length: int) -> SequenceLayout:
-        """How ranks share a sequence."""
+        """Return the layout of a sequence over the ranks."""
         ranks = {"ring": (1, self.ranks), "ulysses": (self.ranks, 1)}.get(self.mode, (1, 1))
         return SequenceLayout((length,), *ranks)
 
     def branches(self, length: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Segment lengths and rates, for sequences of a length."""
+        """Return segment lengths and dilation rates for sequences of this length."""
         if not IMPLEMENTATIONS[self.name].takes_segments:
             return (length,), (1,)
         halves = (max(1, length // 2), length)
         return self.order.segment_lengths or halves, self.order.dilation_rates
 
     def short(self) -> "Conditions":
-        """The same with a pattern by which a short sequence keeps some blocks and not others."""
+        """Return conditions whose pattern keeps some blocks of a short sequence, but not all."""
         pattern = self.pattern
         if pattern is None:
             return self
@@ -132,18 +132,18 @@ class Conditions:
         return replace(self, pattern=msgspec.structs.replace(pattern, **sizes))
 
     def share(self, length: int) -> float:
-        """Pairs that branches compute, of all causal ones."""
+        """Share of the causal pairs that the branches compute."""
         heads = self.order.heads
         pairs = dilated_pairs(*self.branches(length), length, heads=heads, pattern=self.pattern)
         return pairs / (heads * causal_pairs(length))
 
 
 Build = Callable[[Conditions, int], Compute]
-"""Makes an attention, for sequences of a length."""
+"""Builds an attention for sequences of a length."""
 
 
 def counts(conditions: Conditions, length: int) -> Tensor:
-    """How many times each token meets each key, HSS, by the papers: head j attends over the tokens
+    """Count how often each token meets each key, HSS, by the papers: head j attends over the tokens
     ``j mod rate :: rate`` of each segment, of which a pattern keeps some.
     """
     pattern = None if conditions.pattern is None else conditions.pattern.at(length)
@@ -159,8 +159,8 @@ def counts(conditions: Conditions, length: int) -> Tensor:
 
 @lru_cache
 def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
-    """Whether a token of a row sees another. A window by its definition; of a ratio the blocks are
-    the table's, and what is seen of them is told here.
+    """1 where a token of a row sees another, else 0. A window follows its definition; a ratio's
+    blocks are the table's, and causality within them is applied here.
     """
     token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
     causal_SS = (key_S <= token_S1).float()
@@ -180,7 +180,7 @@ def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
 
 
 def fused_kernel(conditions: Conditions) -> FusedKernel | None:
-    """The fastest fused kernel that a small forward and backward pass shows to run."""
+    """Return the fastest fused kernel that passes a small forward and backward run, or None."""
     device = conditions.device
     names: tuple[FusedKernel, ...] = ("flash",)
     if device.type == "cuda":
@@ -280,7 +280,7 @@ def _block_sparse(conditions: Conditions, _: int) -> Compute:
 
 
 def _dense_flex(conditions: Conditions, length: int) -> Compute:
-    """With every block kept the mask has all causal pairs of tokens."""
+    """Build dense attention by FlexAttention: a pattern that keeps every block."""
     every = SparsePatternConfig(sparsity_ratio=1.0)
     return _block_sparse(replace(conditions, pattern=every), length)
 
@@ -311,7 +311,7 @@ def _ring(conditions: Conditions, length: int) -> Compute:
 
 
 def _branches(conditions: Conditions, length: int) -> Compute:
-    """Block-sparse attention of branches, of a sequence that is whole or shared by a ring."""
+    """Build block-sparse attention by branches, of a sequence held whole or shared by a ring."""
     config = conditions.pattern
     assert config is not None, "it has a pattern"
     sharing = Sharing(
@@ -355,11 +355,11 @@ def _heads_not_shared(conditions: Conditions) -> str | None:
 
 
 class AttentionContender(NamedTuple):
-    """One that takes part."""
+    """One attention of the benchmark."""
 
     build: Build
     obstacle: Callable[[Conditions], str | None] = _in_replicas
-    """Why it does not run under these conditions; None where it does."""
+    """Says why the attention does not run under these conditions; None if it does."""
 
 
 CONTENDERS: Mapping[str, AttentionContender] = {
@@ -373,4 +373,4 @@ CONTENDERS: Mapping[str, AttentionContender] = {
     "block_sparse_ring": AttentionContender(_branches),
     "ulysses": AttentionContender(_ulysses, _heads_not_shared),
 }
-"""Everything that can take part, by its name in ``IMPLEMENTATIONS``."""
+"""All contenders, by their name in ``IMPLEMENTATIONS``."""

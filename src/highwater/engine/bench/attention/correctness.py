@@ -1,8 +1,8 @@
-"""Whether a contender is right: its output and the gradients of queries, keys and values beside the
-textbook formula in float64, of a short sequence whose length no block divides.
+"""Correctness of a contender: its output, and the gradients of queries, keys and values, against
+the textbook formula in float64, on a short sequence whose length no block divides.
 
-The formula knows an attention by its counts alone: how many times each token meets each key, none
-for a key that it does not see.
+The formula knows an attention only by its counts: how many times each token meets each key, 0 for
+a key that it does not see.
 
 Shapes:  B 1  H query heads  K key/value heads  S tokens  s tokens of this rank  D head size
 """
@@ -22,16 +22,16 @@ OFF_AT_THE_MOST: dict[torch.dtype, float] = {
     torch.bfloat16: 3e-2,
     torch.float32: 2e-5,
 }
-"""Norm-relative difference: of each dtype eight roundings of its own, which weights and their
-gradients go through."""
+"""Largest norm-relative difference: eight roundings of the dtype, which weights and their gradients
+go through."""
 _COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 
 
 def differences(
     build: Build, conditions: Conditions, rank: int = 0, *, length: int = CHECKED_TOKENS
 ) -> dict[str, float]:
-    """Norm-relative difference of each from float64, of what this rank holds; the largest of a
-    pattern's own sizes, by which a short sequence keeps little, and of others.
+    """Norm-relative differences from float64, over this rank's tokens: the larger ones of two
+    checks, one with the pattern's own sizes, one with sizes that suit a short sequence.
     """
     found = [_differences(build, conditions, rank, length)]
     if (short := conditions.short()) != conditions:
@@ -43,8 +43,8 @@ def differences(
 def naive_attention(
     query_HSD: Tensor, key_KSD: Tensor, value_KSD: Tensor, counts: Tensor, scaling: float
 ) -> Tensor:
-    """The textbook formula in float64, each exponential as many times as it is counted; zeros for a
-    token that meets no key.
+    """Compute the textbook formula in float64, each exponential as often as it is counted; zeros
+    for a token that meets no key.
     """
     groups = len(query_HSD) // len(key_KSD)
     key_HSD, value_HSD = (t.double().repeat_interleave(groups, 0) for t in (key_KSD, value_KSD))
@@ -74,7 +74,7 @@ def _differences(build: Build, conditions: Conditions, rank: int, length: int) -
 
 
 def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
-    """Queries, keys, values and the output's gradient, XSD: the same on every rank."""
+    """Random queries, keys, values and output gradient, XSD: the same on every rank."""
     random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
     return [
         torch.randn(heads, length, size, generator=random).to(conditions.device, conditions.dtype)

@@ -1,11 +1,10 @@
-"""One case in its own process: bytes, peaks and time of an attention at one length.
+"""Measurement of one case in its own process: bytes, peaks and time of an attention at one length.
 
-On the CPU every allocation of PyTorch's is recorded in one pass, and time is taken in others; on a
+On the CPU every allocation of PyTorch is recorded in one pass, and time is taken in others; on a
 GPU the allocator keeps its peaks itself.
 
 Shapes:  B sequences of this rank  H query heads  K key/value heads  s tokens of this rank
          D head size
-
 """
 
 import platform
@@ -30,19 +29,19 @@ from highwater.nouns.attention_bench import BenchRow
 from highwater.version import __version__
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
-"""Timed passes: so many at the most, and no more once they took so long together."""
+"""Timed passes: at most this many, and no more once they took this many seconds together."""
 _MEMORY_EVENT = "[memory]"
 T = TypeVar("T")
 
 
 class PassTooLong(Exception):  # noqa: N818 -- it is an answer
-    """A pass took longer than it may."""
+    """A pass took longer than its limit."""
 
 
 class _Pass(NamedTuple):
     compute: Compute
     inputs: Sequence[Tensor]
-    """Queries BHsD, keys and values BKsD; with a gradient where the case has a backward pass."""
+    """Queries BHsD, keys and values BKsD; with a gradient if the case has a backward pass."""
 
     def forward(self) -> tuple[Tensor, float]:
         with torch.set_grad_enabled(self.inputs[0].requires_grad):
@@ -50,7 +49,7 @@ class _Pass(NamedTuple):
 
     def backward(self, output: Tensor) -> None:
         if output.requires_grad:
-            # one tensor may be all three, and has one gradient then
+            # all three may be one tensor, which has one gradient
             leaves = list({id(each): each for each in self.inputs}.values())
             torch.autograd.grad(output, leaves, torch.ones_like(output))
 
@@ -61,7 +60,7 @@ class _Pass(NamedTuple):
 
 
 class _Peaks(NamedTuple):
-    """Bytes of each of this process's GPUs, and the share of the pairs that was computed."""
+    """Bytes on each of this process's GPUs, and the share of the pairs that was computed."""
 
     after_qkv: Sequence[int]
     allocated: Sequence[int]
@@ -70,7 +69,7 @@ class _Peaks(NamedTuple):
 
 
 def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
-    """Run a case, and fill in what it took in this process. Raises PassTooLong, and what PyTorch
+    """Run a case, and return it with this process's results. Raises PassTooLong, and what PyTorch
     raises.
     """
     assert case.length_tokens is not None, "it has one until it is red"
@@ -109,7 +108,7 @@ def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
 
 
 def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Tensor]:
-    """Queries, keys and values of this process."""
+    """Make queries, keys and values of this process."""
     tokens = conditions.layout(case.length_tokens or 0).tokens_per_rank
     is_split = case.mode == "data parallel" and devices == 1
     batch = case.batch // conditions.ranks if is_split else case.batch
@@ -127,20 +126,20 @@ def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Te
 
 
 def _peaks_on_cpu(made: Callable[[], _Pass], device: torch.device) -> tuple[_Pass, _Peaks]:
-    """Bytes of PyTorch's allocator, from every allocation; and the data segment's peak."""
+    """Measure bytes of PyTorch's allocator, from every allocation, and the data segment's peak."""
     watch = MemoryWatch(device)
     before = watch.peaks().peak_data_segment_bytes or 0
     run, _, after_qkv = _recorded(made)
     (output, share), forward_peak, left = _recorded(run.forward)
     _, backward_peak, _ = _recorded(lambda: run.backward(output))
     peak = after_qkv + max(forward_peak, left + backward_peak)
-    # between two readings of the kernel's figure a short pass has come and gone
+    # the readings of the data segment may have missed a short pass
     segment = max(watch.peaks().peak_data_segment_bytes or 0, before + peak)
     return run, _Peaks([after_qkv], [peak], [segment], share)
 
 
 def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
-    """What a step gives, and of what it allocated the peak and what is left."""
+    """Return a step's result, and the peak and the rest of the bytes that it allocated."""
     recorder: Any = profile(profile_memory=True)
     with recorder:
         result = step()
@@ -156,16 +155,16 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
 def _peaks_on_gpus(
     made: Callable[[], _Pass], conditions: Conditions, devices: Sequence[torch.device]
 ) -> tuple[_Pass, _Peaks, float]:
-    """Peaks of each GPU's allocator, in the second pass, and the seconds it took: the first one
+    """Measure peaks of each GPU's allocator in the second pass, and its seconds: the first pass
     compiles, and makes what libraries keep.
     """
-    # a mask is there before them, and counts in the peak alone
+    # a mask made earlier is left out of the inputs' bytes, but counts in the peak
     before = list(map(torch.cuda.memory_allocated, devices))
     run = made()
     after = list(map(torch.cuda.memory_allocated, devices))
     share = run.both()
     _synchronise(devices)
-    # what cuBLAS keeps, for what the first pass proved: whoever multiplies takes its own again
+    # free cuBLAS's workspaces of the first pass's proofs; products allocate their own again
     bindings: Any = vars(torch)["_C"]
     bindings._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -184,7 +183,7 @@ def _peaks_on_gpus(
 def _time_s(
     run_once: Callable[[], object], conditions: Conditions, devices: Sequence[torch.device]
 ) -> float:
-    """Seconds of a pass, all ranks beginning together, of the slowest of them: all go on alike."""
+    """Seconds of a pass, on the slowest rank; all ranks begin together."""
     is_shared = conditions.ranks > 1 and dist.is_initialized()
     if is_shared:
         dist.barrier()
@@ -205,7 +204,7 @@ def _synchronise(devices: Sequence[torch.device]) -> None:
 
 
 def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: float) -> Compute:
-    """The same by PyTorch's DataParallel: the batch cut over GPUs, the output on the first."""
+    """Wrap an attention in PyTorch's DataParallel: batch cut over GPUs, output on the first."""
 
     class Module(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -216,9 +215,9 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
 
 
 def environment() -> dict[str, object]:
-    """Command, versions and GPU, with which every JSON document of a benchmark begins."""
+    """Return command, versions and GPU, with which every JSON document of a benchmark begins."""
     file, words = Path(sys.argv[0]).resolve(), ["-m", *sys.argv]
-    if sys.argv[0].endswith(".py"):  # named from here: no path of this machine is told
+    if sys.argv[0].endswith(".py"):  # a relative path: no path of this machine is revealed
         is_below = file.is_relative_to(Path.cwd())
         words = [str(file.relative_to(Path.cwd()) if is_below else file.name), *sys.argv[1:]]
     found: dict[str, object] = {

@@ -1,8 +1,8 @@
-"""A linear layer with a LoRA adapter, ``x W^T + scale * (x A^T) B^T``: the adapter's share is added
-to the frozen layer's output, and nothing of its size is made or kept besides.
+"""Adapted linear: a linear layer with a LoRA adapter, ``x W^T + scale * (x A^T) B^T``. The
+adapter's share is added to the frozen layer's output in place, so no second tensor of that size is
+made.
 
-Where the frozen weight and its bias need no gradient, none is made of them. A frozen weight may be
-packed (nf4.py).
+No gradient is computed for a weight and bias that need none. Such a weight may be packed (nf4.py).
 
 A weight's gradient may be summed over parts of the tokens, as exactly as in one product.
 
@@ -19,7 +19,7 @@ from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whol
 
 
 class WeightGradient:
-    """Sum over parts of ``gradient.T @ input``, in float32 where the weight is narrower."""
+    """Sum over parts of ``gradient.T @ input``, in float32 if the weight is narrower."""
 
     def __init__(self, weight_OI: Tensor) -> None:
         self.dtype = weight_OI.dtype
@@ -27,7 +27,7 @@ class WeightGradient:
         self.sum_OI = torch.zeros_like(weight_OI, dtype=self.wide)
 
     def add(self, gradient_TO: Tensor, input_TI: Tensor) -> None:
-        """Add one part's share."""
+        """Add the product for one part of the tokens."""
         if self.dtype == self.wide:
             self.sum_OI.addmm_(gradient_TO.T, input_TI)
         elif gradient_TO.is_cuda:
@@ -44,7 +44,7 @@ class WeightGradient:
 
 
 class Adapter(NamedTuple):
-    """The two matrices of an adapter, and what their product is multiplied by."""
+    """Matrices A and B of an adapter, and the scale of their product."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter, under peft's names: ``base_layer``, ``lora_A.default`` and
+    """A linear layer with an adapter, with peft's names: ``base_layer``, ``lora_A.default`` and
     ``lora_B.default``.
     """
 
@@ -63,18 +63,18 @@ class AdaptedLinear(nn.Module):
             self.add_module(name, getattr(theirs, name))
         self.scale = scale
         self.is_on = True
-        """Whether the adapter takes part; else this is the frozen layer."""
+        """True if the adapter takes part; else this computes only the frozen layer."""
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter; None while it is off."""
+        """The adapter; None while it is turned off."""
         own: Any = self
         if not self.is_on:
             return None
         return Adapter(own.lora_A["default"].weight, own.lora_B["default"].weight, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output for ``x``, of shape (..., I)."""
+        """Return the layer's output for ``x``, of shape (..., I)."""
         base, adapter = cast(nn.Linear, self.base_layer), self.adapter
         if adapter is None:
             return base(x)
@@ -86,7 +86,7 @@ class AdaptedLinear(nn.Module):
 def adapted_product(
     x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
 ) -> Tensor:
-    """The output of a linear layer, with its adapter's share where it has one."""
+    """Return the output of a linear layer, with its adapter's share if it has one."""
     out_TO = F.linear(x_TI, whole(weight_OI), bias_O)
     if adapter is not None:
         out_TO.addmm_(x_TI @ adapter.a_RI.T, adapter.b_OR.T, alpha=adapter.scale)
@@ -94,7 +94,7 @@ def adapted_product(
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """Keeps its input alone; ``x A^T`` is computed again, of rank numbers a token."""
+    """Autograd function that keeps only its input; ``x A^T`` is computed again, which is cheap."""
 
     @staticmethod
     def forward(
@@ -107,7 +107,7 @@ class _AdaptedLinear(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.scale, ctx.packed = scale, weight_OI
-        if isinstance(weight_OI, Tensor):  # kept as autograd keeps tensors
+        if isinstance(weight_OI, Tensor):  # saved by save_for_backward instead
             ctx.packed = None
         ctx.save_for_backward(x_TI, as_tensor(weight_OI), a_RI, b_OR)
         return adapted_product(x_TI, weight_OI, bias_O, Adapter(a_RI, b_OR, scale))
@@ -133,15 +133,15 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 class AdapterGradient:
-    """The gradients of an adapter, summed over parts of the tokens as a weight's are."""
+    """Gradients of an adapter, summed over parts of the tokens like a weight's."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self._a, self._b = WeightGradient(adapter.a_RI), WeightGradient(adapter.b_OR)
 
     def add(self, gradient_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """Add one part's share; returns the gradient of ``x A^T``, of which the input has some
-        too.
+        """Add the gradients of one part of the tokens; returns the gradient of ``x A^T``, from
+        which the input gets a share too.
         """
         a_RI, b_OR, scale = self.adapter
         of_product_TR = (gradient_TO @ b_OR).mul_(scale)
@@ -150,5 +150,5 @@ class AdapterGradient:
         return of_product_TR
 
     def totals(self) -> tuple[Tensor, Tensor]:
-        """The gradients of A and of B."""
+        """Return the gradients of A and B."""
         return self._a.total(), self._b.total()

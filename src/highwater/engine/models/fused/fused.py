@@ -1,10 +1,10 @@
-"""Fused modules in the place of a family's own, where a trial shows that they compute the same.
+"""Fused modules: replace modules of a family by our own where a small proof shows that they compute
+the same.
 
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
-one kernel each way that keeps the input and one number per row. The norm of every head and its
-rotation are two more, and a dozen where a family has them
-(engine/models/fused/rotary_attention.py). A gated MLP is one that keeps its input alone
-(engine/models/fused/gated_mlp.py).
+one kernel each way that keeps the input and one number per row. The norm and rotation of all heads
+are two kernels, against a dozen of a family (engine/models/fused/rotary_attention.py). A gated MLP
+keeps only its input (engine/models/fused/gated_mlp.py).
 
 Proofs run small modules of the family's own classes on random numbers, on the CPU.
 """
@@ -22,18 +22,17 @@ from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, R
 
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
-"""Relative tolerance in float32, for another order of the same operations.
+"""Relative tolerance in float32, for the same operations in another order.
 
-A norm that adds 1 to its weight, or a family that changes its logits, is off by far more.
-"""
+A norm that adds 1 to its weight, or a family that changes its logits, is off by far more."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PROOF_HEADS, _PROOF_KEYS = 4, 2
 _PROOF_ATTENTION = "highwater_proof"
-"""The name under which a proof's attention function is registered; both modules call it."""
+"""Name under which a proof's attention function is registered; both modules call it."""
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMS norm that PyTorch's own equals, in place, and return their number.
+    """Replace every RMS norm that equals PyTorch's, in place; returns how many were replaced.
 
     Parameters keep their names.
     """
@@ -57,7 +56,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _epsilon(module: nn.Module) -> float | None:
-    """The epsilon of a module that calls itself an RMS norm over its last dimension; else None."""
+    """Return the epsilon of a module named as an RMS norm over its last dimension; else None."""
     if not type(module).__name__.endswith("RMSNorm") or isinstance(module, nn.RMSNorm):
         return None
     weight_alone = [name for name, _ in module.named_parameters()] == ["weight"]
@@ -68,11 +67,11 @@ def _epsilon(module: nn.Module) -> float | None:
 
 
 def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
-    """Whether a small norm of this class equals PyTorch's, on inputs of many sizes."""
+    """True if a small norm of this class equals PyTorch's, on inputs of many magnitudes."""
     try:
         theirs = cast(Any, kind)(PROOF_SIZE, eps=eps).to(device="cpu", dtype=torch.float32)
     except TypeError:
-        return False  # its constructor takes something else: left alone
+        return False  # its constructor takes other arguments: not replaced
     generator = torch.Generator().manual_seed(0)
     ours = nn.RMSNorm(PROOF_SIZE, eps=eps)
     inputs = torch.randn(64, PROOF_SIZE, generator=generator) * torch.logspace(-4, 2, 64)[:, None]
@@ -84,13 +83,13 @@ def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
 
 
 class RmsNorm(nn.RMSNorm):
-    """PyTorch's RMS norm on a GPU, and one that works in blocks on the CPU.
+    """PyTorch's RMS norm on a GPU; on the CPU an own implementation that works in blocks.
 
-    There PyTorch's is a dozen operators with copies in float32.
+    On the CPU PyTorch's is a dozen operators with copies in float32.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm ``x`` over its last dimension."""
+        """Normalise ``x`` over its last dimension."""
         if x.is_cuda:
             return super().forward(x)
         return cast(torch.Tensor, _RmsNorm.apply(x, self.weight, self.eps))
@@ -120,7 +119,7 @@ class _RmsNorm(torch.autograd.Function):
         for rows, gradient, scale, target in _blocks(x, gradients[0], scales, x_gradient):
             unit, wide = rows * scale, gradient.to(scales.dtype)
             weight_gradient += (wide * unit).sum(dim=0)
-            # The norm takes a row's length away, and with it the gradient's part along the row.
+            # The output ignores a row's length, so the gradient has no part along the row.
             wide = wide * weight
             target.copy_((wide - unit * (wide * unit).mean(-1, keepdim=True)).mul_(scale))
         return x_gradient, weight_gradient.to(weight.dtype), None
@@ -133,10 +132,10 @@ def _blocks(*tensors: torch.Tensor) -> Any:
 
 
 def fuse_attentions(model: nn.Module) -> int:
-    """Replace every attention that RotaryAttention equals, in place, and return their number.
+    """Replace every attention that RotaryAttention equals, in place; returns how many it replaced.
 
-    Parameters keep their names. Comes after ``fuse_norms``. Each attention is proven by itself:
-    layers of one class may differ, as those without positions do.
+    Parameters keep their names. Call it after ``fuse_norms``. Each attention is proven by itself:
+    layers of one class may differ, like those without positions.
     """
     count = 0
     for parent in list(model.modules()):
@@ -149,7 +148,7 @@ def fuse_attentions(model: nn.Module) -> int:
 
 
 def _has_projected_heads(module: nn.Module) -> bool:
-    """Whether a module has just the children of a RotaryAttention, and no parameters beside."""
+    """True if a module has exactly a RotaryAttention's children, and no parameters of its own."""
     children = dict(module.named_children())
     known = (set(PROJECTIONS), {*PROJECTIONS, *NORMS})
     if isinstance(module, RotaryAttention) or set(children) not in known:
@@ -164,7 +163,7 @@ def _has_projected_heads(module: nn.Module) -> bool:
 
 
 def _proven_features(module: nn.Module) -> dict[str, Any] | None:
-    """The keywords that ``module`` hands to its attention, where a small copy equals ours."""
+    """Return the keywords that a module gives its attention, if a small copy equals ours."""
     generator = torch.Generator().manual_seed(0)
     size, tokens = PROOF_SIZE // _PROOF_HEADS, 16
     theirs: Any = copy.copy(module)
@@ -179,13 +178,13 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
     try:
         theirs.config = copy.copy(theirs.config)
         theirs.config._attn_implementation = _PROOF_ATTENTION
-        # Large inputs, too: some families clip their heads.
+        # Large inputs too, because some families clip their heads.
         for scale in (1.0, 1e3):
             features = _features_of_equals(theirs, scale * inputs, (cosines, sines))
-            # A scale that comes from the head's size would be the small one's.
+            # A scale computed from the head's size would be that of the small copy.
             if features is None or features.get("scaling") != getattr(module, "scaling", None):
                 return None
-    # whatever it needs besides, ours does not give it: left alone
+    # it needs something that ours does not give: not replaced
     except Exception:  # noqa: BLE001
         return None
     return None if _rotates_a_part(theirs, inputs, cosines[..., ::2], sines[..., ::2]) else features
@@ -194,8 +193,8 @@ def _proven_features(module: nn.Module) -> dict[str, Any] | None:
 def _features_of_equals(
     theirs: nn.Module, inputs: Tensor, positions: tuple[Tensor, Tensor]
 ) -> dict[str, Any] | None:
-    """The keywords that ``theirs`` hands to its attention function, if a RotaryAttention of its
-    parts hands on the same heads and keywords, and makes the same of the function's output.
+    """Return the keywords that ``theirs`` gives its attention function, if a RotaryAttention of its
+    parts gives the same heads and keywords, and has the same output; else None.
     """
     seen: list[tuple[list[Tensor], dict[str, Any]]] = []
 
@@ -221,7 +220,7 @@ def _features_of_equals(
 
 
 def _rotates_a_part(attention: Any, inputs: Tensor, cosines: Tensor, sines: Tensor) -> bool:
-    """Whether a module takes positions for half a head, and leaves the other half as it is."""
+    """True if a module accepts positions for half a head, and so rotates only that half."""
     call = {"hidden_states": inputs, "position_embeddings": (cosines, sines)}
     try:
         with torch.no_grad():
@@ -245,7 +244,7 @@ def _small_child(name: str, child: nn.Module, size: int, generator: torch.Genera
 
 
 def _random(small: ModuleT, generator: torch.Generator) -> ModuleT:
-    """The module with random parameters."""
+    """Fill a module's parameters with random numbers and return it."""
     with torch.no_grad():
         for parameter in small.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -253,7 +252,7 @@ def _random(small: ModuleT, generator: torch.Generator) -> ModuleT:
 
 
 def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
-    """Replace every MLP that GatedMlp equals, in place, and return their number.
+    """Replace every MLP that GatedMlp equals, in place; returns how many were replaced.
 
     Parameters keep their names. ``tiles`` is as in GatedMlp.
     """
@@ -275,7 +274,7 @@ def fuse_mlps(model: nn.Module, *, tiles: int | None) -> int:
 
 
 def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
-    """The linear children of a module that has just those of a gated MLP; None for any other."""
+    """Return the linear children of a module that has exactly a gated MLP's; None for any other."""
     linear = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
     known = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
     if isinstance(module, GatedMlp) or set(linear) not in known:
@@ -289,18 +288,18 @@ def _projections(module: nn.Module) -> dict[str, nn.Linear] | None:
 
 
 def _computes_gated_mlp(module: nn.Module, projections: dict[str, nn.Linear]) -> bool:
-    """Whether a small MLP of this kind equals a small GatedMlp on random numbers."""
+    """True if a small MLP of this kind equals a small GatedMlp on random numbers."""
     generator = torch.Generator().manual_seed(0)
     small = {name: _small(name, linear, generator) for name, linear in projections.items()}
     theirs = copy.copy(module)
-    # The same module with other sizes.
+    # The same module with smaller projections.
     theirs._modules = {**module._modules, **small}  # pyright: ignore[reportPrivateUsage]
     inputs = torch.randn(1, 64, PROOF_SIZE, generator=generator, dtype=torch.float64)
     try:
         with torch.no_grad():
             expected = theirs(inputs)
             ours = GatedMlp(small, tiles=None)(inputs)
-    # whatever it needs besides its projections, ours does not give it: left alone
+    # it needs something besides its projections, which ours does not give: not replaced
     except Exception:  # noqa: BLE001
         return False
     same = expected.shape == ours.shape

@@ -1,11 +1,11 @@
-"""A gated MLP, ``down(silu(gate(x)) * up(x))``, that keeps nothing but its input.
+"""Gated MLP, ``down(silu(gate(x)) * up(x))``, which keeps only its input for the backward pass.
 
-It never holds its products for all tokens. Tokens go through in tiles: forward, a tile's products
-are dropped; backward, they are computed again and overwritten by their own gradients. Under
-recomputation that costs nothing: the recomputation of a layer ends where the last tensor was kept,
-which is here before the MLP computes anything, so that gate and up are computed as often as they
-would be without tiles. Adapters of its projections go in the same tiles; what is frozen has no
-gradient, and may be packed (nf4.py): it is made whole for each product of a tile, one at a time.
+It never holds its products for all tokens. Tokens are computed in tiles: in the forward pass a
+tile's products are dropped; in the backward pass they are computed again and overwritten by their
+gradients. With recomputation this costs nothing: a layer's recomputation ends at the last tensor
+that was kept, here the MLP's input, so that gate and up are computed as often as without tiles.
+Adapters of its projections use the same tiles. A frozen weight has no gradient and may be packed
+(nf4.py): it is unpacked for each product of a tile, one weight at a time.
 
 Shapes:  T tokens  t tokens of one tile  E hidden size  F intermediate size  R rank of an adapter
 """
@@ -29,17 +29,17 @@ from highwater.engine.models.fused.nf4 import Weight, as_tensor, halves, weight_
 from highwater.nouns.layout import TILE_BYTES
 
 _ROWS = 128
-"""Tiles are multiples of this many tokens, where there is more than one."""
+"""Size of a tile is a multiple of this many tokens if there are several tiles."""
 
 
 class GatedMlp(nn.Module):
-    """The MLP of a decoder layer, under the parameter names of the family's own."""
+    """MLP of a decoder layer, with the family's own parameter names."""
 
     def __init__(self, projections: dict[str, nn.Linear], *, tiles: int | None) -> None:
         """Take over ``projections``, by name: ``down_proj``, ``gate_proj`` and ``up_proj``.
 
-        ``gate_up_proj`` may stand for the latter two. ``tiles`` is how many tiles the tokens are
-        cut into; with None as many as keep a tile's product within ``TILE_BYTES``.
+        ``gate_up_proj`` may stand for the latter two. ``tiles`` is the number of tiles; None: as
+        many as keep a tile's product within ``TILE_BYTES``.
         """
         super().__init__()
         for name, projection in projections.items():
@@ -47,18 +47,18 @@ class GatedMlp(nn.Module):
         self.tiles = tiles
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Compute the MLP of ``hidden``, of shape (..., E)."""
+        """Return the MLP's output for ``hidden``, of shape (..., E)."""
         weights, scale = self._weights()
         x_TE = hidden.flatten(0, -2)
         rows = tile_rows(x_TE, weights.down_EF.shape[1], tiles=self.tiles)
-        # Two functions, so that what is kept, and with it the end of a recomputation, comes before
-        # what is computed.
+        # Two functions, so that the kept tensor, at which a recomputation ends, comes before the
+        # products are computed.
         kept_TE: Tensor = _Keep.apply(x_TE, rows, scale, *weights)
         out_TE = cast(Tensor, _Compute.apply(kept_TE, rows, scale, *_detached(weights)))
         return out_TE.view(hidden.shape)
 
     def _weights(self) -> tuple["_Weights", float]:
-        """The tensors of its projections, and the scale of their adapters."""
+        """Return the tensors of its projections, and the scale of their adapters."""
         down, down_adapter = _parts(self.down_proj)
         if hasattr(self, "gate_up_proj"):
             fused, adapter = _parts(self.gate_up_proj)
@@ -82,14 +82,14 @@ class GatedMlp(nn.Module):
 
 
 def _parts(projection: Any) -> tuple[nn.Linear, Adapter | None]:
-    """A projection without its adapter, and that."""
+    """Split a projection into its linear layer and its adapter, None if it has none."""
     if isinstance(projection, AdaptedLinear):
         return cast(nn.Linear, projection.base_layer), projection.adapter
     return projection, None
 
 
 def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None) -> int:
-    """Tokens of one tile of an MLP of this width; the last tile may be smaller."""
+    """Return the tokens of one tile of an MLP of this width; the last tile may be smaller."""
     if tiles is not None:
         return max(1, -(-len(x_TE) // tiles))
     row_bytes = width * x_TE.element_size()
@@ -111,7 +111,7 @@ class _Weights(NamedTuple):
     down_b_ER: Tensor | None = None
 
     def projection(self, index: int, scale: float) -> tuple[Weight, Tensor | None, Adapter | None]:
-        """Weight, bias and adapter of gate (0), up (1) or down (2)."""
+        """Return weight, bias and adapter of gate (0), up (1) or down (2)."""
         a, b = map(as_tensor, self[6 + 2 * index : 8 + 2 * index])
         adapter = None if a is None or b is None else Adapter(a, b, scale)
         return self[index], self[3 + index], adapter  # pyright: ignore[reportReturnType]
@@ -122,9 +122,9 @@ def _detached(weights: _Weights) -> _Weights:
 
 
 class _Keep(torch.autograd.Function):
-    """Hand on its input as it is, and compute all gradients.
+    """Autograd function that passes its input on, and computes all gradients.
 
-    Its backward pass is handed the gradient of the MLP's *output*, and returns the gradients of
+    Its backward pass is given the gradient of the MLP's *output*, and returns the gradients of
     input and parameters.
     """
 
@@ -150,7 +150,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
-    """Compute the MLP of what _Keep returned, keep nothing, and hand the gradient to _Keep."""
+    """Autograd function that computes the MLP, keeps nothing, and passes the gradient to _Keep."""
 
     @staticmethod
     # It keeps nothing in ctx.
@@ -158,7 +158,7 @@ class _Compute(torch.autograd.Function):
         weights = _Weights(*tensors)  # pyright: ignore[reportArgumentType]
         out_TE = torch.empty_like(x_TE)
         for x, out in zip(x_TE.split(rows), out_TE.split(rows), strict=True):
-            # a function of its own: a tile's products are gone before the next one's come
+            # in a function, so that a tile's products are freed before the next one's are made
             _tile_forward(x, out, weights, scale)
         return out_TE
 
@@ -186,7 +186,7 @@ class _Sums:
         self._adapters = [None if each is None else AdapterGradient(each) for each in adapters]
 
     def add(self, index: int, gradient: Tensor, of: Tensor) -> Tensor | None:
-        """Add one tile's share to projection ``index``; returns its adapter's gradient."""
+        """Add one tile's share to projection ``index``; returns its adapter's gradient, if any."""
         matrix, bias, adapter = self._matrices[index], self._biases[index], self._adapters[index]
         if matrix is not None:
             matrix.add(gradient, of)
@@ -195,7 +195,7 @@ class _Sums:
         return None if adapter is None else adapter.add(gradient, of)
 
     def totals(self) -> list[Tensor | None]:
-        """Gradients in the order of the weights, None where there is none."""
+        """Return the gradients in the order of the weights, None for weights without one."""
         of_adapters = ((None, None) if each is None else each.totals() for each in self._adapters)
         return [
             *(None if each is None else each.total() for each in self._matrices),
@@ -221,7 +221,7 @@ def _tile_backward(
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     gate_tF, up_tF = (adapted_product(x_tE, *weights.projection(i, sums.scale)) for i in (0, 1))
-    # the product's gradient, then the product itself
+    # holds the product's gradient; backward_ overwrites it with the product
     product_tF = gradient_tE @ whole(weights.down_EF)
     if weights.down_a_RF is not None and weights.down_b_ER is not None:
         product_tF.addmm_(gradient_tE @ weights.down_b_ER, weights.down_a_RF, alpha=sums.scale)

@@ -1,8 +1,8 @@
-"""Frozen weights in NF4, four bits a number, as bitsandbytes packs them (QLoRA, Dettmers et al.,
-https://arxiv.org/abs/2305.14314): a block of 64 numbers shares a scale, which is in 8 bits itself.
+"""NF4: frozen weights in four bits a number, as bitsandbytes packs them (QLoRA, Dettmers et al.,
+https://arxiv.org/abs/2305.14314). Each block of 64 numbers has a scale, itself stored in 8 bits.
 
-A weight is packed once, from the dtype that is computed in, and made whole again for each product
-that it is part of: forward, in the recomputation and backward. Nothing of it is kept in between.
+A weight is packed once, from its compute dtype, and unpacked for each product that it is part of:
+forward, in the recomputation and backward. The unpacked weight is not kept in between.
 
 Shapes:  I inputs  O outputs
 """
@@ -23,25 +23,25 @@ class Nf4Weight:
     """A weight of O x I numbers in NF4, or some of its rows."""
 
     codes: Tensor
-    """Two numbers a byte, in their order."""
+    """Packed numbers in their order, two in a byte."""
     scales: Tensor
-    """A byte for each block: its scale less the mean of all, as an entry of the table."""
+    """A byte for each block: its scale minus the mean of all scales, as an index into the table."""
     scale_scales: Tensor
-    """The largest of so many scales, which their entries are multiplied by."""
+    """Largest scale of each group of blocks, by which the group's table entries are multiplied."""
     mean: Tensor
-    """The mean of all scales."""
+    """Mean of all scales."""
     table: Tensor
-    """What a byte of a scale stands for: 256 numbers, one table for all weights of a model."""
+    """Value of each scale byte: 256 numbers, one table for all weights of a model."""
     shape: torch.Size
     dtype: torch.dtype
-    """What the weight is computed with in."""
+    """Dtype in which the weight is used in products."""
     rows: slice | None = None
-    """The rows that are meant, None of all: where blocks end elsewhere, all are made for them."""
+    """Rows that are meant, None for all; if they cut a block, all rows are unpacked for them."""
 
     def whole(self) -> Tensor:
-        """The numbers that it stands for, of shape O x I."""
+        """Return the unpacked numbers, of shape O x I."""
         operators = torch.ops.bitsandbytes
-        # bitsandbytes makes no float64, which is in tests alone
+        # bitsandbytes has no float64, which only tests use
         dtype = torch.float32 if self.dtype is torch.float64 else self.dtype
         scales = operators.dequantize_blockwise(
             self.scales, self.scale_scales, self.table, NF4_SCALE_BLOCK, torch.float32
@@ -53,21 +53,21 @@ class Nf4Weight:
 
 
 Weight = Tensor | Nf4Weight
-"""A weight as it lies in memory."""
+"""A weight as stored, plain or packed."""
 
 
 def whole(weight: Weight) -> Tensor:
-    """A weight's numbers: where it is packed, made anew."""
+    """Return a weight's numbers, unpacked if need be."""
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
 def as_tensor(weight: Weight | None) -> Tensor | None:
-    """A weight as autograd keeps it; None of one that is packed, which has no gradient."""
+    """Return a weight as autograd keeps it; None if it is packed, as it has no gradient then."""
     return weight if isinstance(weight, Tensor) else None
 
 
 def halves(weight: Weight) -> tuple[Weight, Weight]:
-    """The first and the second half of a weight's rows."""
+    """Return the first and the second half of a weight's rows."""
     if isinstance(weight, Tensor):
         first, second = weight.chunk(2)
         return first, second
@@ -90,8 +90,8 @@ def halves(weight: Weight) -> tuple[Weight, Weight]:
 
 
 def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
-    """A weight in NF4. Raises MachineError where bitsandbytes has nothing for its device."""
-    # as transformers has it quantised: in the dtype of the model
+    """Return a weight packed in NF4. Raises MachineError if bitsandbytes cannot on its device."""
+    # quantised from the model's dtype, as transformers does
     narrow = weight.float() if weight.dtype is torch.float64 else weight
     operators = torch.ops.bitsandbytes
     try:
@@ -116,7 +116,7 @@ def packed(weight: Tensor, table: Tensor) -> Nf4Weight:
 
 
 class Nf4Linear(nn.Linear):
-    """A frozen linear layer; its weight is in NF4 once ``pack`` was called."""
+    """A frozen linear layer, whose weight is in NF4 after ``pack``."""
 
     def __init__(self, theirs: nn.Linear) -> None:
         """Take over the parameters of a linear layer."""
@@ -126,12 +126,12 @@ class Nf4Linear(nn.Linear):
         self.nf4: Nf4Weight | None = None
 
     def pack(self, table: Tensor) -> None:
-        """Put the packed weight in the place of the whole one, which is gone."""
+        """Pack the weight, and free the unpacked one."""
         self.nf4 = packed(self.weight.detach(), table)
         del self.weight
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- as nn.Linear has it
-        """The layer's output for ``input``, of shape (..., I)."""
+        """Return the layer's output for ``input``, of shape (..., I)."""
         weight = weight_of(self)
         if isinstance(weight, Tensor):
             return F.linear(input, weight, self.bias)
@@ -139,14 +139,14 @@ class Nf4Linear(nn.Linear):
 
 
 def weight_of(linear: nn.Linear) -> Weight:
-    """The weight of a linear layer as it lies in memory."""
+    """Return the weight of a linear layer as stored, plain or packed."""
     if isinstance(linear, Nf4Linear) and linear.nf4 is not None:
         return linear.nf4
     return linear.weight
 
 
 class _Nf4Product(torch.autograd.Function):
-    """A product that keeps nothing but where the packed weight lies."""
+    """Autograd function that keeps only a reference to the packed weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Nf4Weight, bias_O: Tensor | None) -> Tensor:
@@ -159,8 +159,8 @@ class _Nf4Product(torch.autograd.Function):
 
 
 def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
-    """Have every frozen linear layer of a model without storage, its head apart, be one that can be
-    packed; in place. Raises MachineError without bitsandbytes.
+    """Replace every frozen linear layer except the head, in a model without storage, by one that
+    can be packed; in place. Raises MachineError without bitsandbytes.
     """
     _bitsandbytes()
     for parent in list(causal_lm.modules()):
@@ -170,14 +170,14 @@ def prepare(causal_lm: nn.Module, head: nn.Module | None) -> None:
 
 
 def pack(unit: nn.Module, table: Tensor) -> None:
-    """Pack every layer of a unit that can be."""
+    """Pack every layer of a unit that can be packed."""
     for module in unit.modules():
         if isinstance(module, Nf4Linear) and module.nf4 is None:
             module.pack(table)
 
 
 def scale_table(device: torch.device) -> Tensor:
-    """What a byte of a scale stands for, bitsandbytes' own table."""
+    """Return bitsandbytes' table of the value of each scale byte."""
     return cast(Tensor, _bitsandbytes().functional.create_dynamic_map()).to(device)
 
 

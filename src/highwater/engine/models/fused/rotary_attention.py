@@ -1,4 +1,4 @@
-"""A decoder layer's attention with rotary positions: norm and rotation are one fused pass.
+"""Rotary attention: a decoder layer's attention in which norm and rotation are one fused pass.
 
 Projections are the family's own, and the attention function is any that transformers knows.
 
@@ -15,17 +15,16 @@ from highwater.engine.kernels import rotary as rotary_kernels
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
-"""Norms of every head; a family has both or none."""
+"""Norms of the query and key heads; a family has both or none."""
 
 
 class RotaryAttention(nn.Module):
-    """Attention under a family's parameter names, called as its decoder layers call their own."""
+    """Attention with a family's parameter names, called as its decoder layers call their own."""
 
     def __init__(self, theirs: nn.Module, features: dict[str, Any]) -> None:
-        """Take over the children of ``theirs``, and what attention functions ask of a module.
+        """Take over the children of ``theirs``, and the attributes that attention functions read.
 
-        ``features`` are the keywords that ``theirs`` hands to its attention function, dropout
-        excepted.
+        ``features`` are the keywords that ``theirs`` gives its attention function, except dropout.
         """
         super().__init__()
         own: Any = theirs
@@ -47,7 +46,7 @@ class RotaryAttention(nn.Module):
         past_key_values: object = None,
         **features: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the attention, (B, T, E), and attention weights of functions that have them."""
+        """Return the output, (B, T, E), and attention weights if the function gives any."""
         if past_key_values is not None:
             raise RuntimeError(
                 "training keeps no keys and values from one forward pass to the next"
@@ -70,7 +69,7 @@ class RotaryAttention(nn.Module):
     def _rotated(
         self, projected: Tensor, norm: nn.RMSNorm | None, cosines: Tensor, sines: Tensor
     ) -> Tensor:
-        """The heads of a projection, (B, T, heads * D), normed and rotated: (B, heads, T, D)."""
+        """Norm and rotate a projection's heads: from (B, T, heads * D) to (B, heads, T, D)."""
         assert len(projected) == 1, "documents are packed into one row"
         assert cosines.shape[-1] == self.head_dim, "the whole head is rotated"
         heads_THD = projected[0].unflatten(-1, (-1, self.head_dim))
@@ -82,7 +81,7 @@ class RotaryAttention(nn.Module):
 
 
 class _Rotate(torch.autograd.Function):
-    """engine/kernels/rotary.py for autograd; keeps its input and one number per head."""
+    """Autograd function of engine/kernels/rotary.py; keeps its input and one number per head."""
 
     @staticmethod
     def forward(
@@ -102,7 +101,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_THD, weight_D, scales_TH, cosines_TD, sines_TD = ctx.saved_tensors
-        # The kernels ask for a dense last dimension; an attention's gradient may lie otherwise.
+        # The kernels need a dense last dimension; an attention's gradient may have other strides.
         gradient_THD = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
         x_THD = gradient_THD if x_THD is None else x_THD
         gradient, weight_gradient = rotary_kernels.backward(

@@ -1,0 +1,398 @@
+"""The report of ``highwater bench attention``: its tables, in a terminal, as Markdown and as JSON.
+
+Every figure is measured, or stands under ``predicted``; nothing is told of what was not measured.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+from highwater.nouns.attention_bench import (
+    IMPLEMENTATIONS,
+    AttentionBench,
+    BenchCheck,
+    Direction,
+    Entry,
+)
+from highwater.nouns.codec import Record
+from highwater.pages.table import Column, TextTable, markdown_table, table_of
+from highwater.pages.text import escaped, markdown_list, plain
+from highwater.recommendation.attention_summary import (
+    FAR,
+    LEAST_LENGTHS,
+    AttentionSummary,
+    LongestLength,
+    MemoryFit,
+    UseCase,
+    attention_summary,
+    contestants,
+    entries,
+    rows_of,
+    times_s,
+)
+from highwater.units import counted, format_bytes, format_pass, format_tokens
+
+_ENTRY = ("implementation", "mode", "direction")
+_COSTS = ("time_s", "kept_share", "after_qkv_bytes", "peak_allocated_bytes", "peak_reserved_bytes")
+_WORDS = {
+    "kept_share": "kept",
+    "after_qkv": "after Q/K/V",
+    "outside": "outside the allocator",
+    "most": "longest to try",
+}
+"""Headings that say more than the name of their field."""
+_ALONE = (
+    "One GPU was measured: `--gpus 2` compares with it DataParallel, which cannot lengthen a "
+    "sequence, and ring and Ulysses, which can."
+)
+
+
+class BenchDocument(AttentionBench, frozen=True, kw_only=True):
+    """What ``highwater bench attention --json`` prints: what was measured, its cases as ``rows``,
+    and what follows from them.
+    """
+
+    schema_version: int = 1
+    answer: str
+    summary: AttentionSummary
+
+
+def bench_document(bench: AttentionBench) -> BenchDocument:
+    """The report as one JSON document."""
+    summary = attention_summary(bench)
+    return BenchDocument(
+        **{name: getattr(bench, name) for name in AttentionBench.__struct_fields__},
+        answer=_answer(bench, summary),
+        summary=summary,
+    )
+
+
+class ReportSection(NamedTuple):
+    """A heading and what stands under it: lines, then tables with rows."""
+
+    title: str
+    tables: Sequence[TextTable] = ()
+    lines: Sequence[str] = ()
+
+
+def attention_markdown(bench: AttentionBench) -> str:
+    """The report as Markdown."""
+    parts = ["# The longest sequence that each attention holds"]
+    for title, every, lines in report_sections(bench):
+        tables = [table for table in every if table.rows]
+        parts.append(f"## {title}")
+        if not lines and not tables:
+            parts.append("Too little was measured.")
+        if lines:
+            parts.append(markdown_list(lines))
+        for table in tables:
+            parts += [f"**{escaped(table.title)}**", markdown_table(table)]
+            if table.footnotes:
+                parts.append(markdown_list(map(escaped, table.footnotes)))
+    return "\n\n".join(parts)
+
+
+def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
+    """The report, in its order."""
+    summary, directions = attention_summary(bench), bench.order.directions
+    yield ReportSection("Longest lengths", [longest_table(bench, summary)])
+    yield ReportSection("What to use", lines=[_use_case_line(case) for case in summary.use_cases])
+    yield ReportSection("Measured on", [_machine_table(bench)])
+    yield ReportSection("Correctness", [_check_table(bench)])
+    yield ReportSection("Every implementation and mode", list(_case_tables(bench)))
+    yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
+    alone = [] if summary.efficiencies else [_ALONE]
+    yield ReportSection("Scaling efficiency", [_efficiency_table(summary)], alone)
+    others = [predicted_table(bench, summary, direction) for direction in directions]
+    others.append(_estimate_table(summary))
+    yield ReportSection("Other GPUs, predicted", others, list(_too_little(summary)))
+
+
+def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
+    """The answer: the longest length of each, and what it costs there."""
+
+    def ended(each: LongestLength) -> str:
+        at = f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""
+        return f"{each.why}{at}"
+
+    return _table(
+        _answer(bench, summary),
+        summary.longest,
+        *(*_ENTRY, ("longest", _held), *(f"row.{name}" for name in _COSTS), ("ended by", ended)),
+        footnotes=_labels(bench),
+    )
+
+
+def _answer(bench: AttentionBench, summary: AttentionSummary) -> str:
+    """The longest length of all, and that of dense attention."""
+    direction = bench.order.directions[-1]
+    found = [each for each in contestants(summary.longest, direction) if each.fits_tokens]
+    if not found:
+        return f"no attention held any length, {direction}"
+    best = max(found, key=lambda each: (each.fits_tokens or 0, -each.time_s))
+    where = "" if best.mode == "single" else f" over {counted(best.gpus, 'GPU')}"
+    others = [each for each in found if each.implementation == "dense" and each is not best]
+    held = [f"{_held(each)} in {format_pass(each.time_s)}" for each in others]
+    first = f"{best.implementation}{where} holds {_held(best)} tokens, {direction}, in "
+    return f"{first}{format_pass(best.time_s)}{''.join(f'; dense {each}' for each in held)}"
+
+
+def _held(each: LongestLength) -> str:
+    """``131,072``, ``≥ 131,072`` where nothing longer was tried, or ``-``."""
+    is_least = each.why == "longest tried" and each.fits_tokens
+    return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
+
+
+def _labels(bench: AttentionBench) -> Iterator[str]:
+    """Notes that a reader of these figures needs."""
+    order, machine = bench.order, bench.machine
+    if not bench.is_whole:
+        yield "interrupted: these are the cases that had ended."
+    if order.device == "cpu":
+        yield (
+            "measured on the CPU at small sizes: it shows how memory and time grow, not what a GPU "
+            "reaches; each process stands for a GPU."
+        )
+    elif order.memory_bytes is not None and order.memory_bytes < machine.memory_total_bytes:
+        yield (
+            f"{plain(machine.device_name)} with {format_bytes(order.memory_bytes)} of its "
+            f"{format_bytes(machine.memory_total_bytes)}: it stands in for a card with so much; "
+            f"times are its own, not that card's."
+        )
+    if order.same_qkv:
+        yield "queries, keys and values are one tensor, counted once."
+    if any(IMPLEMENTATIONS[name].takes_segments for name in order.implementations):
+        yield "kept: of dilated segments, a pair that two of them meet counts twice."
+    for each in bench.not_run:
+        yield f"not run: {each.implementation}: {plain(each.reason)}"
+
+
+def _table(
+    title: str,
+    records: Iterable[Record],
+    *columns: str | Column[Any],
+    footnotes: Iterable[str] = (),
+    names: int = 3,
+) -> TextTable:
+    """A table whose columns are fields of its records, ``row.time_s`` that of a record in one, or
+    headings with what they say of each.
+    """
+
+    def field(path: str) -> Column[Any]:
+        *outer, name = path.split(".")
+        return _heading(name), lambda each: _cell(
+            name, getattr(reduce(getattr, outer, each), name, None)
+        )
+
+    every = (field(each) if isinstance(each, str) else each for each in columns)
+    return table_of(title, records, *every, footnotes=footnotes, names=names)
+
+
+def _cell(name: str, value: Any) -> str:
+    """A figure by the unit that its name ends with; ``-`` where there is none."""
+    if value is None or value == ():
+        return "-"
+    if name.endswith("_bytes"):
+        return per_gpu(value) if isinstance(value, tuple) else format_bytes(round(value))
+    if name.endswith("_tokens"):
+        return format_tokens(value)
+    if name.endswith("_s"):
+        return format_pass(value)
+    if name.endswith(("share", "efficiency", "error")):
+        return f"{100 * value:.3g} %"
+    if isinstance(value, tuple):
+        return plain(", ".join(map(str, value)))
+    return f"{value:,.4g}" if isinstance(value, float) else plain(str(value))
+
+
+def _heading(name: str) -> str:
+    """The name of a field as a column has it."""
+    word = re.sub("_(bytes|tokens|s)$", "", name)
+    return _WORDS.get(word, word.replace("_", " "))
+
+
+def per_gpu(sizes: Sequence[int]) -> str:
+    """One size where all GPUs have the same to what is printed, else each GPU's."""
+    told = list(map(format_bytes, sizes))
+    return " / ".join(told[:1] if len(set(told)) == 1 else told)
+
+
+def entry_words(entry: Entry) -> str:
+    """``dense, forward`` or ``dense, data parallel, forward``."""
+    return f"{_name(entry)}, {entry.direction}"
+
+
+def _name(entry: Entry) -> str:
+    is_plain = entry.mode in ("single", entry.implementation)
+    return entry.implementation if is_plain else f"{entry.implementation}, {entry.mode}"
+
+
+def _use_case_line(case: UseCase) -> str:
+    """A line that says what to use for a range of lengths."""
+    start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
+    lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
+    exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
+    return f"{lengths}: {exact}; as another model, to be trained so: {sparse}"
+
+
+def _machine_table(bench: AttentionBench) -> TextTable:
+    """Date, hardware, versions, and what was asked: every field by its name."""
+    fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
+    for record in (bench.machine, bench.order):
+        fields |= {name: getattr(record, name) for name in record.__struct_fields__}
+    fields |= bench.machine.versions
+    del fields["versions"]
+    return table_of(
+        "what was measured on, and what was asked",
+        fields.items(),
+        ("what", lambda each: _heading(each[0])),
+        ("which", lambda each: _cell(*each)),
+        names=2,
+    )
+
+
+def _check_table(bench: AttentionBench) -> TextTable:
+    """Each implementation beside the reference, and the verdict."""
+
+    def difference(name: str) -> Column[Any]:
+        def cell(check: BenchCheck) -> str:
+            off = check.differences.get(name)
+            return "-" if off is None else f"{off:.1e}"
+
+        return _heading(name), cell
+
+    return _table(
+        "beside the textbook formula in float64: norm-relative difference",
+        bench.checks,
+        *("implementation", "mode", "length_tokens"),
+        *map(difference, ("output", "query_gradient", "key_gradient", "value_gradient")),
+        ("allowed", lambda each: f"{each.tolerance:.0e}"),
+        ("verdict", lambda each: plain(each.reason) or "equal"),
+        names=2,
+    )
+
+
+def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
+    """A table for each implementation, mode and direction, with a row for each case."""
+    for entry in entries(bench):
+        rows = rows_of(bench, entry, batches=True)
+        said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
+        yield _table(
+            f"{entry_words(entry)}: {bench.order.what(entry.implementation)}",
+            rows,
+            *("length_tokens", "batch", "result", *_COSTS),
+            footnotes=(f"{format_tokens(length)}: {reason}" for length, reason in said),
+            names=0,
+        )
+
+
+def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
+    """How many times as fast as dense each is, by length; ``-`` where either has no time."""
+    one = Entry("dense", "single", direction)
+    dense = times_s(bench, one)
+    measured = [each for each in entries(bench) if each.direction == direction and each != one]
+    others = {each: times_s(bench, each) for each in measured if each.mode != "data parallel"}
+    lengths = sorted(dense.keys() & {length for own in others.values() for length in own})
+    return TextTable(
+        title=f"times as fast as dense on one GPU, {direction}",
+        columns=("implementation", *map(format_tokens, lengths)),
+        rows=tuple(
+            (_name(entry), *(f"{dense[n] / own[n]:.3g}" if n in own else "-" for n in lengths))
+            for entry, own in others.items()
+            if dense.keys() & own
+        ),
+        left_columns=1,
+    )
+
+
+def _estimate_table(summary: AttentionSummary) -> TextTable:
+    """The formula of each, and how far a measured peak is from it."""
+    return _table(
+        "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
+        summary.estimates,
+        *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
+        footnotes=(
+            "longest length = (memory − what is outside the allocator − overhead) / bytes per "
+            "token, of memory that the allocator reserves as it does here",
+        ),
+    )
+
+
+def _efficiency_table(summary: AttentionSummary) -> TextTable:
+    """Speed and reach of several GPUs, compared with one."""
+    return _table(
+        "tokens/s and longest length of several GPUs, of one GPU's",
+        summary.efficiencies,
+        *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
+        footnotes=(
+            "data parallel: each GPU has whole sequences, so it cannot lengthen one, and a single "
+            "sequence leaves all other GPUs idle; `--implementations ring` shares each sequence",
+        ),
+    )
+
+
+def predicted_table(
+    bench: AttentionBench, summary: AttentionSummary, direction: Direction
+) -> TextTable:
+    """Predicted: the longest lengths on other kinds of GPUs; none of a kind that holds more than
+    can be said of everything.
+    """
+    own = [each for each in summary.predicted if each.direction == direction]
+    kinds = {each.gpu: each for each in own if not each.is_least}
+    tokens = {(each.gpu, each.entry): (each.is_least, each.tokens) for each in own}
+    cells = {of: f"{'≥ ' if least else ''}{format_tokens(n)}" for of, (least, n) in tokens.items()}
+    columns = list(dict.fromkeys(each.entry for each in own))
+    gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
+    is_gpu, where = bench.order.device == "cuda", "the CPU, whose kernels allocate otherwise"
+    said = "whole sequences, tokens/s not measured on GPUs"
+    if gains and is_gpu:
+        best = max(gains, key=lambda each: each.speedup)
+        brings = f"{best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
+        said = f"whole sequences, {brings}"
+    return TextTable(
+        title=f"predicted: longest length on other GPUs, {direction}, by memory alone",
+        columns=("GPU", "memory", *map(_name, columns), "DataParallel"),
+        rows=tuple(
+            (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns), said)
+            for gpu, each in kinds.items()
+        ),
+        footnotes=(
+            f"predicted from peaks on {plain(bench.machine.device_name) if is_gpu else where}; "
+            f"nothing is said about time, nor about more than {FAR} times the longest length that "
+            f"was measured (≥)",
+            "DataParallel: whole sequences on each GPU, none longer than one holds; tokens/s as "
+            "here",
+            *(
+                f"{gpu} has no {' and no '.join(each.lacking)}: it is its memory alone that is "
+                f"predicted, and kernels that need them do not run there"
+                for gpu, each in kinds.items()
+                if each.lacking
+            ),
+        ),
+        left_columns=1,
+    )
+
+
+def _too_little(summary: AttentionSummary) -> Iterator[str]:
+    """Which figures are missing because too few, or too short, lengths were measured."""
+    known = [each.entry for each in summary.estimates]
+    unknown = [
+        entry_words(each.entry)
+        for each in summary.longest
+        if each.fits_tokens and each.mode != "data parallel" and each.entry not in known
+    ]
+    if unknown:
+        yield (
+            f"too little was measured of {'; '.join(unknown)}: bytes per token are told by "
+            f"{LEAST_LENGTHS} lengths that fit, and nothing is predicted by fewer."
+        )
+    far = {each.gpu for each in summary.predicted}
+    far -= {each.gpu for each in summary.predicted if not each.is_least}
+    if far:
+        longest = max(each.fit.longest_tokens for each in summary.estimates)
+        yield (
+            f"too little was measured for {counted(len(far), 'kind')} of GPUs: they hold more than "
+            f"{FAR} times the {format_tokens(longest)} tokens that were the longest; measure "
+            f"longer ones (`--max-length`)."
+        )

@@ -1,0 +1,456 @@
+"""The chooser of a guide's page: an answer for each combination of model, GPUs and length, and all
+of them as JSON. ``recommend`` and ``emit`` compute them while the page is written
+(docs/decisions/018), or they are read off capacities that somebody found.
+"""
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from markupsafe import Markup
+
+from highwater.errors import HighwaterError, ModelError
+from highwater.model.model import load_model
+from highwater.model.rope import Yarn, yarn, yarn_parameters
+from highwater.nouns.capacities import Capacity, in_order
+from highwater.nouns.cells import simplicity
+from highwater.nouns.codec import to_builtins
+from highwater.nouns.hardware import kind_of
+from highwater.nouns.recommendation import Candidate, Query, Recommendation
+from highwater.nouns.request import trial_flags
+from highwater.nouns.study import counted_ranks
+from highwater.nouns.trainer import OURS, TRAINERS, predicted_traits, trainer_title
+from highwater.pages.guide import (
+    NOTHING_FITS,
+    ORIGINS,
+    UNKNOWN,
+    Guide,
+    GuideTable,
+    cell_label,
+    farthest,
+    trained,
+)
+from highwater.pages.page import paths_shortened, script_text, without_folders
+from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.sentence import recommendation_answer
+from highwater.pages.text import plain_lines
+from highwater.recommendation.candidates import token_budget
+from highwater.recommendation.recommend import recommend
+from highwater.trainers.emitted import answered_first
+from highwater.trainers.targets import TARGETS, configured_choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The recommendation for one length."""
+
+    found: Recommendation
+    command: str
+    """The command that answers the same again. Empty where a table of the guide is all that is
+    known."""
+    entries: tuple[str, ...]
+    """What the guide's tables say of it."""
+    configurations: Mapping[str, str]
+    """Texts to copy for the chosen settings, by what they configure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One model on one number of GPUs, for one kind of training."""
+
+    model_name: str
+    device_name: str
+    gpus: int
+    basis: str
+    """Whose step it is, what it trains, and what its figures are."""
+    answers: tuple[Answer, ...]
+    """Answers, the shortest length first."""
+    longest_tokens: int | None
+    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
+    fits."""
+
+
+def known_recommendation(
+    own: Sequence[Capacity], length_tokens: int, *, others: Sequence[Capacity] = ()
+) -> Recommendation:
+    """Recommend the simplest of ``own`` that is known to fit.
+
+    ``own`` are capacities of one model on as many GPUs of one kind, from one source; ``others`` are
+    the same on other numbers of GPUs: where nothing fits, the fewest that do are named. What nobody
+    knows is a note.
+    """
+    first, kind = own[0], kind_of(own[0].device_name)
+    best: dict[tuple[int, ...], Capacity] = {}
+    for each in in_order(tuple(own)):
+        key, fits = simplicity(each.cell), each.fits(length_tokens)
+        if fits is not None and (key not in best or (fits and not best[key].fits(length_tokens))):
+            best[key] = each
+    candidates = tuple(_candidate(each, length_tokens) for each in best.values())
+    chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    return Recommendation(
+        model_name=first.model_name,
+        native_length_tokens=first.native_length_tokens,
+        trainer=first.trainer,
+        length_tokens=length_tokens,
+        gpus=first.cell.layout.gpus,
+        device_name=first.device_name,
+        device_bytes=0 if kind is None else kind.usable_bytes or 0,
+        margin_bytes=first.margin_bytes,
+        default_sequences=first.cell.settings.sequences_per_micro_batch,
+        chosen=chosen,
+        candidates=candidates,
+        yarn=_yarn(first, length_tokens) if predicted_traits(first.trainer) else None,
+        accuracy=ORIGINS[first.source],
+        notes=tuple(_notes(own, length_tokens, chosen, others)),
+    )
+
+
+def _candidate(capacity: Capacity, length_tokens: int) -> Candidate:
+    settings = capacity.cell.settings
+    return Candidate(
+        cell=capacity.cell,
+        is_lowered=False,
+        token_budget_tokens=settings.token_budget_tokens
+        or token_budget(capacity.cell, length_tokens),
+        fits=bool(capacity.fits(length_tokens)),
+        source=capacity.source,
+        found_in=capacity.found_in,
+        is_memory_only=capacity.is_memory_only,
+        headroom_bytes=None,
+        capacity_tokens=capacity.capacity_tokens,
+        capacity_source=capacity.source,
+        is_at_least=capacity.does_not_fit_tokens is None,
+    )
+
+
+def _notes(
+    own: Sequence[Capacity],
+    length_tokens: int,
+    chosen: Candidate | None,
+    others: Sequence[Capacity],
+) -> Iterator[str]:
+    known = {each.cell for each in own if each.fits(length_tokens) is not None}
+    simpler = (
+        c.cell
+        for c in in_order(tuple(own))
+        if chosen is None or simplicity(c.cell) < simplicity(chosen.cell)
+    )
+    unknown = dict.fromkeys(cell_label(cell) for cell in simpler if cell not in known)
+    if unknown:
+        yield f"nobody knows whether these fit: {', '.join(unknown)}"
+    if chosen is None:
+        fitting = [each for each in in_order(tuple(others)) if each.fits(length_tokens)]
+        fewest = min(fitting, key=lambda each: each.cell.layout.gpus, default=None)
+        if fewest is not None:
+            gpus = counted_ranks(fewest.cell.layout.gpus, "cuda")
+            yield (
+                f"what fits in this guide, with the fewest GPUs: {cell_label(fewest.cell)} on "
+                f"{gpus}, {fewest.source}"
+            )
+
+
+def _yarn(capacity: Capacity, length_tokens: int) -> Yarn | None:
+    """YaRN as the model has it; without the model, by its native length alone."""
+    try:
+        model = load_model(capacity.model_name)
+    except ModelError:
+        model = None
+    if model is not None and capacity.config_digest in (None, model.config_digest):
+        return yarn(model, length_tokens=length_tokens)
+    native = capacity.native_length_tokens
+    if length_tokens <= native:
+        return None
+    factor = length_tokens / native
+    parameters = yarn_parameters(factor, native_length_tokens=native)
+    return Yarn(factor=factor, rope_parameters=parameters, max_position_embeddings=length_tokens)
+
+
+_NAMED = ("objective", "critic", "entropy", "rope")
+"""Settings that a basis names by itself."""
+_APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
+"""Factors by which the next length of the chooser is longer, at least. The least of them counts
+with which there are not too many lengths."""
+_REPLAYED_APART = 2
+"""The least factor for a trainer whose traces are bundled. Each answer replays a trace for every
+cell: 1 s instead of 10 ms."""
+_MOST_ANSWERS = 300
+"""Answers of a page at the most, of about 3 KB each."""
+_IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
+_Own = tuple[GuideTable, tuple[Capacity, ...]]
+"""A table of the guide, and what it has of one model."""
+
+
+def places(made: Guide) -> tuple[Place, ...]:
+    """Every model on every number of GPUs of the guide, with its answers.
+
+    What studies measured and what is predicted by formula is asked of ``recommend``, at every
+    length of the tables; what others published, what was simulated and what nobody can ask about
+    any more is answered by the table itself.
+    """
+    groups: dict[tuple[object, ...], list[_Own]] = {}
+    for table in made.tables:
+        for name in table.models:
+            own = tuple(each for each in table.capacities if each.model_name == name)
+            groups.setdefault(_group(made, table, own), []).append((table, own))
+    each = [(_query(made, group), group) for group in groups.values()]
+    sizes = (
+        (apart, sum(len(_lengths(group, apart=apart)) for query, group in each if query))
+        for apart in _APART
+    )
+    apart = next((apart for apart, size in sizes if size <= _MOST_ANSWERS), _APART[-1])
+    replayed = max(apart, _REPLAYED_APART)
+    is_replayed = {name for name, row in TRAINERS.items() if row.traces == "bundled"}
+    return tuple(
+        _place(made, group, query, replayed if query and query.trainer in is_replayed else apart)
+        for query, group in each
+    )
+
+
+def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
+    """Key of what is answered together."""
+    where = own[0].model_name, table.device_name, table.gpus
+    query = _query(made, [(table, own)])
+    if query is None:
+        return (*where, table.source, table.training)
+    return (*where, msgspec.structs.replace(query, model="", studies=()))
+
+
+def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
+    """The query with every study of the group, and the settings that all its sources have."""
+    if any(table.source not in ("measured", "predicted") for table, _ in group):
+        return None
+    found = [
+        made.queries.get((c.found_in, c.model_name, c.device_name)) for _, own in group for c in own
+    ]
+    known = [query for query in found if query is not None]
+    if len(known) < len(found):
+        return None
+    return msgspec.structs.replace(
+        known[0],
+        studies=tuple(dict.fromkeys(path for query in known for path in query.studies)),
+        settings=tuple(
+            each for each in known[0].settings if all(each in query.settings for query in known)
+        ),
+    )
+
+
+def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> Place:
+    table, own = group[0]
+    first = own[0]
+    answers = () if query is None else _asked(query, group, apart=apart)
+    sources, named = table.source, list[str]()
+    if query is not None:
+        named = [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
+    if query is not None and answers:
+        sources = "measured, else predicted" if query.studies else "predicted"
+    if not answers:
+        answers = tuple(_known_answers(made, group))
+    fitting = [each.found for each in answers if each.found.chosen is not None]
+    sure = [each for each in fitting if each.chosen is not None and each.chosen.risk != "tight"]
+    return Place(
+        model_name=first.model_name,
+        device_name=table.device_name,
+        gpus=table.gpus,
+        basis=f"{', '.join((trained(first), *named))}: {sources}",
+        answers=answers,
+        longest_tokens=max((each.length_tokens for each in sure or fitting), default=None),
+    )
+
+
+def _ends(group: Sequence[_Own]) -> tuple[int, int]:
+    """The longest row that the model is known to fit, 0 for none, and the next."""
+    reached = [(farthest(table, own[0].model_name) or (0,))[0] for table, own in group]
+    longest = max(reached)
+    later = [tokens for table, _ in group for tokens, _ in table.rows if tokens > longest]
+    return longest, min(later, default=longest)
+
+
+def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
+    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least."""
+    longest, beyond = _ends(group)
+    rows = {tokens for table, _ in group for tokens, _ in table.rows}
+    first = min(rows)
+    doubled = (first << times for times in range(beyond.bit_length()))
+    powers = [tokens for tokens in doubled if tokens < beyond]
+    kept = {beyond, *((longest,) if longest else ())}
+    for tokens in (*powers, *sorted(tokens for tokens in rows if tokens < longest)):
+        others = kept - {longest, beyond}
+        if all(max(tokens, other) >= apart * min(tokens, other) for other in others):
+            kept.add(tokens)
+    return sorted(kept)
+
+
+def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
+    """Answers of ``recommend`` for every length that it can be asked about, the longest too."""
+    gpus, model_name = group[0][0].gpus, group[0][1][0].model_name
+    lengths = _lengths(group, apart=apart)
+    found = list(_recommended(query, gpus, lengths))
+    longest = max((c.capacity_tokens for each in found[:1] for c in each.candidates), default=0)
+    found += _recommended(query, gpus, {longest} - {0, *lengths})
+    found.sort(key=lambda each: each.length_tokens)
+    return tuple(
+        Answer(
+            found=each,
+            command=shlex.join(query.words(gpus=gpus, length_tokens=each.length_tokens)),
+            entries=_entries(group, each.length_tokens, model_name),
+            configurations=_configurations(each, query.model),
+        )
+        for each in found
+    )
+
+
+def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Recommendation]:
+    for length_tokens in lengths:
+        with suppress(HighwaterError):
+            # a length that no scaling of its positions reaches is refused
+            yield recommend(**query.arguments(gpus=gpus), length=length_tokens)
+
+
+def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
+    """Answers of the table itself."""
+    table, own = group[0]
+    others = [
+        each
+        for other in made.tables
+        if (other.source, other.training) == (table.source, table.training)
+        for each in other.capacities
+        if each.device_name == table.device_name and each.model_name == own[0].model_name
+    ]
+    _, beyond = _ends([(table, own)])
+    for length_tokens in (tokens for tokens, _ in table.rows if tokens <= beyond):
+        found = known_recommendation(own, length_tokens, others=others)
+        yield Answer(
+            found=found,
+            command="",
+            entries=_entries(group, length_tokens, own[0].model_name),
+            configurations=_configurations(found, own[0].model_name),
+        )
+
+
+def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
+    return tuple(
+        f"{_IN_WORDS.get(choice.label, choice.entry)} ({table.source}; {table.training})"
+        for table, _ in group
+        for tokens, choices in table.rows
+        for choice in choices
+        if tokens == length_tokens and choice.model_name == model_name
+    )
+
+
+def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
+    """Texts that ``emit`` prints for the trainer that is recommended for, by their names."""
+    chosen = found.chosen
+    if chosen is None:
+        return {}
+    texts: dict[str, str] = {}
+    if found.trainer == OURS:
+        trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
+        texts[trainer_title(found.trainer)] = f"{shlex.join(trial)}\n"
+    for target, row in TARGETS.items():
+        if row.is_in_guides and row.predicted_for == found.trainer:
+            with suppress(HighwaterError):  # a trainer that has no words for it
+                made = configured_choice(target, found, model=model)
+                if made is None or made.emitted.fits is False:
+                    continue
+                answered = made.emitted
+                if answered.fits:
+                    chosen = msgspec.structs.replace(found, chosen=made.candidate)
+                    answered = answered_first(answered, recommendation_answer(chosen))
+                texts[target] = answered.text.rstrip("\n") + "\n"
+    return texts
+
+
+_NOT_EMBEDDED = ("candidates", "chosen")
+"""Fields of a recommendation that do not stand there as others do. What is chosen stands for
+itself; the candidates, which only the tables have, would be most of the page."""
+
+
+class _Values:
+    """Values of a page, each written once: a text stands for each until all of them are counted."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.numbers = dict[str, int]()
+
+    def __call__(self, value: object) -> str:
+        """Return the text that stands for a value; texts are on one line, and name no folder."""
+        if isinstance(value, str):
+            value = plain_lines(without_folders(value))
+        return self.of_json(_json(value))
+
+    def of_json(self, text: str) -> str:
+        """Return the text that stands for a value whose JSON this is."""
+        self.counts[text] += 1
+        return f"\0{self.numbers.setdefault(text, len(self.numbers))}"
+
+    def indexed(self, document: object) -> tuple[list[str], str]:
+        """All values, the most frequent first, and the document with their indices."""
+        order = [text for text, _ in self.counts.most_common()]
+        places = {self.numbers[text]: at for at, text in enumerate(order)}
+        text = re.sub(r'"\\u0000(\d+)"', lambda found: str(places[int(found[1])]), _json(document))
+        return order, text
+
+
+def chooser_json(places: Sequence[Place]) -> Markup:
+    """Every combination, as JSON that is harmless inside a ``script`` element.
+
+    Every value stands there once. ``places`` hold a place's names, its answers and the length that
+    it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
+    """
+    fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
+    value = _Values()
+    drafts = [
+        {
+            "model": plain_lines(place.model_name),
+            "gpu": plain_lines(place.device_name),
+            "gpus": place.gpus,
+            "basis": plain_lines(place.basis),
+            "longest": place.longest_tokens,
+            "answers": [_draft(answer, fields, value) for answer in place.answers],
+        }
+        for place in places
+    ]
+    order, indexed = value.indexed(drafts)
+    names = f'"fields":{_json(fields)},"chosen":{_json(Candidate.__struct_fields__)}'
+    return script_text(f'{{{names},"values":[{",".join(order)}],"places":{indexed}}}')
+
+
+def _draft(answer: Answer, fields: Sequence[str], value: _Values) -> dict[str, Any]:
+    chosen, found = answer.found.chosen, paths_shortened(to_builtins(answer.found))
+    own = Candidate.__struct_fields__
+    return {
+        "length": answer.found.length_tokens,
+        "fields": [value.of_json(_json(found[name])) for name in fields],
+        "chosen": chosen and [value.of_json(_json(found["chosen"][name])) for name in own],
+        "label": value("" if chosen is None else chosen.label),
+        "said": value(recommendation_answer(answer.found)),
+        "entries": list(map(value, answer.entries)),
+        "tables": [
+            [
+                value(table.title),
+                list(map(value, table.columns)),
+                [list(map(value, row)) for row in table.rows],
+                list(map(value, table.footnotes)),
+                table.left_columns,
+            ]
+            for table in recommendation_tables(answer.found)
+        ],
+        "command": value(answer.command),
+        "configurations": [
+            [
+                value(name),
+                [value.of_json(_json(without_folders(line))) for line in text.split("\n")],
+            ]
+            for name, text in answer.configurations.items()
+        ],
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

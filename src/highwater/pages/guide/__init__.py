@@ -1,1 +1,0 @@
-"""Control plane: the guide of many models and GPUs."""

@@ -1,0 +1,498 @@
+"""The guide as a page, as Markdown and as rows: its tables, its bars and the sentences that depend
+on it. The template ``guide.j2`` has the rest.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from highwater.errors import HighwaterError
+from highwater.model.model import load_model
+from highwater.model.rope import yarn_parameters
+from highwater.nouns.capacities import Capacity, Source
+from highwater.nouns.cells import simplicity
+from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
+from highwater.nouns.trainer import OURS, predicted_traits
+from highwater.pages.chooser import Place, chooser_json
+from highwater.pages.guide import (
+    SOURCES,
+    UNKNOWN,
+    Choice,
+    Guide,
+    GuideTable,
+    cell_label,
+    farthest,
+    in_natural_order,
+)
+from highwater.pages.page import digest, drawn_page, page_script
+from highwater.pages.sentence import recommendation_answer
+from highwater.pages.table import TextTable
+from highwater.speed import PredictedStep, predicted_step
+from highwater.units import format_seconds, format_tokens
+
+_STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
+_HF_WEIGHTS = {
+    "always": "saved with every checkpoint",
+    "last": "saved at the end",
+    "never": "never saved",
+}
+_VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
+_LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
+"""Numbers beyond which rows that say the same are joined, and not every factor is listed. No
+published table is as long."""
+
+
+class Section(NamedTuple):
+    """Tables about one kind of GPU, one source, one kind of training and one native length."""
+
+    heading: str
+    tables: tuple[GuideTable, ...]
+
+    @property
+    def capacities(self) -> list[Capacity]:
+        """The capacities of all its tables."""
+        return [each for table in self.tables for each in table.capacities]
+
+    @property
+    def is_of_one_sequence(self) -> bool:
+        """Whether its tables hold for one sequence a micro-batch, and not for the default token
+        budget of other trainers.
+        """
+        packed = {
+            (each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens)
+            for each in self.capacities
+            if (traits := predicted_traits(each.trainer)) is not None and not traits.is_watched
+        }
+        return packed == {(1, None)}
+
+
+class Bar(NamedTuple):
+    """How far one model gets on one number of GPUs."""
+
+    label: str
+    text: str
+    percent: float
+    """Length that was trained in full, in per cent of the longest bar of its section."""
+    memory_only_percent: float
+    """Length that memory alone holds beyond, in the same per cent."""
+
+
+class LongContext(NamedTuple):
+    """The configuration of models of one native length past it."""
+
+    configuration: str
+    factors: str
+    """YaRN's factor for each length of the guide, in a sentence."""
+
+
+def guide_markdown(guide: Guide) -> str:
+    """Write the whole document."""
+    return _drawn(guide, (), "md")
+
+
+def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
+    """Write the whole page, with a chooser among ``places``."""
+    return _drawn(guide, places, "html")
+
+
+def _drawn(guide: Guide, places: Sequence[Place], form: Literal["html", "md"]) -> str:
+    script, choices = page_script("chooser.js"), guide.choices
+    every = list(map(choice_table, guide.tables))
+    found = {table.source for table in guide.tables}
+    capacities = [each for table in guide.tables for each in table.capacities]
+    return drawn_page(
+        "guide.j2",
+        form=form,
+        kinds=list(dict.fromkeys(table.device_name for table in guide.tables)),
+        sources=[
+            f"{text.replace(source, f'**{source}**', 1)}."
+            for source, text in SOURCES.items()
+            if source in found
+        ],
+        allocator={"words": ENV_IN_WORDS, "before": ENV_BEFORE_IN_WORDS},
+        labels="\n".join({cell_label(each.cell) for each in capacities}),
+        has={
+            "budgeted": any(re.search(r" with [\d.]+ GiB$", t.device_name) for t in guide.tables),
+            "unknown": any(choice.label == UNKNOWN for choice in choices),
+            "perhaps_simpler": any(each.capacity and each.may_be_simpler for each in choices),
+            "only_tried": any(map(only_tried, guide.tables)),
+            "memory_only": any(each.capacity and each.capacity.is_memory_only for each in choices),
+            "joined": any(joined(table) != table for table in every),
+        },
+        sections=sections(guide),
+        glances=list(glance_tables(guide)),
+        bars=_bars,
+        rungs=rungs,
+        only_with_offload=only_with_offload,
+        only_tried=only_tried,
+        choice_table=choice_table,
+        joined=joined,
+        summary=summary,
+        contexts=list(long_contexts(guide)),
+        budgets=budget_table(guide),
+        origins=origin_table(guide),
+        notes=guide.notes,
+        places=places,
+        data=chooser_json(places),
+        script=script,
+        script_digest=digest(script),
+        opening=_opening(places),
+        speeds=list(speed_tables(guide)),
+    )
+
+
+def _opening(places: Sequence[Place]) -> str:
+    """The answer that the chooser opens with; empty without one."""
+    if not places:
+        return ""
+    place = next((each for each in places if each.longest_tokens is not None), places[0])
+    length = place.longest_tokens or place.answers[0].found.length_tokens
+    return next(
+        recommendation_answer(each.found)
+        for each in place.answers
+        if each.found.length_tokens == length
+    )
+
+
+def sections(guide: Guide) -> list[Section]:
+    """Sections of the guide, in its order."""
+
+    def heading(table: GuideTable) -> str:
+        native = format_tokens(table.native_length_tokens)
+        return f"{table.device_name}: {table.source} ({table.training}; native length {native})"
+
+    return [Section(text, tuple(group)) for text, group in groupby(guide.tables, key=heading)]
+
+
+def _bars(section: Section) -> list[Bar]:
+    each = [(table, name) for table in section.tables for name in table.models]
+    reached = [
+        [0 if found is None else found.capacity_tokens for found in longest(table, name)]
+        for table, name in each
+    ]
+    unit = max(1, *(tokens for pair in reached for tokens in pair)) / 100
+    return [
+        Bar(
+            label=f"{table.gpus_in_words}, {name}",
+            text=reached_text(table, name),
+            percent=round(full / unit, 1),
+            memory_only_percent=round(max(0, memory_only - full) / unit, 1),
+        )
+        for (table, name), (full, memory_only) in zip(each, reached, strict=True)
+    ]
+
+
+def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
+    """The capacities of each rung, the simplest first, by number of GPUs and degree."""
+    models = in_natural_order(each.model_name for each in capacities)
+    for settings in sorted({each.cell.settings for each in capacities}, key=_rung_order):
+        own = [each for each in capacities if each.cell.settings == settings]
+        found: dict[tuple[Layout, str], list[Capacity]] = {}
+        for each in own:
+            found.setdefault((each.cell.layout, each.model_name), []).append(each)
+        layouts = sorted({each.cell.layout for each in own}, key=msgspec.structs.astuple)
+        strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
+        yield TextTable(
+            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
+            columns=("GPUs", "SP", *models),
+            rows=tuple(
+                (
+                    *(str(layout.gpus), layout.sharing),
+                    *(_figure(found.get((layout, name), ())) for name in models),
+                )
+                for layout in layouts
+            ),
+            left_columns=0,
+        )
+
+
+def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
+    """Sort key of rungs, the simplest first."""
+    return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
+
+
+def _figure(capacities: Sequence[Capacity]) -> str:
+    """The text of one cell's capacities; empty where nothing was tried."""
+    telling = (
+        each for each in capacities if not any(_says_more(other, each) for other in capacities)
+    )
+    in_order = sorted(telling, key=lambda each: (each.is_memory_only, each.capacity_tokens))
+    failures = [c.does_not_fit_tokens for c in capacities if c.does_not_fit_tokens is not None]
+    return ", ".join(dict.fromkeys(_capacity_text(each, failures) for each in in_order))
+
+
+def _says_more(one: Capacity, other: Capacity) -> bool:
+    """Whether the other adds nothing to the one."""
+    if one.is_memory_only and not other.is_memory_only:
+        return False
+    if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
+        return False
+    is_in_full_too = other.is_memory_only and not one.is_memory_only
+    return one.capacity_tokens + is_in_full_too > other.capacity_tokens
+
+
+def _capacity_text(capacity: Capacity, failures: Sequence[int]) -> str:
+    tokens, fails = capacity.capacity_tokens, min(failures, default=None)
+    if tokens == 0:
+        if fails is None:
+            return "?"
+        return "-" if fails <= PUBLISHED_STEP_TOKENS else f"< {format_tokens(fails)}"
+    yarn = "*" if tokens > capacity.native_length_tokens else ""
+    least = "" if any(length > tokens for length in failures) else "≥"
+    figure = f"{least}{format_tokens(tokens)}{yarn}"
+    return f"{figure} memory-only" if capacity.is_memory_only else figure
+
+
+def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capacity | None]:
+    """The longest capacity of any cell trained in full, and the longest by memory alone."""
+    own = [each for each in table.capacities if each.model_name == model_name]
+    in_order = sorted(own, key=lambda each: -each.capacity_tokens)
+    full = next((each for each in in_order if not each.is_memory_only), None)
+    return full, next((each for each in in_order if each.is_memory_only), None)
+
+
+def best_text(table: GuideTable, model_name: str) -> str:
+    """The longest of any cell that was trained in full, and beside it what memory alone holds where
+    that is longer.
+    """
+    return _figure([each for each in longest(table, model_name) if each is not None])
+
+
+def reached_text(table: GuideTable, model_name: str) -> str:
+    """How far a model gets, as at a glance: ``262,144, 671,744 memory-only``; in words where it is
+    no length.
+    """
+    text = best_text(table, model_name).replace("*", "")
+    return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
+
+
+def summary(table: GuideTable) -> str:
+    """How far each model gets, and what kind of figure that is, in one line."""
+    reached = (f"{name} {reached_text(table, name)}" for name in table.models)
+    return f"longest context known to fit, {table.source}: {'; '.join(reached)}"
+
+
+def glance_tables(guide: Guide) -> Iterator[TextTable]:
+    """How far every model gets, in tokens, by number of GPUs and with whatever settings. There is a
+    table for each section.
+    """
+    for section in sections(guide):
+        models = in_natural_order(name for table in section.tables for name in table.models)
+        yield _by_gpus(section.heading, section.tables, models, best_text)
+
+
+def _by_gpus(
+    title: str,
+    tables: Sequence[GuideTable],
+    models: Sequence[str],
+    figure: Callable[[GuideTable, str], str],
+) -> TextTable:
+    """A row for each number of GPUs, and a column for each model."""
+    rows = ((str(table.gpus), *(figure(table, name) for name in models)) for table in tables)
+    return TextTable(title=title, columns=("GPUs", *models), rows=tuple(rows), left_columns=0)
+
+
+def only_with_offload(table: GuideTable) -> str:
+    """A sentence that names models which fit nothing without offload; empty where there is none."""
+    names = [
+        each.model_name
+        for each in table.rows[0][1]
+        if each.capacity is not None and each.capacity.cell.settings.offload is not False
+    ]
+    return f"Only with offload, here: {', '.join(names)}." if names else ""
+
+
+def only_tried(table: GuideTable) -> str:
+    """A sentence of what was tried of models that begin with something less simple than vanilla.
+    Empty where none does.
+    """
+    tried: dict[str, list[str]] = {}
+    for name in table.models:
+        cells = sorted(
+            {each.cell for each in table.capacities if each.model_name == name}, key=simplicity
+        )
+        if simplicity(cells[0]) > _VANILLA:
+            tried.setdefault(", ".join(dict.fromkeys(map(cell_label, cells))), []).append(name)
+    each = "; ".join(f"{', '.join(names)}: {labels}" for labels, names in tried.items())
+    return f"Tried here, and nothing simpler: {each}. Simpler settings may do." if each else ""
+
+
+def choice_table(table: GuideTable) -> TextTable:
+    """Lengths by models; ``?`` after an entry where something simpler may fit."""
+    return TextTable(
+        title=f"simplest settings by length and model, {table.gpus_in_words}, {table.source}",
+        columns=("max_model_len", *table.models),
+        rows=tuple(
+            (format_tokens(tokens), *(choice.entry for choice in own)) for tokens, own in table.rows
+        ),
+        left_columns=1 + len(table.models),
+    )
+
+
+def joined(table: TextTable) -> TextTable:
+    """A long table with neighbouring rows that say the same as one: ``4,096 – 40,960``."""
+    if len(table.rows) <= _LONG_TABLE_ROWS:
+        return table
+    rows: list[tuple[str, ...]] = []
+    for entries, own in groupby(table.rows, key=lambda row: row[1:]):
+        lengths = [row[0] for row in own]
+        length = lengths[0] if len(lengths) == 1 else f"{lengths[0]} – {lengths[-1]}"
+        rows.append((length, *entries))
+    return replace(table, rows=tuple(rows))
+
+
+def long_contexts(guide: Guide) -> Iterator[LongContext]:
+    """Long contexts for each native length."""
+    for native in dict.fromkeys(table.native_length_tokens for table in guide.tables):
+        own = [table for table in guide.tables if table.native_length_tokens == native]
+        rows = (row for table in own for row in table.rows)
+        found = {tokens for tokens, choices in rows if any(choice.capacity for choice in choices)}
+        longer = [tokens for tokens in sorted(found) if tokens > native]
+        if len(longer) > _MANY_FACTORS:
+            longer = [tokens for tokens in longer if tokens % native == 0]
+        factors = ", ".join(f"{format_tokens(tokens)}: {tokens / native:g}" for tokens in longer)
+        said = (
+            f"`FACTOR` by length: {factors}." if factors else "No length of this guide is longer."
+        )
+        yield LongContext(
+            _long_context(_model_path(own[0].models[0]), native),
+            f"Up to {format_tokens(native)} tokens leave `rope_scaling` out. {said}",
+        )
+
+
+def _long_context(model_path: str, native_length_tokens: int) -> str:
+    """The model's part of a Trinity-RFT configuration past the native length."""
+    factor = f"${{oc.decode:${{oc.env:FACTOR}}}}  # MAX_MODEL_LEN / {native_length_tokens}"
+    block = yarn_parameters(factor, native_length_tokens=native_length_tokens)
+    scaling = "".join(f"\n    {name}: {value}" for name, value in block.items())
+    return f"""\
+model:
+  model_path: ${{oc.env:MODEL_PATH,{model_path}}}
+  max_prompt_tokens: 2048
+  max_model_len: ${{oc.env:MAX_MODEL_LEN,4096}}
+  rope_scaling:{scaling}"""
+
+
+def _model_path(model_name: str) -> str:
+    """An example of a path in a configuration. Text from outside is in it only where it is harmless
+    there.
+    """
+    if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
+        return "/path/to/model"
+    return f"Qwen/{model_name}" if model_name.startswith("Qwen") else f"/path/to/{model_name}"
+
+
+def budget_table(guide: Guide) -> TextTable:
+    """Default and least token budgets at the longest length of the guide."""
+    reached = (farthest(table, name) for table in guide.tables for name in table.models)
+    tokens = max((found[0] for found in reached if found), default=PUBLISHED_STEP_TOKENS)
+    layouts = (each.cell.layout for table in guide.tables for each in table.capacities)
+    degrees = sorted({1, *(layout.context_degree for layout in layouts)})
+    return TextTable(
+        title=f"Tokens per GPU at {format_tokens(tokens)} tokens",
+        columns=("SP", "default", "least"),
+        rows=tuple(
+            (str(degree), *(format_tokens(math.ceil(n * tokens / degree)) for n in (2, 1)))
+            for degree in degrees
+        ),
+        left_columns=1,
+    )
+
+
+def origin_table(guide: Guide) -> TextTable:
+    """Every file and prediction with what its figures are, and what was found there."""
+    found: dict[tuple[str, Source], list[Capacity]] = {}
+    for table in guide.tables:
+        for each in table.capacities:
+            found.setdefault((each.found_in, each.source), []).append(each)
+    rows = (
+        (
+            *(name, SOURCES[source]),
+            ", ".join(dict.fromkeys(each.device_name for each in own)),
+            ", ".join(dict.fromkeys(each.model_name for each in own)),
+            str(len({(each.model_name, each.cell) for each in own})),
+            str(sum(not c.capacity_tokens and c.does_not_fit_tokens is None for c in own)),
+        )
+        for (name, source), own in found.items()
+    )
+    columns = ("found in", "figures", "GPU", "models", "cells", "of them unknown")
+    return TextTable(title="Sources", columns=columns, rows=tuple(rows), left_columns=4)
+
+
+def choice_speed(
+    guide: Guide, table: GuideTable, choice: Choice, length_tokens: int
+) -> PredictedStep | None:
+    """The time of a step with what the guide names for a length. None where nothing fits, of
+    another trainer, of a model that nobody has the shape of, and of GPUs whose rates nobody knows.
+    """
+    found = choice.capacity
+    if found is None or found.trainer != OURS:
+        return None
+    query = guide.queries.get((found.found_in, found.model_name, table.device_name))
+    if query is None or query.kind is None:
+        return None
+    with suppress(HighwaterError):
+        return predicted_step(
+            load_model(query.model).shape,
+            found.cell.settings,
+            found.cell.layout,
+            length_tokens=length_tokens,
+            device_name=query.kind,
+        )
+    return None
+
+
+def speed_tables(guide: Guide) -> Iterator[TextTable]:
+    """GPUs by models at the longest lengths, of each section whose speed can be predicted."""
+
+    def figure(table: GuideTable, model_name: str) -> str:
+        """``1,038 at 1,044,480: 33m 33s a step``."""
+        reached = farthest(table, model_name) if model_name in table.models else None
+        if reached is None:
+            return "-"
+        tokens, choice = reached
+        step = choice_speed(guide, table, choice, tokens)
+        if step is None:
+            return "-"
+        at = f"{step.tokens_per_s:,.0f} at {format_tokens(tokens)}"
+        return f"{at}: {format_seconds(step.time_s)} a step"
+
+    for section in sections(guide):
+        title = f"Tokens a second, predicted. {section.heading}"
+        models = tuple(dict.fromkeys(name for table in section.tables for name in table.models))
+        table = _by_gpus(title, section.tables, models, figure)
+        if any(text != "-" for _, *figures in table.rows for text in figures):
+            yield table
+
+
+def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
+    """Rows with the columns of the published guide, what each rests on, and how fast it is: one for
+    each length and model. A step's time is predicted; None where nobody knows.
+    """
+    return [
+        {
+            "gpu": table.device_name,
+            "gpus": table.gpus,
+            "max_model_len": length_tokens,
+            "model": choice.model_name,
+            "settings": choice.label,
+            "source": table.source,
+            "training": table.training,
+            "step_time_s": step and step.time_s,
+            "tokens_per_s": step and step.tokens_per_s,
+            "speed_source": step and "predicted",
+        }
+        for table in guide.tables
+        for length_tokens, choices in table.rows
+        for choice in choices
+        for step in (choice_speed(guide, table, choice, length_tokens),)
+    ]

@@ -1,0 +1,245 @@
+"""The answer of a prediction or a recommendation in a sentence or two, before its tables: what
+fits, with which settings, what is left, how fast it is; and the caveat below the tables.
+"""
+
+from collections.abc import Sequence
+
+from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.nouns.cluster import nameless
+from highwater.nouns.hardware import THIS_MACHINE
+from highwater.nouns.recommendation import Alternative, Recommendation
+from highwater.nouns.settings import Settings, listed, settings_in_words
+from highwater.nouns.study import Risk
+from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
+from highwater.pages.text import plain
+from highwater.units import format_bytes, format_seconds, format_tokens
+
+_LACKS = {"device": "of each GPU", "host": "of host memory"}
+_SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
+"""The first word of an answer about one length; without a risk, of files before there were any."""
+
+
+def prediction_answer(
+    prediction: Prediction,
+    *,
+    longest: Prediction | None = None,
+    alternatives: Sequence[Alternative] = (),
+) -> str:
+    """How far a model trains, and with which settings; at one length whether it does. Where nothing
+    fits it says what would: ``longest`` is the prediction without that length, and ``alternatives``
+    are what else was found.
+    """
+    model, where = plain(prediction.model_name), _where(prediction)
+    answer, asked = prediction.answer, prediction.length_tokens
+    if answer is None:
+        return _nothing(prediction, longest, alternatives)
+    tokens = answer.capacity_tokens or answer.likely_edge_tokens
+    is_scaled = tokens > prediction.native_length_tokens
+    how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
+    if asked is not None:
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        return f"{first} on {where} with {how}: {_of_prediction(prediction, answer)}. Predicted."
+    may = "trains" if answer.capacity_tokens else "may train"
+    said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
+    return f"{said}{_of_prediction(prediction, answer)}. Predicted.{_beside(prediction, answer)}"
+
+
+def recommendation_answer(found: Recommendation) -> str:
+    """The settings to take for a length, and who says that they fit; where none do, what would."""
+    model = plain(found.model_name)
+    where = _where(found)
+    where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
+    tokens, chosen = format_tokens(found.length_tokens), found.chosen
+    if chosen is None:
+        how = "predicted" if predicted_traits(found.trainer) else "measured"
+        said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
+        is_scaled = found.length_tokens > found.native_length_tokens
+        return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
+    how = settings_in_words(
+        chosen.cell.settings,
+        chosen.cell.layout,
+        is_lowered=chosen.is_lowered,
+        is_scaled=found.yarn is not None,
+    )
+    by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
+    of_host = _of_host(found.host_memory_bytes, found.usual_host, chosen.cell.settings)
+    step = chosen.step_time
+    figures = _figures(
+        chosen.risk,
+        left_bytes=chosen.headroom_bytes,
+        host_bytes=chosen.host_bytes,
+        of_host=of_host,
+        speed=None if step is None else (step.tokens_per_s, step.time_s),
+    )
+    after = f": {figures}" if figures else ""
+    return (
+        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. {by}."
+    )
+
+
+def _where(found: Prediction | Recommendation) -> str:
+    """``4 x A100-80GB``, and who trains where that is not our engine."""
+    title = trainer_title(found.trainer)
+    is_watched = predicted_traits(found.trainer) is None
+    trainer = f" with {title}" if is_watched else f" for {title}'s trainer"
+    trainer = "" if found.trainer == OURS else trainer
+    if found.device_name == nameless(found.device_bytes):
+        gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
+        return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
+    return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+
+
+def _beside(prediction: Prediction, answer: CellPrediction) -> str:
+    """How much longer it may be with nothing to spare; and without offload, where that is less."""
+    said = ""
+    if answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens:
+        said = f" Up to {format_tokens(answer.likely_edge_tokens)} may fit, with nothing to spare."
+    cells = prediction.cells
+    on_gpus = [each.capacity_tokens for each in cells if each.cell.settings.offload is False]
+    if answer.cell.settings.offload is not False and any(on_gpus):
+        said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
+    return said
+
+
+def _nothing(
+    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+) -> str:
+    """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
+    asked = prediction.length_tokens
+    what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
+    where, native = _where(prediction), prediction.native_length_tokens
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
+    shorter, fewer = None if longest is None else longest.answer, ()
+    if shorter is not None and shorter.capacity_tokens:
+        is_scaled = shorter.capacity_tokens > native
+        how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
+        fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
+    would = _would_fit(alternatives, fewer, is_scaled=(asked or 0) > native)
+    return f"{said} {would or _lacking(prediction)}"
+
+
+def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
+    """Say what would fit, with the flags that do it, or for other GPUs the settings."""
+    if alternative.kind in ("technique", "more host memory"):
+        typed = " ".join(alternative.flags)
+        return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
+    assert alternative.cell is not None  # noqa: S101 (who calls has asked)
+    how = settings_in_words(
+        alternative.cell.settings,
+        alternative.cell.layout,
+        host_bytes=alternative.host_bytes,
+        is_scaled=is_scaled,
+    )
+    return f"{plain(alternative.what)} with {how}"
+
+
+def _would_fit(
+    alternatives: Sequence[Alternative], shorter: Sequence[str] = (), *, is_scaled: bool
+) -> str:
+    fitting = [each for each in alternatives if each.cell is not None]
+    would = [*shorter, *(_in_words(each, is_scaled=is_scaled) for each in fitting)]
+    return f"What would fit: {'; or '.join(would)}." if would else ""
+
+
+def _lacking(prediction: Prediction) -> str:
+    """Say what the cell that is nearest to fitting lacks."""
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
+    lacks_bytes = _lacking_bytes(nearest)
+    if nearest.binding == "host":
+        lacks_bytes = nearest.footprint.host_bytes - (prediction.memory_limit.host_bytes or 0)
+    how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
+    return (
+        f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
+        f"{_LACKS.get(nearest.binding, '')}."
+    )
+
+
+def _lacking_bytes(predicted: CellPrediction) -> int:
+    """Bytes of a GPU that a cell lacks; of files from before they were written, what its headroom
+    tells.
+    """
+    lacks_bytes = predicted.lacks_bytes
+    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
+
+
+def _of_prediction(prediction: Prediction, predicted: CellPrediction) -> str:
+    limit, step = prediction.memory_limit, predicted.step
+    return _figures(
+        predicted.risk,
+        left_bytes=predicted.headroom_bytes,
+        host_bytes=predicted.footprint.host_bytes,
+        of_host=_of_host(limit.host_bytes, limit.usual_host, predicted.cell.settings),
+        speed=None if step is None else (step.tokens_per_s, step.time_s),
+    )
+
+
+def _figures(
+    risk: Risk | None,
+    *,
+    left_bytes: int | None,
+    host_bytes: int | None,
+    of_host: str,
+    speed: tuple[float, float] | None,
+) -> str:
+    """How sure it is, what is left of a GPU, what it takes of the host (``of_host``: of how much),
+    and how fast it is: tokens per second, and seconds a step.
+    """
+    said = [] if risk is None else [str(risk)]
+    if left_bytes is not None:
+        said.append(f"{format_bytes(max(0, left_bytes))} of each GPU left")
+    if host_bytes is not None:
+        said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
+    if speed is not None:
+        said.append(f"about {speed[0]:,.0f} tokens/s ({format_seconds(speed[1])} a step)")
+    return ", ".join(said)
+
+
+def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
+    """Where states live in host memory: how much machines with such GPUs usually have, or that
+    nobody said.
+    """
+    if settings.offload is False or machine == THIS_MACHINE:
+        return ""
+    if host_bytes is None:
+        return " (how much there is nobody said: `--host-memory`)"
+    return "" if machine is None else f" (of {format_bytes(host_bytes)}, assumed)"
+
+
+_OF_A_RISK: dict[Risk, str] = {
+    "tight": "tight: only the prediction itself fits, its pessimistic end does not; try it first",
+    "likely": "likely: even the pessimistic end fits, but little is left; try it first",
+}
+
+
+def caveat(risk: Risk | None, unlike: Sequence[str], *, star: Sequence[str] = ()) -> str:
+    """The one line below a table: that little is left, or what of it nobody has measured
+    (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
+    """
+    says = "`--explain` says what from, and how good such answers were"
+    if unlike:
+        says = (
+            f"nobody has measured this with {plain(listed(unlike))} yet: try it before you rely "
+            "on it; `--explain` says more"
+        )
+    if risk is not None:
+        says = _OF_A_RISK.get(risk, says)
+    return "; ".join((*star, says))
+
+
+def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
+    """Say what a star means, where the longest length of a table is past the native one."""
+    if longest_tokens <= native_length_tokens:
+        return ()
+    return (f"* past the native length of {format_tokens(native_length_tokens)}: YaRN",)
+
+
+def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
+    """Say whose host memory is taken because nobody said how much there is."""
+    if machine is None or host_bytes is None:
+        return ()
+    size = format_bytes(host_bytes)
+    if machine == THIS_MACHINE:
+        return (f"host memory is this machine's, {size}; `--host-memory` says of another",)
+    return (
+        f"host memory is taken as {size} ({plain(machine)}); `--host-memory` says what yours has",
+    )

@@ -1,1 +1,0 @@
-"""Control plane: the report of a study."""

@@ -1,0 +1,381 @@
+"""Commands that do again what a study did, the whole search and one trial on each side of every
+edge; and the line of a trial that ran out of memory: what had no room, what was alive, what to try
+first.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from highwater.errors import HighwaterError
+from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
+from highwater.memory.snapshot.memory_profile import Advice, advice_of
+from highwater.memory.snapshot.snapshot import Frame
+from highwater.model.model import Model, load_model
+from highwater.nouns.capacities import published_grid
+from highwater.nouns.codec import Record
+from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.layout import Layout, flags_of
+from highwater.nouns.profiling import coordinates
+from highwater.nouns.request import setting_flags
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import CellAnswer, Question, Study
+from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
+from highwater.pages.text import plain
+from highwater.units import GIB, MIB, format_bytes, format_tokens, parse_bytes
+
+_STUDY_FLAG = "--study"
+_TIMEOUT_FLAG = "--timeout"
+_PROOF_FLAG = "--proof"
+_PROMPT_FLAG = "--prompt-tokens"
+
+
+class Command(Record, frozen=True, kw_only=True):
+    """Something to type."""
+
+    what: str
+    words: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The command as one types it, your own home directory without its name."""
+        return " ".join(map(_typed, self.words))
+
+
+def commands(study: Study) -> tuple[Command, ...]:
+    """Commands of what was typed, of the same search in a study of its own, and of the edges."""
+    found: list[Command] = []
+    if study.command:
+        rest = "shows its answers again" if study.complete else "answers the rest"
+        words = resumed(study)
+        named = "" if words == study.command else ", but for the study's own file"
+        what = f"as it was typed{named}: the same study, which {rest}"
+        found.append(Command(what=what, words=words))
+    name = f"{Path(study.path).stem if study.path else 'study'}-again.jsonl"
+    anew = (*_without(_anew(study), _STUDY_FLAG), _STUDY_FLAG, name)
+    found.append(Command(what="every trial anew, in a study of its own", words=anew))
+    simulated = ("--dry-run",) if study.question.simulated else ()
+    for answer in study.answers:
+        where = answer.cell.label_on(study.question.device)
+        for spec, what in _edge(study, answer):
+            label = "memory-only, " if spec.is_memory_only else ""
+            what = f"{where}: {format_tokens(spec.length_tokens)} tokens, {label}{what}"
+            words = (*try_words(spec, study.question.model), *simulated)
+            found.append(Command(what=what, words=words))
+    return tuple(found)
+
+
+def _anew(study: Study) -> tuple[str, ...]:
+    """The search as it was typed."""
+    typed, limit_s = study.command, study.longest_timeout_s
+    if typed[:2] != ("highwater", "find"):
+        return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
+    typed = (*_without(typed, _PROMPT_FLAG), *_prompt(study.question))
+    if limit_s == study.question.timeout_s:
+        return _with_its_proof(study.question, typed)
+    kept = _without(_without(typed, _TIMEOUT_FLAG), _PROOF_FLAG)
+    return (*kept, _PROOF_FLAG, study.question.proof, _TIMEOUT_FLAG, f"{limit_s:g}s")
+
+
+def resumed(study: Study) -> tuple[str, ...]:
+    """The command of a study, for the file that was read. Another name, or none, could start
+    another search from nothing.
+    """
+    typed = study.command
+    if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
+        return typed
+    typed = _with_its_proof(study.question, typed)
+    named = flag_value(_STUDY_FLAG, typed)
+    if named is not None and Path(named).absolute() == Path(study.path).absolute():
+        return typed
+    return (*_without(typed, _STUDY_FLAG), _STUDY_FLAG, study.path)
+
+
+def _with_its_proof(question: Question, typed: tuple[str, ...]) -> tuple[str, ...]:
+    """Add the flag that proves in full to what was typed when every search did so."""
+    is_named = any(flag_value(flag, typed) for flag in (_PROOF_FLAG, _TIMEOUT_FLAG))
+    in_full = question.proof == "full" and question.device == "cuda" and not question.simulated
+    return (*typed, _PROOF_FLAG, "full") if in_full and not is_named else typed
+
+
+def flag_value(flag: str, words: Sequence[str]) -> str | None:
+    """The value of a flag as it was typed; the last one counts."""
+    found: str | None = None
+    for word, after in pairwise((*words, "")):
+        if word == flag:
+            found = after
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
+    specs: dict[int, TrialSpec] = {}
+    for trial in study.trials_of(answer.cell):
+        if trial.result is not None and trial.result.outcome.tells:
+            specs.setdefault(trial.spec.length_tokens, trial.spec)
+    proof = None if answer.memory_only is None else answer.memory_only.length_tokens
+    ends = (
+        (answer.capacity_tokens, "fit"),
+        (proof, "fit"),
+        (answer.does_not_fit_tokens, "did not"),
+    )
+    yield from ((specs[tokens], what) for tokens, what in ends if tokens in specs)
+
+
+def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
+    """``highwater try`` with the very trial of a specification."""
+    depth = spec.attention_depth
+    return (
+        *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens)),
+        *_place(spec, spec.layout.flags),
+        *_told(spec.foreign, setting_flags(spec.settings)),
+        *spec.hyperparameters.flags,
+        *_steps(spec),
+        *(() if depth is None else ("--attention-depth", str(depth))),
+    )
+
+
+def find_words(question: Question) -> tuple[str, ...]:
+    """``highwater find`` with the very question, for a study that was asked from Python."""
+    grid, cells, limit_s = question.grid, question.cells, question.timeout_s
+    usual = published_grid(grid.native_length_tokens)
+    steps = (grid.step_tokens, grid.beyond_step_tokens)
+    is_published = steps == (usual.step_tokens, usual.beyond_step_tokens)
+    proof = _with_its_proof(question, ())
+    if limit_s is not None:
+        proof = (_PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{limit_s:g}s")
+    return (
+        *("highwater", "find", _model_word(question.model)),
+        *_place(question, flags_of(cell.layout for cell in cells)),
+        *_rung_flags(list(dict.fromkeys(cell.settings for cell in cells)), question.foreign),
+        *question.hyperparameters.flags,
+        *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
+        *(() if is_published else ("--resolution", str(grid.step_tokens))),
+        *("--method", question.method),
+        *(("--confirm", str(question.confirm)) if question.confirm else ()),
+        *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
+        *_steps(question),
+        *proof,
+        *(("--dry-run",) if question.simulated else ()),
+    )
+
+
+def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...]:
+    """Device, layout, memory and who trains."""
+    foreign = () if asked.foreign is None else asked.foreign.flags
+    return ("--device", asked.device, *layout, *_memory(asked.memory_budget_bytes), *foreign)
+
+
+def _told(foreign: ForeignTrainer | None, words: Sequence[str]) -> Sequence[str]:
+    """The flags that who trains can be told, with their values, where they have any."""
+    if foreign is None:
+        return words
+    told: list[str] = []
+    is_known = False
+    for word in words:
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            is_known = name in FOREIGN[foreign.trainer].settings
+        told += [word] if is_known else []
+    return told
+
+
+def _rung_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
+    """Flags that all rungs share. Allocator and loss are among them only where they are the same on
+    all: the ladder has the others.
+    """
+    words = iter(_told(foreign, setting_flags(rungs[0])))
+    kept: list[str] = []
+    for word in words:
+        if word in ("--allocator", "--loss"):
+            value, name = next(words), word.removeprefix("--")
+            kept += [word, value] if all(getattr(rung, name) == value for rung in rungs) else []
+        else:
+            kept.append(word)
+    return tuple(kept)
+
+
+def _model_word(model: Model) -> str:
+    """The catalog's name where it is that model, else its directory."""
+    with suppress(HighwaterError):
+        if load_model(model.name).config_digest == model.config_digest:
+            return model.name
+    return model.directory
+
+
+def _memory(budget_bytes: int | None) -> tuple[str, ...]:
+    """The flag of a memory, in units that give back the very same count."""
+    if budget_bytes is None:
+        return ()
+    gib, mib = budget_bytes / GIB, budget_bytes / MIB
+    for text in (f"{gib:g}GiB", f"{gib:.2f}GiB", f"{mib:g}MiB"):
+        if "e" not in text.removesuffix("iB") and parse_bytes(text) == budget_bytes:
+            return "--memory", text
+    return "--memory", str(budget_bytes)
+
+
+def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
+    return (
+        *(("--steps", str(asked.steps)) if asked.steps != 2 else ()),
+        # one alone is told by the flags of the settings
+        *(("--micro-batches", str(asked.micro_batches)) if asked.micro_batches > 2 else ()),
+        *(("--data", asked.data) if asked.data is not None else ()),
+        *_prompt(asked),
+    )
+
+
+def _prompt(asked: TrialSpec | Question) -> tuple[str, ...]:
+    """The prompt of its sequences, that of a record from before one could be named, too."""
+    if not asked.prompt_tokens or asked.foreign is not None:
+        return ()
+    return _PROMPT_FLAG, str(asked.prompt_tokens)
+
+
+def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
+    """The words less a flag and its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == flag:
+            next(rest, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return tuple(kept)
+
+
+def _typed(word: str) -> str:
+    """A word for a shell. What lies in your own home directory begins with ``~``, which the shell
+    fills in.
+    """
+    home, path = Path(os.environ.get("HOME", "~")), Path(word)
+    if home.is_absolute() and home != Path("/") and home in path.parents:
+        return f"~/{shlex.quote(str(path.relative_to(home)))}"
+    return shlex.quote(word)
+
+
+_SHORT: Mapping[Category, str] = {
+    **CATEGORY_WORDS,
+    "activations": "activations and temporaries",
+    "logits": "logits",
+    "backward_pass": "the backward pass",
+}
+"""The categories in a line's words."""
+_PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
+_TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
+"""The caching allocator's own words."""
+_ADVICE = re.compile(r"(Tried to allocate \d+(?:\.\d+)? [KMG]iB)\. .*", re.DOTALL)
+"""What follows them: other figures, and what to set, which the log has."""
+_LEAST_FRAGMENTED = 50
+"""Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
+
+
+def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
+    """``forward: no room for 17.97 GiB of logits; ...``, of the rank that ran out first; None where
+    none did, or where nobody knows what was alive.
+    """
+    failure = result.first_failed.failure if result.first_failed else None
+    if failure is None or failure.alive is None:
+        return None
+    alive = failure.alive
+    sizes = sizes_of(alive)
+    asked = _category(alive.requested_by)
+    room = "" if alive.requested_bytes is None else f" for {format_bytes(alive.requested_bytes)}"
+    told = [f"no room{room}{f' of {_SHORT[asked]}' if room and asked else ''}"]
+    largest = max(sizes, key=lambda category: sizes[category])
+    if sizes[largest]:
+        told.append(f"{_SHORT[largest]} {format_bytes(sizes[largest])} alive")
+    fragmented = alive.fragmented_bytes
+    if fragmented is not None and fragmented * _LEAST_FRAGMENTED > (alive.reserved_bytes or 0):
+        told.append(f"{format_bytes(fragmented)} fragmented")
+    advice = setting_of(alive, settings, layout)
+    layer = "" if failure.layer is None else f" of layer {failure.layer}"
+    where = f"{plain(failure.phase)}{layer}"
+    return f"{where}: {'; '.join(told)}{f' → {advice}' if advice else ''}"
+
+
+def brief(reason: str) -> str:
+    """A reason without what the allocator says after what it had no room for."""
+    return _ADVICE.sub(r"\1", reason)
+
+
+def requested_bytes(result: TrialResult) -> int | None:
+    """The request that had no room, as the engine counted it; of older studies, which did not, as
+    the allocator's message has it. None where no rank ran out of a GPU's memory.
+    """
+    failure = result.first_failed.failure if result.first_failed else None
+    if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
+        return None
+    if failure.alive is not None and failure.alive.requested_bytes is not None:
+        return failure.alive.requested_bytes
+    said = _TRIED.search(failure.text)
+    return None if said is None else parse_bytes(said[1])
+
+
+def setting_of(alive: AliveMemory, settings: Settings, layout: Layout) -> Advice | None:
+    """The setting to try first that is not there already."""
+    sizes = sizes_of(alive)
+    asked = _category(alive.requested_by)
+    if asked is not None:
+        sizes[asked] = sizes.get(asked, 0) + max(0, alive.requested_bytes or 0)
+    # on the CPU states are all that is counted, and would always be most of it
+    is_whole = alive.allocated_bytes is not None
+    has: dict[Advice, bool] = {
+        "expandable segments": settings.allocator == "expandable",
+        "chunked loss": settings.loss == "chunked",
+        "recompute": settings.recompute != "none",
+        "fewer copies": not is_whole or layout.replicate_degree == 1,
+        "one-micro-batch": not is_whole or not settings.keeps_gradients,
+        "offload": not is_whole or settings.offloads_model,
+    }
+    return advice_of(
+        sizes,
+        requested_bytes=alive.requested_bytes,
+        free_bytes=alive.fragmented_bytes,
+        tried=[advice for advice, is_set in has.items() if is_set],
+    )
+
+
+def sizes_of(alive: AliveMemory) -> dict[Category, int]:
+    """Bytes that were alive by category, as far as they are known."""
+    return {
+        "parameters": alive.parameters_bytes,
+        "gradients": alive.gradients_bytes,
+        "optimizer_states": alive.optimizer_states_bytes,
+        "activations": alive.activations_bytes or 0,
+        "logits": alive.logits_bytes or 0,
+        "communication": alive.communication_bytes or 0,
+        "unattributed": alive.unattributed_bytes or 0,
+    }
+
+
+def alive_rows(result: TrialResult, layout: Layout) -> Mapping[str, str]:
+    """Memory that each rank that ran out had allocated, by rank and place in the mesh."""
+    rows: dict[str, str] = {}
+    for rank in result.ranks:
+        alive = None if rank.failure is None else rank.failure.alive
+        if alive is not None:
+            parts = [
+                f"{_SHORT[category]} {format_bytes(size)}"
+                for category, size in sizes_of(alive).items()
+                if size
+            ]
+            if alive.fragmented_bytes is not None:
+                parts.append(f"fragmented {format_bytes(alive.fragmented_bytes)}")
+            place = f", {coordinates(layout, rank.rank)}" if layout.gpus > 1 else ""
+            rows[f"alive on rank {rank.rank}{place}"] = ", ".join(parts)
+    return rows
+
+
+def _category(requested_by: str | None) -> Category | None:
+    """Category of what the line that asked allocates."""
+    place = None if requested_by is None else _PLACE.fullmatch(requested_by)
+    if place is None:
+        return None
+    return category_of(Frame(file=place[1], line=int(place[2]), name=place[3]))

@@ -1,0 +1,359 @@
+"""A report about one study, as data.
+
+Figures of trials are measured, or simulated where the question says so; what is predicted stands in
+fields that say so.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from highwater.nouns.codec import Record, from_builtins, to_builtins
+from highwater.nouns.environment import ALLOCATOR_VARIABLES
+from highwater.nouns.secrets import without_secrets
+from highwater.nouns.settings import short_settings
+from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
+from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
+from highwater.pages.study_commands import Command, commands, request_line, requested_bytes
+from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
+from highwater.version import __version__
+
+Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
+"""A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
+is known."""
+
+
+class TrialReport(Record, frozen=True, kw_only=True):
+    """One launch of one trial. Peaks are those of the fullest rank."""
+
+    number: int
+    """Number from 1, in the order in which trials started."""
+    cell: str
+    rung: str
+    gpus: int
+    ulysses_degree: int
+    ring_degree: int
+    replicate_degree: int
+    length_tokens: int
+    is_memory_only: bool
+    attempt: int
+    repeat: int
+    outcome: Outcome | None
+    """How the trial ended; None: it started, and no end is recorded."""
+    counts_as_fit: bool
+    """Whether it fit, and with the headroom that was asked for."""
+    reason: str
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    """Peak reserved; on the CPU the largest data segment."""
+    device_used_bytes: int | None = None
+    requested_bytes: int | None = None
+    """The request that had no room, of the rank that ran out first; None: none was, or nobody
+    knows."""
+    limit_bytes: int | None = None
+    """Limit of one GPU: the budget, or else the card."""
+    headroom_bytes: int | None = None
+    """Bytes that a fit left; None: it did not fit, or nobody knows."""
+    allocator_retries: int | None = None
+    allocator: str | None = None
+    """Settings of the caching allocator, as it told them."""
+    attention_kernel: str | None = None
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    launch_to_first_step_s: float | None = None
+    wall_s: float | None = None
+    log_path: str | None = None
+    predicted: PredictedTrial | None = None
+    beside_prediction: Judgement = "unknown"
+
+
+class BracketStep(Record, frozen=True, kw_only=True):
+    """The bracket of a cell after one of its trials."""
+
+    trial: int
+    fits_tokens: int | None
+    """The longest length that had fit; None: none yet."""
+    does_not_fit_tokens: int | None
+    """The shortest length above ``fits_tokens`` that had not fit; None: none yet."""
+
+
+class CellReport(Record, frozen=True, kw_only=True):
+    """One cell: its answer, and how its bracket closed."""
+
+    label: str
+    cell: Cell
+    answer: CellAnswer | None
+    """The answer that its trials bear out. None: the search has not come to an end there, or the
+    trials do not bear out what the study says."""
+    unproven: UnprovenAnswer | None = None
+    """What the study says, and its trials do not."""
+    bracket: tuple[BracketStep, ...]
+    predicted: PredictedCell | None = None
+    """The prediction by formula, that of the highwater that made the report."""
+    expected_tokens: int | None = None
+    """Longest length that was likely to fit, as predicted before the cell's first trial. It is as
+    the study recorded it; of a study from before that was recorded, as the prediction that its
+    command names has it."""
+    expected_by: str | None = None
+    """What predicted that: ``formula``, as it was then, ``trace``, or a file."""
+    begun_at_tokens: int | None = None
+    """The length that the search was told to begin with, by the prediction that it was given. None
+    of a linear search, which heeds none."""
+
+
+class FailedTrial(Record, frozen=True, kw_only=True):
+    """A trial that did not fit, or told nothing, in its own words."""
+
+    trial: int
+    cell: str
+    length_tokens: int
+    outcome: Outcome
+    rank: int | None
+    phase: str | None
+    text: str
+    """What the rank that failed first said, or else the reason."""
+    out_of_memory: str | None
+    """What had no room, what was alive and which setting to try; None where nobody knows."""
+    log_path: str | None
+    log: LogEnd
+    """The log's end as it was when the report was made."""
+
+
+class Beginning(Record, frozen=True, kw_only=True):
+    """The predictions that a search was given to order its trials; a linear one heeds none."""
+
+    predictions: tuple[str, ...]
+    """Each prediction that was named: ``trace``, or a file."""
+    likely_tokens: dict[str, int]
+    """Likely lengths by cell; empty where nobody knows any more."""
+    reason: str | None = None
+    """Why they are not known."""
+
+
+class StudyReport(Record, frozen=True, kw_only=True):
+    """Everything that is known of a study."""
+
+    schema_version: int = 1
+    highwater_version: str = __version__
+    """The version that made the report."""
+    label: Literal["measured", "simulated"]
+    """What every figure is that is not called predicted."""
+    is_complete: bool
+    versions: dict[str, tuple[str, ...]]
+    """Versions that the trials said they ran with: each that there was."""
+    device_names: tuple[str, ...]
+    """Devices that the trials said they ran on."""
+    cells: tuple[CellReport, ...]
+    trials: tuple[TrialReport, ...]
+    failures: tuple[FailedTrial, ...]
+    predictions: Predictions
+    beginning: Beginning | None = None
+    """What the search was given to order its trials by; None: nothing. ``study_order`` says what
+    ordered the trials then."""
+    commands: tuple[Command, ...]
+    study: Study
+    """The study as it was read, less what looks like a secret."""
+
+
+def assembled(
+    study: Study,
+    *,
+    predictions: Predictions,
+    beginning: Beginning | None = None,
+    log_of: Callable[[TrialResult], LogEnd],
+) -> StudyReport:
+    """Make the report of a study as it was read, finished or not. ``log_of`` finds the end of a
+    trial's log.
+    """
+    logs = {
+        number: log_of(trial.result)
+        for number, trial in enumerate(study.trials, 1)
+        if trial.result is not None and not trial.result.outcome.is_fit
+    }
+    study = from_builtins(_hidden(to_builtins(study)), Study)
+    if beginning is not None:
+        beginning = msgspec.structs.replace(
+            beginning, predictions=tuple(map(without_secrets, beginning.predictions))
+        )
+    pairs = enumerate(zip(study.trials, predictions.trials, strict=True), 1)
+    trials = tuple(_trial(study, number, *pair) for number, pair in pairs)
+    results = [trial.result for trial in study.trials if trial.result is not None]
+    numbered: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
+    for number, trial in enumerate(study.trials, 1):
+        cell = Cell(layout=trial.spec.layout, settings=trial.spec.settings)
+        numbered.setdefault(cell, []).append((number, trial))
+    return StudyReport(
+        label="simulated" if study.question.simulated else "measured",
+        is_complete=study.complete,
+        versions=study.versions,
+        device_names=tuple(
+            dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)
+        ),
+        cells=tuple(
+            _cell(study, cell, numbered.get(cell, ()), predicted, beginning)
+            for cell, predicted in zip(study.question.cells, predictions.cells, strict=True)
+        ),
+        trials=trials,
+        failures=tuple(_failures(study, trials, logs)),
+        predictions=predictions,
+        beginning=beginning,
+        commands=commands(study),
+        study=study,
+    )
+
+
+def _hidden(value: object) -> object:
+    """A study's values without what looks like a secret in reasons, failures, commands and paths;
+    what names a trial has no room for one.
+    """
+    match value:
+        case str():
+            return without_secrets(value)
+        case dict():
+            # Data is named as module:function, which has to stay one.
+            return {key: v if key == "data" else _hidden(v) for key, v in value.items()}
+        case list() | tuple():
+            return [_hidden(inner) for inner in value]
+        case _:
+            return value
+
+
+_OF_A_LAYOUT = ("gpus", "ulysses_degree", "ring_degree", "replicate_degree")
+_OF_A_RESULT = (
+    *("outcome", "reason", "peak_reserved_bytes", "step_time_s", "tokens_per_s", "mfu"),
+    *("launch_to_first_step_s", "wall_s", "log_path"),
+)
+"""What a trial's report has as its layout and its result do."""
+
+
+def _trial(
+    study: Study, number: int, recorded: RecordedTrial, predicted: PredictedTrial | None
+) -> TrialReport:
+    spec, result = recorded.spec, recorded.result
+    started = TrialReport(
+        number=number,
+        cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
+        rung=short_settings(spec.settings),
+        **{name: getattr(spec.layout, name) for name in _OF_A_LAYOUT},
+        length_tokens=spec.length_tokens,
+        is_memory_only=spec.is_memory_only,
+        attempt=recorded.attempt,
+        repeat=recorded.repeat,
+        outcome=None,
+        counts_as_fit=False,
+        reason="it started, and no end is recorded: it is running, or was interrupted",
+        limit_bytes=spec.memory_budget_bytes or study.question.device_total_bytes,
+        predicted=predicted,
+    )
+    if result is None:
+        return started
+    memories = [rank.memory for rank in result.ranks]
+    first = result.ranks[0] if result.ranks else RankReport(rank=0)
+    limits = [
+        rank.budget.budget_bytes if rank.budget else rank.memory.device_total_bytes
+        for rank in result.ranks
+    ]
+    told = first.allocator_settings
+    ended = msgspec.structs.replace(
+        started,
+        **{name: getattr(result, name) for name in _OF_A_RESULT},
+        counts_as_fit=study.question.counts_as_fit(result),
+        peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in memories),
+        device_used_bytes=_most(memory.device_used_bytes for memory in memories),
+        requested_bytes=requested_bytes(result),
+        limit_bytes=min(
+            (limit for limit in limits if limit is not None), default=started.limit_bytes
+        ),
+        headroom_bytes=result.headroom_bytes if result.outcome.is_fit else None,
+        allocator_retries=_most(memory.allocator_retries for memory in memories),
+        allocator=next((told[name] for name in ALLOCATOR_VARIABLES if name in told), None),
+        attention_kernel=first.attention_kernel,
+    )
+    return msgspec.structs.replace(ended, beside_prediction=judged(ended))
+
+
+def judged(trial: TrialReport) -> Judgement:
+    """Judge where the measured memory lies beside the interval. Of a trial that ran out it is known
+    only that it needed more than its limit.
+    """
+    around = None if trial.predicted is None else trial.predicted.interval
+    if around is None or trial.outcome is None:
+        return "unknown"
+    if trial.outcome is Outcome.OUT_OF_MEMORY and trial.limit_bytes is not None:
+        allows = around.high_bytes > trial.limit_bytes
+        return "ran out, as the upper end allows" if allows else "above"
+    if not trial.outcome.is_fit or trial.device_used_bytes is None:
+        return "unknown"
+    if trial.device_used_bytes < around.low_bytes:
+        return "below"
+    return "inside" if trial.device_used_bytes <= around.high_bytes else "above"
+
+
+def _cell(
+    study: Study,
+    cell: Cell,
+    trials: Sequence[tuple[int, RecordedTrial]],
+    predicted: PredictedCell | None,
+    beginning: Beginning | None,
+) -> CellReport:
+    label, recorded = cell.label_on(study.question.device), study.expectation_of(cell)
+    given_tokens, named = None, None
+    if beginning is not None and label in beginning.likely_tokens:
+        given_tokens, named = beginning.likely_tokens[label], beginning.predictions[-1]
+    return CellReport(
+        label=label,
+        cell=cell,
+        answer=study.answer_of(cell),
+        unproven=study.unproven_of(cell),
+        bracket=tuple(_bracket(study, trials)),
+        predicted=predicted,
+        expected_tokens=given_tokens if recorded is None else recorded.likely_tokens,
+        expected_by=named if recorded is None else recorded.prediction,
+        begun_at_tokens=given_tokens if study.question.method == "bisect" else None,
+    )
+
+
+def _bracket(study: Study, trials: Iterable[tuple[int, RecordedTrial]]) -> Iterator[BracketStep]:
+    """Steps of a bracket, after each trial of a cell; one that tells nothing moves nothing."""
+    longest = 0
+    fails: list[int] = []
+    for number, trial in trials:
+        tokens = trial.spec.length_tokens
+        if trial.result is not None and trial.result.outcome.tells:
+            if study.question.counts_as_fit(trial.result):
+                longest = max(longest, tokens)
+            else:
+                insort(fails, tokens)
+        above = bisect_right(fails, longest)
+        shortest = fails[above] if above < len(fails) else None
+        yield BracketStep(trial=number, fits_tokens=longest or None, does_not_fit_tokens=shortest)
+
+
+def _failures(
+    study: Study, trials: Iterable[TrialReport], logs: Mapping[int, LogEnd]
+) -> Iterator[FailedTrial]:
+    for reported, recorded in zip(trials, study.trials, strict=True):
+        result, log = recorded.result, logs.get(reported.number)
+        if result is None or log is None:
+            continue
+        first = result.first_failed
+        failure = None if first is None else first.failure
+        yield FailedTrial(
+            trial=reported.number,
+            cell=reported.cell,
+            length_tokens=reported.length_tokens,
+            outcome=result.outcome,
+            rank=None if first is None else first.rank,
+            phase=None if failure is None else failure.phase,
+            text=result.reason if failure is None else failure.text,
+            out_of_memory=request_line(result, recorded.spec.settings, recorded.spec.layout),
+            log_path=result.log_path,
+            log=LogEnd(lines=tuple(map(without_secrets, log.lines)), reason=log.reason),
+        )
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    return max((count for count in counts if count is not None), default=None)

@@ -1,0 +1,327 @@
+"""Answers and their trials: every answer of a search is borne out by its trials, and no other is
+called measured.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import highwater
+from highwater.cli.commands import exit_code
+from highwater.errors import EXIT_INCONCLUSIVE
+from highwater.nouns.capacities import study_capacities
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, Question, RecordedTrial, Study
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+)
+from highwater.pages.answer_tables import (
+    answer_table,
+    published_line,
+    published_notes,
+    published_tables,
+    published_text,
+)
+from highwater.pages.study_page import report_text
+from highwater.pages.table import plain_table
+from highwater.search.cell_outcomes import CellAnswered, TrialFinished
+from highwater.search.scheduler import recorded_search, search_cells
+from highwater.store.journal import open_journal, read_study
+from highwater.store.trial_evidence import unsupported
+from highwater.trials.simulated import OneByOne
+from highwater.units import GIB
+from places import examples, question_of
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RECORDED = sorted(RESULTS.rglob("*.jsonl"))
+FOUND = RESULTS / "find"
+PROVEN_BEFORE = 42
+"""Answers in the recorded studies, each of which was shown as measured when it was recorded."""
+
+
+def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file():
+    studies = [read_study(path) for path in RECORDED]
+    for path, study in zip(RECORDED, studies, strict=True):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        said = {
+            msgspec.json.encode(line["answer"]["cell"]): line["answer"]
+            for line in lines
+            if line["kind"] == "cell_answered"
+        }
+        assert study.unproven == ()
+        assert len(study.answers) == len(said)
+    assert sum(len(study.answers) for study in studies) == PROVEN_BEFORE
+
+
+class Odd(OneByOne):
+    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits
+    leaves some headroom.
+    """
+
+    def __init__(self, seed: int, question: Question) -> None:
+        self._seed, self._question = seed, question
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        draw = random.Random(
+            f"{self._seed} {spec.length_tokens} {repeat} {attempt} {spec.is_memory_only}"
+        )
+        law = random.Random(self._seed)
+        edge, noise, fit = law.randint(0, 40) * 1000, law.choice([0, 0.1, 0.5]), Outcome.FIT
+        outcome = fit if spec.length_tokens * spec.sequences <= edge else Outcome.OUT_OF_MEMORY
+        if draw.random() < noise:
+            outcome = draw.choice(
+                [
+                    fit,
+                    Outcome.OUT_OF_MEMORY,
+                    Outcome.HOST_OUT_OF_MEMORY,
+                    Outcome.TIMEOUT,
+                    Outcome.CRASHED,
+                ]
+            )
+        if outcome is fit and spec.is_memory_only:
+            outcome = Outcome.MEMORY_ONLY_FIT
+        memory = RankMemory(
+            peak_reserved_bytes=draw.randint(1, GIB), device_used_bytes=draw.randint(GIB, 2 * GIB)
+        )
+        budget = MemoryBudget(
+            budget_bytes=2 * GIB, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=0
+        )
+        report = RankReport(
+            rank=0, memory=memory, budget=budget, step_times_s=(0.1, draw.choice([0.1, 100.0]))
+        )
+        return TrialResult(
+            outcome=outcome,
+            reason=str(outcome),
+            ranks=(report,),
+            tokens_per_s=1.0,
+            wall_s=1.0,
+            simulated=True,
+        )
+
+
+QUESTIONS = [
+    {"method": method, "confirm": confirm, "margin_bytes": margin, "cells": cells, **proof}
+    for method in ("bisect", "linear")
+    for confirm in (0, 2)
+    for margin in (0, GIB // 2)
+    for proof in ({}, {"proof": "memory", "timeout_s": 60.0})
+    for cells in (
+        (
+            Cell(layout=Layout(), settings=Settings()),
+            Cell(layout=Layout(gpus=2, ulysses_degree=2), settings=Settings()),
+        ),
+        (Cell(layout=Layout(), settings=Settings(token_budget_tokens=30_000)),),
+    )
+]
+
+
+def asked(**changes: object) -> Question:
+    question = question_of(start_length=1000, resolution=1000, max_length=64_000)
+    return msgspec.structs.replace(question, **changes)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(seed=st.integers(0, 10**9), changes=st.sampled_from(QUESTIONS))
+def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_they_end(
+    seed, changes
+):
+    question = asked(**changes)
+    trials: list[RecordedTrial] = []
+    for event in search_cells(question, Odd(seed, question)):
+        if isinstance(event, TrialFinished):
+            trials.append(
+                RecordedTrial(
+                    spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+                )
+            )
+        if isinstance(event, CellAnswered):
+            assert unsupported(question, event.answer, trials) is None
+            trials = []
+
+
+CLAIMS: dict[str, Callable[[dict], None]] = {
+    "a longer capacity": lambda answer: answer.update(
+        capacity_tokens=204_800, does_not_fit_tokens=212_992
+    ),
+    "a shorter capacity": lambda answer: answer.update(capacity_tokens=8192),
+    "nothing fits": lambda answer: answer.update(capacity_tokens=0, does_not_fit_tokens=8192),
+    "nobody knows": lambda answer: answer.update(capacity_tokens=None),
+    "the next length": lambda answer: answer.update(does_not_fit_tokens=196_609),
+    "no next length": lambda answer: answer.update(does_not_fit_tokens=None),
+    "no end of memory": lambda answer: answer.update(limit="ceiling", does_not_fit_tokens=None),
+    "time": lambda answer: answer.update(limit="time", does_not_fit_tokens=None),
+    "host memory": lambda answer: answer.update(limit="host_memory"),
+    "crashes": lambda answer: answer.update(limit="inconclusive", does_not_fit_tokens=None),
+    "a lower peak": lambda answer: answer.update(peak_reserved_bytes=GIB),
+    "more headroom": lambda answer: answer.update(headroom_bytes=30 * GIB),
+    "more speed": lambda answer: answer.update(tokens_per_s=1e6),
+    "more FLOPs": lambda answer: answer.update(mfu=0.99),
+    "more trials": lambda answer: answer.update(trials=99),
+    "no trials": lambda answer: answer.update(trials=0),
+    "a memory-only proof": lambda answer: answer.update(
+        memory_only={"length_tokens": 655_360, "peak_reserved_bytes": 1, "headroom_bytes": 1}
+    ),
+    "a contradiction": lambda answer: answer.update(contradictions=["1 did not fit, 2 did"]),
+}
+
+
+WHOLE = FOUND / "qwen3-0.6b-79gib-full.jsonl"
+
+
+def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> Study:
+    """A copy of a study whose lines say something else, or are others."""
+    lines = [json.loads(line) for line in WHOLE.read_text().splitlines()]
+    lines = change(lines) or lines
+    target.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return read_study(target)
+
+
+def claiming(target: Path, claim: Callable[[dict], None]) -> Study:
+    """A copy of a study whose first answer says something else."""
+    return edited(
+        target,
+        lambda lines: claim(next(e["answer"] for e in lines if e["kind"] == "cell_answered")),
+    )
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_an_answer_that_its_trials_do_not_bear_out_is_unproven(claim, tmp_path):
+    study = claiming(tmp_path / "study.jsonl", CLAIMS[claim])
+    assert [each.cell for each in study.answers] == [study.question.cells[1]]
+    assert [each.answer.cell for each in study.unproven] == [study.question.cells[0]]
+    assert not study.complete
+    assert any(note.startswith("unproven: nothing set, 1") for note in study.notes)
+    assert exit_code(study) == EXIT_INCONCLUSIVE
+
+
+def claiming_a_million(tmp_path: Path) -> Path:
+    def change(answer: dict) -> None:
+        answer.update(
+            capacity_tokens=1_000_000,
+            does_not_fit_tokens=1_008_192,
+            reason="1,008,192 tokens: memory ran out",
+        )
+
+    path = tmp_path / "study.jsonl"
+    claiming(path, change)
+    return path
+
+
+def test_no_table_line_or_page_calls_it_measured(tmp_path):
+    study = read_study(claiming_a_million(tmp_path))
+    table = plain_table(answer_table(study))
+    assert next(line for line in table.splitlines() if line.startswith("nothing set ")).split()[
+        4:6
+    ] == ["≥196,608*", "unproven"]
+    cell = study.question.cells[0]
+    assert published_line(study.question, cell, study.answer_of(cell)) is None
+    notes = published_notes(study.question, cell, study.answer_of(cell))
+    for text in (table, *notes, *map(published_text, published_tables([study]))):
+        assert "1000000" not in text.replace(",", "")
+    report = highwater.study_report(study)
+    assert [cell.answer is None for cell in report.cells] == [True, False]
+    assert [cell.unproven is None for cell in report.cells] == [False, True]
+    assert not report.is_complete
+    for form in (".html", ".md", ".csv"):
+        for line in report_text(report, form).splitlines():
+            assert not ("1,000,000" in line and "unproven" not in line), form
+    document = json.loads(report_text(report, ".json"))
+    assert [answer["capacity_tokens"] for answer in document["study"]["answers"]] == [196_608]
+    commands = " ".join(word for command in report.commands for word in command.words)
+    assert "1000000" not in commands
+
+
+def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
+    path = claiming_a_million(tmp_path)
+    found = {each.cell.label: each for each in study_capacities(read_study(path))}
+    assert found["nothing set, 1 GPU"].capacity_tokens == 196_608
+    made = highwater.guide(path)
+    assert not any(
+        each.capacity_tokens >= 1_000_000 for table in made.tables for each in table.capacities
+    )
+    assert any("unproven: nothing set, 1 GPU" in note for note in made.notes)
+    where = {"gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
+    advice = highwater.recommend("Qwen3-0.6B", length=500_000, studies=[path], **where)
+    assert not any(each.fits for each in advice.candidates if each.source == "measured")
+    assert any("unproven: nothing set, 1 GPU" in note for note in advice.notes)
+
+
+def without_its_edge(kind: str) -> Callable[[list[dict]], list[dict]]:
+    """Leaves out how the trial of 204,800 tokens ended, or all of it."""
+
+    def change(lines: list[dict]) -> list[dict]:
+        begun = [line for line in lines if line["kind"] == "trial_started"]
+        keys = [e["spec_key"] for e in begun if e["spec"]["length_tokens"] == 204_800]
+        return [
+            line
+            for line in lines
+            if line.get("spec_key") not in keys
+            or (kind == "end" and line["kind"] != "trial_finished")
+        ]
+
+    return change
+
+
+def with_trials(part: str, kind: str, **fields: object) -> Callable[[list[dict]], None]:
+    """Has all trials say something else."""
+
+    def change(lines: list[dict]) -> None:
+        for line in lines:
+            if line["kind"] == kind:
+                line[part] |= fields
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without_its_edge("end"), "no trial of 204,800"),
+        (without_its_edge("all"), "no trial of 204,800"),
+        *(
+            (with_trials("spec", "trial_started", **{field: value}), "")
+            for field, value in (
+                ("steps", 3),
+                ("seed", 1),
+                ("config_digest", "0" * 16),
+                ("data", "mine:batches"),
+                ("memory_budget_bytes", GIB),
+            )
+        ),
+        (with_trials("result", "trial_finished", simulated=True), ""),
+    ],
+)
+def test_an_answer_without_its_trials_or_by_those_of_another_question_is_unproven(
+    change, why, tmp_path
+):
+    study = edited(tmp_path / "study.jsonl", change)
+    assert (len(study.answers), len(study.unproven)) == (0, 2)
+    assert why in study.unproven[0].why
+
+
+def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_are(tmp_path):
+    path = claiming_a_million(tmp_path)
+    before = read_study(path)
+
+    class Nothing(OneByOne):
+        def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+            raise AssertionError(spec, attempt, repeat)
+
+    with open_journal(path, before.question) as journal:
+        list(recorded_search(before.question, Nothing(), journal))
+    after = read_study(path)
+    assert after.unproven == ()
+    assert after.answers == read_study(WHOLE).answers
+    assert after.trials == before.trials
