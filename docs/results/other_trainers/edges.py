@@ -13,7 +13,7 @@ from highwater.trainers.trl.law import study_edges
 
 HERE = Path(__file__).parent
 STUDIES = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
-TARGET = HERE.parents[2] / "src" / "highwater" / "memory" / "trl_edges.json"
+TARGET = HERE.parents[2] / "src" / "highwater" / "trainers" / "trl" / "trl_edges.json"
 
 
 def edges() -> str:
