@@ -27,13 +27,14 @@ GIVEN_UP_WORDS = {
     *("AskedTrial", "GradientSums", "SettingsScore", "ShippedTrace"),
 }
 ELSEWHERE = {
-    "slope": {"memory/trace/scaled_trace.py"},  # of a line
     "Place": {  # where a chooser stands
         f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
     },
+    "slope": {"memory/trace/scaled_trace.py"},  # of a line
 }
 """Words that mean what the field means by them there."""
 SHARED = {
+    "build": "puts together what its room is about",
     "files": "files that are read and written: of users, and those that trainers read",
     "law": "the memory of a trainer's step, below the trainer's own room",
     "logs": "what trials write: where it lies, and what it says",

@@ -329,14 +329,14 @@ def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_
 
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     replays: list[tuple[object, ...]] = []
-    replay_codes = trinity.replay_codes
+    replay_trace = trinity.replay_trace
 
-    def counted(steps, **asked):
-        replays.append((id(steps.events), tuple(steps.sizes), *asked.items()))
-        return replay_codes(steps, **asked)
+    def counted(trace, tokens, **asked):
+        replays.append((id(trace), tokens, *asked.items()))
+        return replay_trace(trace, tokens, **asked)
 
     trinity._replays.cache_clear()
-    monkeypatch.setattr(trinity, "replay_codes", counted)
+    monkeypatch.setattr(trinity, "replay_trace", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
     # what was recommended when every cell was replayed for all that a prediction tells

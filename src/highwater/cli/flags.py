@@ -3,7 +3,7 @@ field of ``Request``, of ``TrainingRequest``, or of a noun below, for what a com
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -546,6 +546,17 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
     names = ("gpu_memory", "host_memory", "reserved")
     return {name: getattr(arguments, name) for name in names}
+
+
+def words_without(words: Sequence[str], *flags: str) -> list[str]:
+    """What was typed, without a flag, by any of its spellings, and its value."""
+    kept = list(words)
+    joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
+    for at, word in enumerate(kept):
+        if word in flags or word.startswith(joined):
+            del kept[at : at + (2 if word in flags else 1)]
+            break
+    return kept
 
 
 _AGAIN = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
+from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.calibration import Calibration, calibrate
@@ -122,18 +122,6 @@ def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
         device_name=question.device_name,
     )
     return msgspec.structs.replace(cell, step=step)
-
-
-def by_formula(prediction: Prediction, question: Question) -> Prediction:
-    """The prediction with every cell; and, where traces are bundled, how many are by replay."""
-    trainer, limit = prediction.trainer, prediction.memory_limit
-    cells = predict_by_formula(question, limit, trainer, prediction.calibration)
-    replayed = sum(cell.replayed is not None for cell in cells)
-    notes = prediction.notes
-    if MEMORY[trainer].replay is not None:
-        notes = (*notes, by_replay(replayed, len(cells)))
-    known = accuracy(question, trainer, replayed)
-    return msgspec.structs.replace(prediction, cells=cells, accuracy=known, notes=notes)
 
 
 def calibration_of(

@@ -19,7 +19,7 @@ from highwater.nouns.codec import Record, from_json
 
 
 class Experts(Record, frozen=True, kw_only=True):
-    """What the class of a mixture of experts takes for a field that ``config.json`` leaves out;
+    """Defaults of a mixture's class, for fields that ``config.json`` leaves out;
     beside a number, its field.
     """
 
@@ -61,7 +61,7 @@ class LogitField(Record, frozen=True, kw_only=True):
     usual: float | None = None
     """The class's number, where the config leaves the field out; None: no cap."""
     takes_whole: bool = False
-    """Whether the class takes a whole number."""
+    """True if the class takes a whole number."""
 
 
 class Family(Record, frozen=True, kw_only=True):
@@ -84,14 +84,14 @@ class Family(Record, frozen=True, kw_only=True):
     """Fields that no kernel computes with a value of 0: the scale of attention, experts whose
     weights would be empty."""
     experts: Experts | None = None
-    """None: what the config says of experts is read by no class."""
+    """None if the class reads nothing about experts."""
     width_field: str = "intermediate_size"
     dense_width_field: str | None = None
     """The field of the width of layers without experts, where it is not ``width_field``."""
     is_gated: bool = True
     """The MLP has a gate."""
     window: Window | None = None
-    """None: no layer has a window, whatever the config says."""
+    """None if no layer has a window, whatever the config says."""
     caps_scores: bool = False
     """Attention caps its scores at ``attn_logit_softcapping``."""
     has_sinks: bool = False
@@ -99,7 +99,7 @@ class Family(Record, frozen=True, kw_only=True):
     dropout_field: str | None = None
     """The field by which attention has dropout unless the config says otherwise."""
     logits: LogitField | None = None
-    """None: the softmax sees the head's product as it is."""
+    """None if the softmax sees the head's product as it is."""
     has_rope: bool = True
     """False: positions are learned, fixed or none. A config.json tells nothing of it."""
     has_rope_by_layer: bool = False
@@ -111,9 +111,9 @@ class Family(Record, frozen=True, kw_only=True):
     saves_yarn: bool = True
     """False: the config class takes no YaRN. It trains, and its saved model cannot be loaded."""
     unscalable: str | None = None
-    """What YaRN does not say of its positions."""
+    """A treatment of positions that YaRN cannot express."""
     parts: Mapping[str, int] = {}
-    """Parts of model/small_parameters.py in every layer, and how many of each; below 0 for norms
+    """Small parts of model/layer_kind.py in every layer, and how many of each; below 0 for norms
     that it lacks."""
     parts_outside: int = 0
     """Numbers outside the layers, in hidden sizes: the last norm's bias; below 0 where it has no
@@ -123,11 +123,11 @@ class Family(Record, frozen=True, kw_only=True):
     switches: Mapping[str, Mapping[str, int]] = {}
     """Fields that switch parts of every layer on."""
     switched_on: tuple[str, ...] = ()
-    """Those of ``switches`` that the class has on."""
+    """Fields of ``switches`` that the class has on."""
 
 
 class _Refused(Record, frozen=True, kw_only=True):
-    """What stands in the way of families, and what works in their place."""
+    """Families that cannot be trained exactly, why, and a hint."""
 
     why: str
     instead: str = "use a model of a family that was compared, for example `highwater find " + (
@@ -148,7 +148,7 @@ TRAINED = frozenset(name for name, row in FAMILY_ROWS.items() if row.is_trained)
 REFUSED: Mapping[str, tuple[str, str]] = {
     name: (row.why, row.instead) for row in _TABLE.refused for name in row.families
 }
-"""What stands in the way of a family, in words, and what would work."""
+"""Why a family cannot be trained exactly, in words, and a hint that works."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 """Names that families give the same thing: experts of a layer, of a token."""
@@ -164,7 +164,7 @@ def family_row(name: str) -> Family:
 
 
 def value_of(config: Mapping[str, Any], field: str) -> Any:
-    """What a config says of a field, or where it does not, its class; None where neither does."""
+    """The value of a field in a config, or else in its class; None if neither has one."""
     if config.get(field) is not None or (field in config and field in _NULL_SAYS):
         return config[field]
     return family_row(config["model_type"]).defaults.get(field)

@@ -3,12 +3,16 @@
 Whoever counts bytes or FLOPs sums over runs, ``count`` times what one layer of the kind has, and
 takes the most over kinds where one layer decides.
 
+Beside matrices and two norms a layer has small parameters, as its family's row says: biases, norms
+of heads and whatever else makes the number of parameters that of the family's own class.
+
 Windows: which layers of a family attend within ``sliding_window``, as transformers builds them.
 
-Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23;
-tests/unit/test_families.py compares layer by layer with those that are installed.
+Source: ``configuration_*.py`` and ``modeling_*.py`` of transformers 5.23; test_families.py and
+test_small_parameters.py below tests/unit compare every family with those that are installed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple, cast
@@ -16,6 +20,9 @@ from typing import Any, NamedTuple, cast
 from highwater.errors import ModelError
 from highwater.model.families import Window, family_row, value_of
 from highwater.nouns.codec import Record
+
+Config = Mapping[str, Any]
+"""A parsed ``config.json``."""
 
 
 class Matrices(NamedTuple):
@@ -46,7 +53,7 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     has_sinks: bool = False
     """A learned number for each query head takes part in the softmax, beside the keys."""
     soft_cap: float | None = None
-    """What no score exceeds either way; None: no cap."""
+    """Bound of a score's size; None if there is no cap."""
 
     @property
     def query_size(self) -> int:
@@ -74,7 +81,7 @@ class MlpKind(Record, frozen=True, kw_only=True):
 
     @property
     def is_routed(self) -> bool:
-        """Whether it has experts, be it one beside a shared MLP."""
+        """True if it has experts, be it one beside a shared MLP."""
         return self.experts > 1 or self.shared_width > 0
 
     @property
@@ -156,8 +163,74 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
     )
 
 
-Config = Mapping[str, Any]
-"""A parsed ``config.json``."""
+def _qkv_biases(kind: LayerKind) -> int:
+    return kind.attention.query_size + 2 * kind.attention.key_size
+
+
+def _mlp_biases(kind: LayerKind) -> int:
+    """Biases of one MLP, or of all experts and of their router."""
+    mlp = kind.mlp
+    of_one = (mlp.matrices - 1) * mlp.width + kind.hidden_size
+    return of_one if mlp.experts == 1 else mlp.experts * (of_one + 1)
+
+
+def _plain_mlp_biases(kind: LayerKind) -> int:
+    """Biases of MLPs that every token goes through, where a family's experts have none."""
+    mlp = kind.mlp
+    width = mlp.width if mlp.experts == 1 else mlp.shared_width
+    return (mlp.matrices - 1) * width + kind.hidden_size * (width > 0)
+
+
+_PARTS: Mapping[str, Callable[[LayerKind], int]] = {
+    "number": lambda _: 1,
+    "norm": lambda kind: kind.hidden_size,
+    "inner_norm": lambda kind: kind.mlp.width,  # of what goes into the MLP's last matrix
+    "head_norms": lambda kind: 2 * kind.attention.head_dim,  # which all heads share
+    "wide_norms": lambda kind: kind.attention.query_size + kind.attention.key_size,
+    "qkv_biases": _qkv_biases,
+    "output_bias": lambda kind: kind.hidden_size,
+    "attention_biases": lambda kind: _qkv_biases(kind) + kind.hidden_size,
+    "mlp_biases": _mlp_biases,
+    "plain_mlp_biases": _plain_mlp_biases,
+    "expert_biases": lambda kind: kind.mlp.experts if kind.mlp.experts > 1 else 0,
+    "lone_router": lambda kind: kind.hidden_size if kind.mlp.experts == 1 else 0,
+    "shared_gate": lambda kind: kind.hidden_size if kind.mlp.experts > 1 else 0,
+    "head_gates": lambda kind: kind.hidden_size * kind.attention.query_heads,
+    "wide_gates": lambda kind: kind.hidden_size * kind.attention.query_size,
+}
+"""Parameters that one layer of a kind has of each part that rows name."""
+
+
+def small_parameters(
+    family: str,
+    runs: Iterable[LayerRun],
+    *,
+    hidden_size: int,
+    native_length_tokens: int,
+    config: Config | None = None,
+) -> int:
+    """Parameters of a model besides its matrices, two norms a layer and the last norm. They follow
+    the switches of ``config``; without one, or where it leaves them out, its class.
+    """
+    row, stated = family_row(family), config or {}
+    parts = Counter(row.parts)
+    for field, switched in row.switches.items():
+        names = (field, row.other_names.get(field, field))
+        values = (stated[name] for name in names if stated.get(name) is not None)
+        if next(values, field in row.switched_on):
+            parts.update(switched)
+    in_layers = sum(
+        run.count * sum(number * _PARTS[name](run.kind) for name, number in parts.items())
+        for run in runs
+    )
+    outside = row.parts_outside + learned_positions(family, native_length_tokens)
+    return in_layers + outside * hidden_size
+
+
+def learned_positions(family: str, native_length_tokens: int) -> int:
+    """Positions that a model of the family has an embedding of; 0 where they are not learned."""
+    more = family_row(family).more_positions
+    return 0 if more is None else native_length_tokens + more
 
 
 def slides(config: Config, layer: int) -> bool:
@@ -243,5 +316,5 @@ _RULES: Mapping[str, Callable[[Config, int, Window], bool]] = {
     "even_up_to_max_window_layers": _even_up_to_max_window_layers,
     "without_rope": _without_rope,
 }
-"""Whether the layer of a number, counted from 0, attends within the window, by the rule's name in
-a family's row."""
+"""Rules by their names in a family's row: true if a layer, counted from 0, attends within the
+window."""

@@ -18,7 +18,7 @@ _LEAST, _MOST = 1e-6, 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitTransform:
-    """What the softmax sees of a logit x: ``scale * x``, then ``cap * tanh(scale * x / cap)``. It
+    """The softmax sees ``scale * x`` of a logit x, then ``cap * tanh(scale * x / cap)``. It
     grows with x: the smallest and the largest logit stay the smallest and the largest.
     """
 
@@ -29,7 +29,7 @@ class LogitTransform:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the softmax sees the head's product as it is."""
+        """True if the softmax sees the head's product as it is."""
         return self == PLAIN
 
 
@@ -38,13 +38,13 @@ PLAIN = LogitTransform()
 
 
 def transforms(family: str, field: str) -> bool:
-    """Whether a family's class reads this field of its config to scale or cap logits."""
+    """True if a family's class reads this field of its config to scale or cap logits."""
     rule = family_row(family).logits
     return rule is not None and rule.field == field
 
 
 def reads_a_transform(family: str) -> bool:
-    """Whether a family's class scales or caps logits, be it by 1."""
+    """True if a family's class scales or caps logits, be it by 1."""
     return family_row(family).logits is not None
 
 

@@ -9,25 +9,23 @@ import msgspec
 
 from highwater.errors import ModelError
 from highwater.model.families import EXPERTS_PER_TOKEN, family_row
-from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
+from highwater.model.layer_kind import (
+    AttentionKind,
+    LayerKind,
+    LayerRun,
+    MlpKind,
+    runs_of,
+    small_parameters,
+)
 from highwater.model.model_config import (
-    Mixture,
+    ConfigSizes,
     config_digest,
-    heads_of,
-    layer_count,
-    layer_windows,
-    layers_without_experts,
-    mixture_of,
     read_config,
     refuse_dropout,
-    score_cap,
-    size,
-    tied_embeddings,
     trained_family,
 )
 from highwater.model.model_place import model_place
 from highwater.model.rope_block import own_rope_scaling
-from highwater.model.small_parameters import small_parameters
 from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
 
@@ -107,12 +105,12 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def caps_scores(self) -> bool:
-        """Whether some layer caps the scores of its attention, which no fused kernel does."""
+        """True if some layer caps the scores of its attention, which no fused kernel does."""
         return any(run.kind.attention.soft_cap is not None for run in self.runs)
 
     @property
     def reads_everything(self) -> bool:
-        """Whether every layer reads all earlier tokens: no window, no sinks, no cap."""
+        """True if every layer reads all earlier tokens: no window, no sinks, no cap."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
 
@@ -222,18 +220,19 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
     that read more than text.
     """
     family = trained_family(config, source)
-    heads, mixture = heads_of(config, source), mixture_of(config, source)
+    sizes = ConfigSizes(config, source)
+    heads, mixture = sizes.heads(), sizes.mixture()
     shape = ModelShape(
         model_type=family,
-        hidden_size=size(config, "hidden_size", source),
-        layers=layer_count(config, source),
+        hidden_size=sizes.size("hidden_size"),
+        layers=sizes.layers(),
         query_heads=heads.query_heads,
         kv_heads=heads.kv_heads,
         head_dim=heads.head_dim,
         intermediate_size=mixture.width,
-        vocab_size=size(config, "vocab_size", source),
-        native_length_tokens=size(config, "max_position_embeddings", source),
-        tied_embeddings=tied_embeddings(config, source),
+        vocab_size=sizes.size("vocab_size"),
+        native_length_tokens=sizes.size("max_position_embeddings"),
+        tied_embeddings=sizes.tied_embeddings(),
         experts=mixture.experts,
         experts_per_token=mixture.experts_per_token,
         balanced_experts=mixture.experts > 1
@@ -245,7 +244,10 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
         mlp_matrices=3 if family_row(family).is_gated else 2,
     )
     _refuse_impossible(shape, config, source)
-    return _with_switches(_with_runs(shape, config, mixture, source), config)
+    runs = _runs(shape, sizes)
+    if runs != shape.runs:
+        shape = msgspec.structs.replace(shape, layer_runs=runs)
+    return _with_switches(shape, config)
 
 
 def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -> None:
@@ -263,19 +265,16 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
         )
 
 
-def _with_runs(
-    shape: ModelShape, config: dict[str, Any], mixture: Mixture, source: str
-) -> ModelShape:
-    """The shape with its layers as the config names them, where sizes alone do not tell them."""
-    windows, dense = layer_windows(config, source), layers_without_experts(config, mixture)
+def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
+    """The layers as the config names them, which sizes alone may not tell."""
+    dense = sizes.layers_without_experts(sizes.mixture())
+    windows, soft_cap = sizes.windows(), sizes.score_cap()
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
     has_sinks = family_row(shape.model_type).has_sinks
-    soft_cap = score_cap(config, source)
-    runs = runs_of(
+    return runs_of(
         (1, _attending(without if is_dense else usual, window, has_sinks, soft_cap))
         for window, is_dense in zip(windows, dense, strict=True)
     )
-    return shape if runs == shape.runs else msgspec.structs.replace(shape, layer_runs=runs)
 
 
 def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:

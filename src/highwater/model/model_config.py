@@ -17,7 +17,7 @@ from highwater.model.families import (
     refuse_untrained,
     value_of,
 )
-from highwater.model.layer_kind import refuse_missing_window, slides
+from highwater.model.layer_kind import AttentionKind, refuse_missing_window, slides
 from highwater.model.logit_transform import logit_transform_of, transforms
 from highwater.nouns.codec import digest
 from highwater.nouns.files import CONFIG_BYTES, read_file
@@ -117,7 +117,7 @@ def _refuse_layers(config: dict[str, Any], source: str) -> None:
 
 
 def has_own_code(config: Mapping[str, Any]) -> bool:
-    """Whether a config names code that came with the model, which nothing here ever runs."""
+    """True if a config names code that came with the model, which nothing here ever runs."""
     return bool(config.get("auto_map"))
 
 
@@ -154,7 +154,7 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
 
 
 def _trains(text_config: dict[str, Any], source: str) -> bool:
-    """Whether a text model would train if it were alone; fields that it lacks are its class's."""
+    """True if a text model would train alone; fields that it lacks are its class's."""
     try:
         refuse_untrained(str(text_config.get("model_type")), source)
         _refuse_layers(text_config, source)
@@ -259,56 +259,8 @@ def refuse_dropout(config: dict[str, Any], source: str) -> None:
         )
 
 
-def size(config: dict[str, Any], field: str, source: str) -> int:
-    """A field that the config has to have, a whole number from 1; raises ModelError for others."""
-    return whole_number(config[field], field, source)
-
-
-def optional_size(config: dict[str, Any], field: str, source: str) -> int | None:
-    """A field that may be left out, a whole number from 1, by its class where it is; None where
-    neither says anything. Raises ModelError for others.
-    """
-    value = value_of(config, field)
-    return None if value is None else whole_number(value, field, source)
-
-
-def layer_count(config: dict[str, Any], source: str) -> int:
-    """How many layers a model has; raises ModelError for more than any has."""
-    layers = size(config, "num_hidden_layers", source)
-    if layers > _MOST_LAYERS:
-        raise ModelError(
-            f"{source} describes {layers} layers, more than any model has",
-            hint="check its num_hidden_layers",
-        )
-    return layers
-
-
-class Heads(NamedTuple):
-    """The attention heads of a layer."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-
-
-def heads_of(config: dict[str, Any], source: str) -> Heads:
-    """The heads of every layer; raises ModelError for numbers that do not go together."""
-    query_heads = size(config, "num_attention_heads", source)
-    hidden = size(config, "hidden_size", source)
-    kv_heads = optional_size(config, "num_key_value_heads", source) or query_heads
-    head_dim = optional_size(config, "head_dim", source) or hidden // query_heads
-    if head_dim < 1 or query_heads % kv_heads:
-        raise ModelError(
-            f"{query_heads} query heads do not go with {kv_heads} key/value heads and a hidden "
-            f"size of {hidden} in {source}",
-            hint="set num_key_value_heads to a divisor of num_attention_heads, and head_dim to a "
-            "whole number, 1 or more",
-        )
-    return Heads(query_heads, kv_heads, head_dim)
-
-
 class Mixture(NamedTuple):
-    """What a config says of MLPs and experts; of a family without, one expert."""
+    """Widths and numbers of MLPs and experts; one expert for a family without."""
 
     width: int
     """Width of one expert."""
@@ -322,95 +274,123 @@ class Mixture(NamedTuple):
     """Layers without experts, wherever they are."""
 
 
-def mixture_of(config: dict[str, Any], source: str) -> Mixture:
-    """MLPs and experts, by whichever of the fields the config has; else the usual ones of its
-    family's class. Raises ModelError for more experts a token than there are.
+class ConfigSizes(NamedTuple):
+    """Sizes that a config names, and else its family's class. Its methods raise ModelError, by the
+    field's name, for what is none.
     """
-    row = family_row(config["model_type"])
-    width = optional_size(config, row.width_field, source)
-    width = dense_width = width or 4 * size(config, "hidden_size", source)
-    usual = row.experts
-    if usual is None:
-        return Mixture(width, dense_width)
-    if row.dense_width_field is not None:
-        dense_width = optional_size(config, row.dense_width_field, source) or width
-    if usual.width is not None:
-        width = optional_size(config, "moe_intermediate_size", source) or usual.width
-    shared_field, _ = usual.shared
-    shared = _count(config, usual.shared, source)
-    is_width = shared_field is not None and shared_field.endswith("intermediate_size")
-    kinds = config.get("mlp_layer_types")
-    dense = (
-        kinds.count("dense")
-        if isinstance(kinds, list)
-        else _count(config, usual.dense_layers, source)
-    )
-    return Mixture(
-        width=width,
-        dense_width=dense_width,
-        experts=_first_size(config, EXPERT_COUNTS, source) or usual.experts,
-        experts_per_token=_first_size(config, EXPERTS_PER_TOKEN, source) or usual.per_token,
-        shared_size=shared if is_width else width * shared,
-        dense_layers=min(dense, layer_count(config, source)),
-    )
 
+    config: Mapping[str, Any]
+    source: str
+    """The file's path in what is said."""
 
-def _first_size(config: dict[str, Any], fields: Sequence[str], source: str) -> int | None:
-    """The first of these fields that the config or its class has."""
-    sizes = (optional_size(config, field, source) for field in fields)
-    return next((found for found in sizes if found is not None), None)
+    def size(self, field: str) -> int:
+        """A field that the config has to have, a whole number from 1."""
+        return whole_number(self.config[field], field, self.source)
 
+    def optional_size(self, field: str) -> int | None:
+        """A field that may be left out, by its class where it is; None if neither has it."""
+        value = value_of(self.config, field)
+        return None if value is None else whole_number(value, field, self.source)
 
-def _count(config: dict[str, Any], usual: tuple[str | None, int], source: str) -> int:
-    """What a config says of a field, a whole number that may be 0, or else the usual one."""
-    field, number = usual
-    value = None if field is None else config.get(field)
-    if field is None or value is None:
-        return number
-    return 0 if value == 0 else whole_number(value, field, source)
+    def layers(self) -> int:
+        """How many layers a model has."""
+        layers = self.size("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise ModelError(
+                f"{self.source} describes {layers} layers, more than any model has",
+                hint="check its num_hidden_layers",
+            )
+        return layers
 
+    def heads(self) -> AttentionKind:
+        """The heads of every layer, whose numbers have to go together."""
+        query_heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
+        kv_heads = self.optional_size("num_key_value_heads") or query_heads
+        head_dim = self.optional_size("head_dim") or hidden // query_heads
+        if head_dim < 1 or query_heads % kv_heads:
+            raise ModelError(
+                f"{query_heads} query heads do not go with {kv_heads} key/value heads and a hidden "
+                f"size of {hidden} in {self.source}",
+                hint="set num_key_value_heads to a divisor of num_attention_heads, and head_dim to "
+                "a whole number, 1 or more",
+            )
+        return AttentionKind(query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim)
 
-def layer_windows(config: dict[str, Any], source: str) -> tuple[int | None, ...]:
-    """The window of every layer in their order, in tokens; None of one that attends to all.
-    Raises ModelError where some are to have one, and there is none.
-    """
-    sliding = [slides(config, layer) for layer in range(layer_count(config, source))]
-    refuse_missing_window(config, source, some_slide=any(sliding))
-    window = optional_size(config, "sliding_window", source) if any(sliding) else None
-    return tuple(window if is_sliding else None for is_sliding in sliding)
-
-
-def score_cap(config: dict[str, Any], source: str) -> float | None:
-    """What no score of attention exceeds; None: no cap. Raises ModelError for no number."""
-    caps = family_row(config["model_type"]).caps_scores
-    cap = value_of(config, "attn_logit_softcapping") if caps else None
-    if cap is None:
-        return None
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST_SIZE:
-        raise ModelError(
-            f"attn_logit_softcapping is {cap!r} in {source}",
-            hint="set attn_logit_softcapping to a number above 0, or to null",
+    def mixture(self) -> Mixture:
+        """MLPs and experts, by whichever of the fields the config has, or else its class."""
+        row = family_row(self.config["model_type"])
+        width = self.optional_size(row.width_field)
+        width = dense_width = width or 4 * self.size("hidden_size")
+        usual = row.experts
+        if usual is None:
+            return Mixture(width, dense_width)
+        if row.dense_width_field is not None:
+            dense_width = self.optional_size(row.dense_width_field) or width
+        if usual.width is not None:
+            width = self.optional_size("moe_intermediate_size") or usual.width
+        shared_field, _ = usual.shared
+        shared = self._count(usual.shared)
+        is_width = shared_field is not None and shared_field.endswith("intermediate_size")
+        kinds = self.config.get("mlp_layer_types")
+        dense = kinds.count("dense") if isinstance(kinds, list) else self._count(usual.dense_layers)
+        return Mixture(
+            width=width,
+            dense_width=dense_width,
+            experts=self._first_size(EXPERT_COUNTS) or usual.experts,
+            experts_per_token=self._first_size(EXPERTS_PER_TOKEN) or usual.per_token,
+            shared_size=shared if is_width else width * shared,
+            dense_layers=min(dense, self.layers()),
         )
-    return float(cap)
 
+    def _first_size(self, fields: Sequence[str]) -> int | None:
+        """The first of these fields that the config or its class has."""
+        sizes = (self.optional_size(field) for field in fields)
+        return next((found for found in sizes if found is not None), None)
 
-def layers_without_experts(config: dict[str, Any], mixture: Mixture) -> tuple[bool, ...]:
-    """Whether each layer has one MLP and no experts, by ``mlp_layer_types`` or the first ones."""
-    layers, kinds = config["num_hidden_layers"], config.get("mlp_layer_types")
-    if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(kind == "dense" for kind in kinds)
-    return tuple(layer < mixture.dense_layers for layer in range(layers))
+    def _count(self, usual: tuple[str | None, int]) -> int:
+        """The value of a field, a whole number that may be 0, or else the usual one."""
+        field, number = usual
+        value = None if field is None else self.config.get(field)
+        if field is None or value is None:
+            return number
+        return 0 if value == 0 else whole_number(value, field, self.source)
 
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer in tokens; None for one that attends to all."""
+        sliding = [slides(self.config, layer) for layer in range(self.layers())]
+        refuse_missing_window(self.config, self.source, some_slide=any(sliding))
+        window = self.optional_size("sliding_window") if any(sliding) else None
+        return tuple(window if is_sliding else None for is_sliding in sliding)
 
-def tied_embeddings(config: dict[str, Any], source: str) -> bool:
-    """Whether the head is the embedding; raises ModelError for what is neither true nor false."""
-    tied = value_of(config, "tie_word_embeddings")
-    if tied is not None and not isinstance(tied, bool):
-        raise ModelError(
-            f"tie_word_embeddings is {tied!r} in {source}",
-            hint="set tie_word_embeddings to true or false",
-        )
-    return bool(tied)
+    def score_cap(self) -> float | None:
+        """Bound of attention's scores; None if there is no cap."""
+        caps = family_row(self.config["model_type"]).caps_scores
+        cap = value_of(self.config, "attn_logit_softcapping") if caps else None
+        if cap is None:
+            return None
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST_SIZE:
+            raise ModelError(
+                f"attn_logit_softcapping is {cap!r} in {self.source}",
+                hint="set attn_logit_softcapping to a number above 0, or to null",
+            )
+        return float(cap)
+
+    def layers_without_experts(self, mixture: Mixture) -> tuple[bool, ...]:
+        """For each layer true if it has no experts: by ``mlp_layer_types``, or the first ones."""
+        layers, kinds = self.config["num_hidden_layers"], self.config.get("mlp_layer_types")
+        if mixture.dense_layers and isinstance(kinds, list) and len(kinds) == layers:
+            return tuple(kind == "dense" for kind in kinds)
+        return tuple(layer < mixture.dense_layers for layer in range(layers))
+
+    def tied_embeddings(self) -> bool:
+        """True if the head is the embedding."""
+        tied = value_of(self.config, "tie_word_embeddings")
+        if tied is not None and not isinstance(tied, bool):
+            raise ModelError(
+                f"tie_word_embeddings is {tied!r} in {self.source}",
+                hint="set tie_word_embeddings to true or false",
+            )
+        return bool(tied)
 
 
 def whole_number(value: Any, field: str, source: str) -> int:

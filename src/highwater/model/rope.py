@@ -34,7 +34,7 @@ def kept_parameters(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def grows(own: Mapping[str, Any]) -> bool:
-    """Whether a model's own scaling goes on past its native length. That is ``dynamic``, whose
+    """True if a model's own scaling goes on past its native length. That is ``dynamic``, whose
     frequencies follow each document's length; not with Hunyuan's ``alpha``, which fixes them.
     """
     return own.get("rope_type", own.get("type")) == "dynamic" and not own.get("alpha")
@@ -52,7 +52,7 @@ def unscalable(model: Model) -> str | None:
 
 
 def ends_at_native(model: Model, rope: Rope) -> bool:
-    """Whether nothing scales positions past the native length, or the model's own ends there."""
+    """True if nothing scales positions past the native length, or the model's own ends there."""
     if unscalable(model) is not None:
         return True
     return model.own_rope_scaling and rope == "auto" and not grows(_own(model))

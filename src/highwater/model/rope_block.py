@@ -32,7 +32,7 @@ _AS_WRITTEN: Types = {
     )
     for kind, fields in TYPES.items()
 }
-"""The same where the class fills nothing in."""
+"""Fields that each type needs if the class fills nothing in."""
 
 
 def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def rope_block(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def own_rope_scaling(config: Mapping[str, Any], source: str) -> bool:
-    """Whether the config brings RoPE scaling of its own."""
+    """True if the config brings RoPE scaling of its own."""
     return _type_of(rope_block(config, source)) != "default"
 
 

@@ -6,7 +6,6 @@ has the prose.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
 from highwater.model.rope import Yarn
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
@@ -321,16 +320,11 @@ def _positions(yarn: Yarn | None, found: Recommendation) -> str:
 
 
 def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
-    return tuple(_explanations(found)) if is_explained else (_caveat(found),)
-
-
-def _caveat(found: Recommendation) -> str:
-    """The one line that a reader needs beside the tables."""
-    chosen, unlike = found.chosen, tuple[str, ...]()
-    if chosen is not None and chosen.source == "predicted":
-        cells = [each.cell for each in found.candidates]
-        unlike = unlike_cell(found.unlike, chosen.cell, cells)
-    return caveat(None if chosen is None else chosen.risk, unlike, star=_star(found))
+    if is_explained:
+        return tuple(_explanations(found))
+    is_predicted = found.chosen is not None and found.chosen.source == "predicted"
+    cells, unlike = [each.cell for each in found.candidates], found.unlike if is_predicted else ()
+    return (caveat(found.chosen, cells, unlike=unlike, star=_star(found)),)
 
 
 def _star(found: Recommendation) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class Batch:
     padding_tokens: int = 0
     """Tokens of this rank's share that make all shares one length; no part of the micro-batch."""
     shared: "Shared | None" = None
-    """What this is a rank's share of; None for a whole micro-batch."""
+    """The micro-batch that this is a rank's share of; None for a whole one."""
 
     def to(self, device: torch.device) -> "Batch":
         """The batch with its tensors on ``device``."""
@@ -85,14 +85,14 @@ class Shared(NamedTuple):
 
 
 def share_of(batch: Batch, shared: SequenceGroups | None) -> Batch:
-    """What this rank holds of a micro-batch that it shares with these ranks, or with none."""
+    """This rank's share of a micro-batch that it shares with these ranks, or with none."""
     if shared is None:
         return shard(batch, SequenceLayout(batch.document_lengths), rank=0)
     return shard(batch, shared.layout_of(batch.document_lengths), rank=shared.rank)
 
 
 def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
-    """What one of the ranks that share a micro-batch holds of it, as its layout says.
+    """The share of a micro-batch that one rank holds, as the layout says.
 
     What is predicted was fixed over the whole row, so that the last token of a slice or chunk is
     still followed by its true next one. Padding trains nothing, and nothing sees it.

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, product
+from itertools import count, pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -37,7 +37,7 @@ _BY_THE_TEMPLATE = (
     TypeError,
     ValueError,
 )
-"""What a template raises on a conversation that it is not for."""
+"""Errors that a template raises on a conversation that it is not for."""
 LIMIT_S = 30.0
 """Seconds of the processor's time in which a template has to write what one record has."""
 _MOST_CHARACTERS, _MOST_TIMES = 4 * MIB, 16
@@ -51,14 +51,6 @@ _ENDLESS = (
 _WRITES_IT = "train with a tokenizer whose chat template does, or leave it out of the record"
 _STAND_IN = "HIGHWATER0STANDS0IN"
 """Stands in the place of a turn's content, to see what the template puts after it."""
-
-
-class Turns(NamedTuple):
-    """A conversation as text."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-    """What is trained, from and to characters of the text, in order."""
 
 
 class _UnwrittenError(UsageError):
@@ -75,7 +67,7 @@ class ChatTemplate:
 
     @property
     def writes_the_date(self) -> bool:
-        """Whether what it writes depends on the day."""
+        """True if its text depends on the day."""
         return "strftime_now" in str(self._tokenizer.chat_template)
 
     def text(self, conversation: Conversation, *, prompts: bool = False) -> str:
@@ -168,9 +160,9 @@ class ChatTemplate:
 
     def turns(
         self, conversation: Conversation, *, first: int = 0, everything: bool = False
-    ) -> Turns:
-        """The text, and which of it is trained: the assistant's turns from message ``first`` on,
-        or ``everything``; without those messages that say that they are not.
+    ) -> list[tuple[str, bool]]:
+        """The text in parts, and which of them are trained: the assistant's turns from message
+        ``first`` on, or ``everything``; without those messages that say that they are not.
 
         Raises UsageError where they cannot be found exactly.
         """
@@ -198,7 +190,10 @@ class ChatTemplate:
             begin = len(self.prompt_of(conversation, first, text)) if first else 0
             _, spans = self._rendered(conversation, spans=True)
             trained = [(max(a, begin), b) for a, b in spans if b > begin]
-        return Turns(text, tuple(_without(trained, untrained)))
+        spans = _without(trained, untrained)
+        borders = [0, *(at for span in spans for at in span), len(text)]
+        parts = [text[start:end] for start, end in pairwise(borders)]
+        return [(part, number % 2 == 1) for number, part in enumerate(parts) if part]
 
     def prompt_of(
         self,
@@ -209,7 +204,7 @@ class ChatTemplate:
         answered: bool = True,
         hint: str | None = None,
     ) -> str:
-        """What the assistant has read when it answers the first ``count`` messages: proven to be
+        """The text that the assistant answers after the first ``count`` messages: proven to be
         the beginning of the whole conversation's text.
 
         Raises UsageError, with ``hint``, where it is not.
@@ -337,7 +332,7 @@ def _memory_of(most_bytes: int) -> Generator[None]:
 
 
 def _without(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What is in the spans and in none of the others."""
+    """The parts of the spans that no other span covers."""
     for start, end in others:
         spans = [
             (a, b)
@@ -386,7 +381,7 @@ def _ways(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _mark(number: int) -> str:
-    """What is put after the text of this number, to see whether a template writes it."""
+    """A mark to put after the text of this number, to see if a template writes it."""
     return f"HIGHWATER0MARKS{number}HERE"
 
 

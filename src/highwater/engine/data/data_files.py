@@ -49,7 +49,7 @@ _TABLE_ROWS = 256
 """Rows of a table that are in memory at a time."""
 _BOM = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""What texts of UTF-16 begin with."""
+"""First bytes of texts in UTF-16."""
 
 _TO_LINES = (
     "python3 -c 'import json, sys; [print(json.dumps(record)) for record in json.load(sys.stdin)]'"

@@ -46,7 +46,7 @@ _CALLS = ("function_call", "tool_call")
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
 _CALL_EXAMPLE = '`{"name": "add", "arguments": {"a": 1}}`'
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
-"""What the arguments of a call are called: by OpenAI, by Llama 3.1, and by others."""
+"""Names of a call's arguments: OpenAI's, Llama 3.1's, and those of others."""
 _QUESTIONS = ("instruction", "question", "query")
 """Fields that a user asks in, beside ``prompt``; ``input`` goes on with them."""
 
@@ -61,7 +61,7 @@ def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
 
 
 def prompt_of(record: DataRecord) -> Said | None:
-    """What is answered: ``prompt`` as it is, or messages where the record has more of a
+    """The prompt: ``prompt`` as it is, or messages where the record has more of a
     conversation than that, or asks in another field; None where it asks nothing.
     """
     name = record.first("prompt") or record.first(*_QUESTIONS, "input")

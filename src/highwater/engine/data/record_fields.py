@@ -255,7 +255,7 @@ def _plain(name: str) -> str:
 
 
 def _says_trained(name: str, value: Any) -> bool | None:
-    """None: the field is no mask, or its value neither yes nor no."""
+    """True if a mask says so; None if it is no mask, or its value neither yes nor no."""
     means_trained = _MASKS.get(_plain(name))
     if means_trained is None or isinstance(value, str) or value not in (0, 1):
         return None

@@ -10,7 +10,7 @@ Shapes:  L tokens of a document
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -45,9 +45,9 @@ class TokenDocument(NamedTuple):
     logprobs_L: NDArray[np.float32] | None = None
     """When the tokens were sampled; NaN where they were not."""
     is_apart: bool = False
-    """Whether its prompt and its response were tokenised each by itself."""
+    """True if its prompt and its response were tokenised each by itself."""
     is_chat: bool = False
-    """Whether a chat template made its text."""
+    """True if a chat template made its text."""
 
 
 class Unit(NamedTuple):
@@ -211,13 +211,7 @@ def _conversation(
 ) -> TokenDocument:
     """A conversation; trained are the assistant's turns from message ``first`` on."""
     conversation = rendering.conversation(record, messages)
-    turns = rendering.chat(record).turns(conversation, first=first, everything=everything)
-    borders = [0, *(at for span in turns.spans for at in span), len(turns.text)]
-    parts = [
-        (turns.text[start:end], number % 2 == 1)
-        for number, (start, end) in enumerate(pairwise(borders))
-        if end > start
-    ]
+    parts = rendering.chat(record).turns(conversation, first=first, everything=everything)
     return rendering.document(record, parts, starts=False, ends=False)
 
 
@@ -272,7 +266,7 @@ def rendered(
 
 
 class _Rendered(NamedTuple):
-    """What a loader's processes ask for records, which stand in the place of indices."""
+    """The dataset of a loader, whose indices are the records themselves."""
 
     render: Render
 

@@ -71,7 +71,7 @@ class _Sampled(NamedTuple):
     """One response as its record has it."""
 
     text: Any
-    """None: the record has ids alone."""
+    """None if the record has ids alone."""
     ids: Any
     logprobs: Any
     reward: Any

@@ -276,7 +276,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 class FileRecord(Record, frozen=True, kw_only=True):
-    """What one file has to be."""
+    """The size and the checksum of one file."""
 
     size_bytes: int
     sha256: str
@@ -291,7 +291,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 def record_of(path: Path) -> FileRecord:
-    """What a file is; its bytes are read."""
+    """The record of a file; its bytes are read."""
     with open_regular(path) as file:
         checksum = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(size_bytes=file.tell(), sha256=checksum)
@@ -334,7 +334,7 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> No
 
 
 def damage(path: Path, why: str) -> UsageError:
-    """What is said of a damaged file; whoever knows another checkpoint has a better hint."""
+    """The error about a damaged file; whoever knows another checkpoint has a better hint."""
     return UsageError(
         f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
     )
@@ -352,7 +352,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Have the names in a folder on the disk; a file's own fsync leaves its name out."""
+    """Sync the names in a folder to the disk; a file's own fsync leaves its name out."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -26,11 +26,11 @@ class Bytes:
 
     name = "bytes"
     start_ids: tuple[int, ...] = ()
-    """What stands before a text that is not rendered by a chat template."""
+    """Tokens before a text that is not rendered by a chat template."""
     end_id = BYTE_END_ID
     """The end-of-text token."""
     chat: ChatTemplate | None = None
-    """None: there is no template for conversations."""
+    """None if there is no template for conversations."""
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
@@ -90,16 +90,16 @@ class Tokenizer:
 
 
 TextTokens = Bytes | Tokenizer
-"""What tokenises texts."""
+"""Either turns texts into tokens."""
 
 
 class Parts(NamedTuple):
     """A text in parts, as tokens."""
 
     ids: tuple[list[int], ...]
-    """Those of each part."""
+    """Token ids of each part."""
     is_apart: bool
-    """Whether a token of the whole text would reach from one part into the next, so that each was
+    """True if a token of the whole text would reach from one part into the next, so that each was
     tokenised by itself."""
 
 

@@ -50,9 +50,9 @@ class LengthLimit:
     def __init__(self, order: CorpusOrder) -> None:
         self._length, self._choice = order.length_tokens, order.long_documents
         self._pairs = TRAITS[order.objective].pairs
-        """Whether a unit is left out whole where one of its documents is."""
+        """True if a unit is left out whole where one of its documents is."""
         self.truncated = self.truncated_tokens = self.split = self.empty = self.longest_tokens = 0
-        """Of the documents as they came."""
+        """Counts of documents, and the longest one before it was cut."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
         """The units that are trained of a unit, without those of which nothing is.
@@ -287,7 +287,7 @@ def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
 def _notes(
     order: CorpusOrder, found: DataFiles, rendering: Rendering, writer: CorpusWriter
 ) -> tuple[str, ...]:
-    """What a user should know of the corpus."""
+    """Notes for the user about the corpus."""
     notes: list[str] = []
     if found.left_out:
         names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")

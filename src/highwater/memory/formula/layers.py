@@ -20,9 +20,8 @@ from highwater.memory.formula.moments import (
     families,
     products,
 )
-from highwater.model.layer_kind import LayerKind, LayerRun
+from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
-from highwater.model.small_parameters import learned_positions
 from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
 from highwater.nouns.lora import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
