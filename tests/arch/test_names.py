@@ -34,7 +34,6 @@ ELSEWHERE = {
 }
 """Words that mean what the field means by them there."""
 SHARED = {
-    "build": "puts together what its room is about",
     "files": "files that are read and written: of users, and those that trainers read",
     "law": "the memory of a trainer's step, below the trainer's own room",
     "logs": "what trials write: where it lies, and what it says",
