@@ -26,23 +26,19 @@ GIVEN_UP_WORDS = {
     *("ledger", "remedies", "remedy", "slope", "slopes", "stand_ins", "take_place", "shipped"),
     *("AskedTrial", "GradientSums", "SettingsScore", "ShippedTrace"),
 }
-ELSEWHERE = {
-    "slope": {"memory/trace/scaled_trace.py"},  # of a line
-    "Place": {  # where a chooser stands
-        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
-    },
-}
+ELSEWHERE: dict[str, set[str]] = {}
 """Words that mean what the field means by them there."""
 SHARED = {
+    "files": "files that are read and written: of users, and those that trainers read",
+    "law": "the memory of a trainer's step, below the trainer's own room",
+    "logs": "what trials write: where it lies, and what it says",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
     "rope": "rotary positions: the config and the model",
     "trainer": "who trains: the trainers that are known, and ours in a loop of one's own",
-    "trainers": "what one room has of each trainer, a row for each",
     "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
-    "trinity": "what one room has of that trainer",
-    "trl": "what one room has of that trainer",
+    "words": "a recommendation in a trainer's words, below the trainer's own room",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""
 SAME_BY_CHANCE = {

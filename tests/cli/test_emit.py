@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import yaml
-from conftest import following, offered, refusal
+from conftest import following
 
 from highwater.cli import emit as command
 from highwater.cli.grammar import parse
@@ -103,25 +103,6 @@ def test_where_nothing_fits_the_document_is_the_recommendations(highwater):
         highwater("recommend", *words, "--trainer", "trinity", "--json").stdout
     )
     assert json.loads(done.stdout)["chosen"] is None
-
-
-@pytest.mark.parametrize("target", ["trl", "accelerate", "torchtitan", "axolotl", "ms-swift"])
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
-@pytest.mark.parametrize(
-    "degrees",
-    ["--ulysses 2 --ring 2 --copies 2", "--ulysses 1 --ring 4 --copies 4"],
-)
-def test_a_hint_names_all_that_has_to_change_for_a_trainer(highwater, target, objective, degrees):
-    asked = ("emit", "--for", target, "Qwen3-0.6B", "--gpus", "8xH200-141GB", "--length", "16k")
-    words = (*asked, "--objective", objective, *degrees.split())
-    done = highwater(*words)
-    if done.returncode == 0:
-        return
-    _, hint = refusal(done, 2)
-    assert offered(hint)
-    for way in offered(hint):
-        mended = highwater(*words, *way)
-        assert mended.returncode == 0, (way, mended.stderr)
 
 
 FILES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import BIN, SIMULATED, following, offered, refusal
+from conftest import BIN, SIMULATED, following, refusal
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_INCONCLUSIVE
@@ -82,17 +82,6 @@ def test_the_same_command_resumes_and_runs_nothing_twice(highwater, tmp_path):
     assert "recorded" not in first.stderr
     assert "note: resuming s.jsonl: " in again.stderr
     assert (tmp_path / "s.jsonl").read_text().count('"kind":"opened"') == 2
-
-
-def test_a_study_of_another_question_is_refused_and_the_hint_works(highwater):
-    highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl")
-    problem, hint = refusal(
-        highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", "--confirm", "1"), 2
-    )
-    assert problem.startswith("s.jsonl ")
-    assert problem.endswith(": confirm is 0 there and 1 here")
-    mended = ("find", "Qwen3-0.6B", *SIMULATED, "--confirm", "1", *offered(hint)[0])
-    assert highwater(*mended).returncode == 0
 
 
 def test_another_question_to_the_cpu_is_told_in_processes(highwater):
@@ -201,15 +190,6 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(hig
     assert "chunked" not in answers[0]
 
 
-def test_a_dry_run_traces_nothing_and_the_hint_works(highwater):
-    words = ("find", "Qwen3-0.6B", "--max-length", "8k", *SIMULATED)
-    hint = refusal(highwater(*words, "--prediction", "trace"), 2)[1]
-    assert offered(hint) == [["--dry-run"], ["--prediction", "trace"]]
-    assert highwater(*words).returncode == 0
-    on_a_gpu = [word for word in words if word != "--dry-run"]
-    assert "no GPU" in refusal(highwater(*on_a_gpu, "--prediction", "trace"), 3)[0]
-
-
 def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
     highwater, tmp_path
 ):
@@ -227,15 +207,6 @@ def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_i
     ).stdout
     assert yaml.safe_load(again)["sequences_per_micro_batch"] == 4
     assert "token_budget" not in again
-
-
-def test_a_file_that_is_not_there_is_told_and_the_hint_makes_one(highwater, tmp_path):
-    problem, hint = refusal(highwater("find", "--config", "none.yaml"), 2)
-    assert problem.startswith("none.yaml ")
-    (_, *command, to, path) = offered(hint)[0]
-    assert to == ">"
-    (tmp_path / path).write_text(highwater(*command).stdout)
-    assert highwater("find", "--config", path, *SIMULATED).returncode == 0
 
 
 def test_a_reader_that_goes_away_is_no_crash(highwater, tmp_path):

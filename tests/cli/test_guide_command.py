@@ -3,21 +3,15 @@
 import errno
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
 from conftest import SIMULATED, following, offered, refusal
 
-from highwater.nouns.codec import from_json
-from highwater.nouns.study import Cell
-from highwater.pages.guide import cell_label
-
 DATA = Path(__file__).parents[1] / "data"
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 A100S = ("--gpus", "2xA100-80GB")
-H200S = ("--gpus", "2xH200-141GB")
 
 
 def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater, tmp_path):
@@ -40,28 +34,6 @@ def test_a_guide_is_a_page_where_its_name_says_so(highwater, tmp_path):
     assert (tmp_path / "guide.html").read_text().startswith("<!doctype html>")
     hint = refusal(highwater("guide", TABLE, "-o", "guide.html"), 2)[1]
     assert offered(hint) == [["-o", "guide-2.html"]]
-
-
-def test_a_prediction_of_two_sequences_a_micro_batch_says_so_and_that_of_one_what_it_leaves_out(
-    highwater,
-):
-    words = ("guide", "--predict", "Qwen3-8B", *H200S)
-    one, two = highwater(*words), highwater(*words, "--sequences-per-micro-batch", "2")
-    said = (
-        "Two sequences, the default of other trainers, take more memory: "
-        "`--sequences-per-micro-batch 2`."
-    )
-    assert (said in one.stdout, said in two.stdout) == (True, False)
-    (heading,) = re.findall(r"^## H200-141GB: predicted .*", two.stdout, re.MULTILINE)
-    assert "2 sequences" in heading
-    rows = json.loads(highwater(*words, "--sequences-per-micro-batch", "2", "--json").stdout)
-    for row in rows[0:9:4]:
-        asked = highwater(
-            "recommend", "Qwen3-8B", *H200S, "--length", str(row["max_model_len"]), "--json"
-        )
-        chosen = json.loads(asked.stdout)["chosen"]
-        assert not chosen["is_lowered"]
-        assert row["settings"] == cell_label(from_json(json.dumps(chosen["cell"]), Cell))
 
 
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater):

@@ -65,42 +65,6 @@ def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
     assert not list((tmp_path / "logs").rglob("highwater-*"))
 
 
-FAKE = """
-said() { while IFS= read -r line; do printf '%s%s\\n' "$1" "$line"; done; }
-if [ "$2" -gt 2048 ]; then
-said "$1" <<'END'
-Traceback (most recent call last):
-  File "train.py", line 3, in <module>
-    main()
-RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate \
-memory: you tried to allocate 12884901888 bytes. Error code 12 (Cannot allocate memory)
-END
-exit 1
-fi
-said "$1" <<'END'
-{'loss': 2.5, 'epoch': 0.5}
-{'loss': 2.4, 'epoch': 1.0}
-{'train_runtime': 1.0, 'train_loss': 2.4, 'epoch': 1.0}
-END
-"""
-
-
-@pytest.mark.parametrize(
-    "prefix", ["", "worker-1: ", "10.0.0.7: ", "[2026-11-26 10:00:00] ", "3: "]
-)
-def test_what_a_launcher_writes_before_each_line_changes_no_answer(highwater, tmp_path, prefix):
-    (tmp_path / "fake.sh").write_text(FAKE.replace("\\\n", ""))
-    words = ("--command", f"bash fake.sh '{prefix}' {{length}}", *CPU)
-    lengths = ("--start-length", "1k", "--resolution", "1k", "--max-length", "4k")
-    done = highwater(
-        "find", "Qwen3-0.6B", "--trainer", "command", *words, *lengths, "--study", "study.jsonl"
-    )
-    assert done.returncode == 0, done.stderr
-    (answer,) = json.loads(highwater("show", "study.jsonl", "--as", "json").stdout)["answers"]
-    assert answer["limit"] == "memory"
-    assert (answer["capacity_tokens"], answer["does_not_fit_tokens"]) == (2048, 3072)
-
-
 def test_one_trial_says_what_it_was_and_offers_the_search(highwater, command):
     pytest.importorskip("torch", reason="the script trains with torch")
     done = highwater("try", "Qwen3-0.6B", "--length", "4k", *command, *CPU)

@@ -9,7 +9,6 @@ from conftest import SIMULATED, following, offered, refusal
 
 from tables import table
 
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
 A100S = ("--gpus", "4xA100-80GB")
 
@@ -150,19 +149,6 @@ def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater):
             == {"native": 15, "expandable": 14}[cell["cell"]["settings"]["allocator"]]
         )
         assert cell["capacity_tokens"] <= cell["likely_tokens"]
-
-
-def test_own_trials_are_learned_from(highwater):
-    shipped = str(FOUND / "qwen3-0.6b-79gib-full.jsonl")
-    alone = highwater("predict", "Qwen3-0.6B", "--gpus", "H200-141GB")
-    for words in (
-        ("Qwen3-0.6B", "--calibrate", shipped, shipped),
-        ("--calibrate", shipped, "Qwen3-0.6B"),
-    ):
-        again = highwater("predict", *words, "--gpus", "H200-141GB")
-        assert again.returncode == 0, again.stderr
-        assert again.stdout == alone.stdout, "these trials come along: they count once"
-    assert highwater(*following(again)).returncode == 0
 
 
 def test_predictions_are_scored_against_a_table(highwater, tmp_path):
@@ -308,24 +294,6 @@ def test_traces_are_of_our_own_steps_and_of_no_table(highwater):
     for done in (other, table):
         assert done.returncode == 2
         assert "leave `--exact`" in done.stderr
-
-
-def test_gpus_of_several_machines_want_copies_and_the_hint_names_some(highwater):
-    many = ("Qwen3-8B", "--gpus", "64xH100-80GB")
-    commands = (("predict", *many), ("recommend", *many, "--length", "64k"))
-    for words in (*commands, ("guide", "--gpus", many[2], "--predict", many[0])):
-        problem, hint = refusal(highwater(*words), 2)
-        assert "64 GPUs share the states" in problem
-        assert offered(hint) == [["--copies", "8"]]
-        done = highwater(*words, *offered(hint)[0])
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("measured nowhere") == 1
-    for words in commands:
-        done = highwater(*words, "--copies", "8")
-        for _ in range(3):
-            assert following(done)[0] in ("predict", "recommend"), "no trial is of several machines"
-            done = highwater(*following(done))
-            assert done.returncode == 0, done.stderr
 
 
 def test_what_trl_needs_is_answered_without_a_gpu(highwater):

@@ -2,17 +2,10 @@
 
 import json
 import re
-from pathlib import Path
 
-import pytest
-from conftest import following, offered
+from conftest import following
 
-STUDY = str(Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
 ASKED = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "96k")
-MEASURED = (
-    *("recommend", "Qwen3-0.6B", "--gpus", "H200-141GB", "--gpu-memory", "79.15GiB", "--length"),
-    "150k",
-)
 DRY = ("--device", "cuda", "--memory", "95GiB", "--dry-run")
 
 
@@ -67,23 +60,6 @@ def test_a_recommendation_is_one_document(highwater):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_study_is_taken_where_it_has_an_answer(highwater, where):
-    words = ("--sequences-per-micro-batch", "1", "--study", STUDY)
-    if where == "before":
-        done = highwater("recommend", *words, *MEASURED[1:])
-    else:
-        done = highwater(*MEASURED[:1], *MEASURED[2:], *words, "Qwen3-0.6B")
-    assert done.returncode == 0, done.stderr
-    told = {line[:14].strip(): line[14:] for line in reversed(done.stdout.splitlines())}
-    assert told["settings"] == "nothing set, measured"
-    assert done.stdout.splitlines()[0].endswith(". Measured.")
-    assert told["trains up to"].startswith("196,608*")
-    assert "tokens/s, measured at" in done.stdout
-    explained = highwater("recommend", *words, *MEASURED[1:], "--explain")
-    assert f"measured: {STUDY}" in explained.stdout
-
-
 def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     words = ("recommend", "Qwen3-8B", "--gpus", "1xA100-80GB", "--length", "256k")
     for more in ((), ("--list",)):
@@ -96,23 +72,6 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     assert highwater(*words, "--json").returncode == 1
     assert "--gpus" in following(done)
     assert highwater(*following(done)).returncode == 0
-
-
-def test_where_heads_do_not_share_among_all_gpus_a_ring_is_named_and_the_command_works(highwater):
-    six = ("--gpus", "6xH200-141GB", "--length", "900k")
-    done = highwater("recommend", "Qwen3-8B", *six)
-    assert done.returncode == 1
-    assert "--ring" in following(done)
-    assert highwater(*following(done)).returncode == 0
-    predicted = highwater("predict", "Qwen3-8B", *six)
-    assert predicted.returncode == 1
-    assert following(predicted)[0] == "recommend"
-    for command in (done, predicted):
-        (note,) = (line for line in command.stderr.splitlines() if line.startswith("note: heads"))
-        assert offered(note) == [["--ulysses", "2", "--ring", "3"]]
-        assert highwater("predict", "Qwen3-8B", *six, *offered(note)[0]).returncode == 0
-    guided = highwater("guide", "--predict", "Qwen3-8B", *six[:2])
-    assert "`--ulysses 2 --ring 3` shares it among all" in guided.stderr
 
 
 def test_help_names_the_defaults_of_this_command(highwater):

@@ -76,7 +76,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("target", FUSED)
-@pytest.mark.parametrize("model", ["Qwen3-8B", "Llama-3.1-8B", "gemma-2-2b", "Mixtral-8x7B-v0.1"])
+@pytest.mark.parametrize("model", ["Qwen3-8B", "gemma-2-2b"])
 def test_the_fused_loss_is_taken_without_being_asked_for(highwater, target, model):
     words = (model, "--gpus", "8xH200-141GB", "--length", "8k")
     done = highwater("emit", "--for", target, *words, "--json")

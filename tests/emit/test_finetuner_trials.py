@@ -11,7 +11,7 @@ import pytest
 
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.trials.foreign_log import logged_steps
+from highwater.trainers.logs import logged_steps
 from tiny_models import TINY, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]

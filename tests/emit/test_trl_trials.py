@@ -16,7 +16,7 @@ from highwater.model.model import load_model
 from highwater.nouns.protocols import Launch, TrialEndedError
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.trials.foreign_log import logged_steps
+from highwater.trainers.logs import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
 from tiny_models import TINY, write_model
 

@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from itertools import repeat
@@ -90,11 +89,6 @@ def killed_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batches
     yield from good(length_tokens=length_tokens)
 
 
-def asking_for_a_tebibyte(*, length_tokens: int, **_: Any) -> Batches:
-    yield from _first_step(length_tokens)
-    bytearray(2**40)
-
-
 def allocating_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
     """Really allocates until the limit is met, while its peer waits in a collective."""
     yield from _first_step(length_tokens)
@@ -102,12 +96,6 @@ def allocating_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Bat
     while data_rank == 1:
         held.append(torch.ones(2**24))
     yield from good(length_tokens=length_tokens)
-
-
-def raising_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
-    """As PyTorch translates a ``std::bad_alloc`` of one of its kernels."""
-    yield from _first_step(length_tokens)
-    raise RuntimeError("std::bad_alloc")
 
 
 def aborting_for_bad_alloc(*, length_tokens: int, **_: Any) -> Batches:
@@ -132,28 +120,6 @@ def telling_who_listens(*, length_tokens: int, **_: Any) -> Batches:
         if connection.status == psutil.CONN_LISTEN and (address := connection.laddr.ip)
     ]
     Path(os.environ["FAULTS"], "listening").write_text(json.dumps(found))
-    yield from good(length_tokens=length_tokens)
-
-
-def starting_a_thread_without_room(*, length_tokens: int, **_: Any) -> Batches:
-    """No memory ran out: the stack that is asked for is larger than all addresses."""
-    yield from _first_step(length_tokens)
-    threading.stack_size(2**47)
-    threading.Thread(target=print).start()
-
-
-def segmentation_fault_after_a_handled_error(
-    *, length_tokens: int, data_rank: int, **_: Any
-) -> Batches:
-    """Both ranks handle an error of memory; then one dies of something else."""
-    sys.stderr.write(
-        "OSError: [Errno 12] Cannot allocate memory\nterminate called after throwing an instance "
-        "of 'std::bad_alloc'\n"
-    )
-    yield from _first_step(length_tokens)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if data_rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
     yield from good(length_tokens=length_tokens)
 
 

@@ -30,10 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import highwater
 from highwater.engine.data.store import check_files, read_manifest, record_of, write_manifest
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
-from highwater.nouns.request import request_from
-from highwater.nouns.training import TrainingResult, training_request_from
-from highwater.recommendation.training_settings import chosen_trial
-from highwater.trials.probe import probe
+from highwater.nouns.training import TrainingResult
 from highwater.units import MIB
 from tiny_models import SMALLEST, write_model
 
@@ -489,22 +486,3 @@ def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(trained, tmp_
     assert many is not None
     counted = 200 * LONG_ROW * 62
     assert counted / 2 < many - few < counted
-
-
-def test_a_length_that_is_predicted_not_to_fit_is_refused_with_settings_that_do(trained):
-    machine = probe()
-
-    def chosen(**settings: Any) -> object:
-        of_run = {"settings": settings.pop("settings", None)}
-        request = request_from(
-            {"model": str(trained.model), "device": "cpu", "memory": "460MiB", **settings},
-            keywords=True,
-        )
-        asked = {"data": ("data.jsonl",), "length": 16_384, "steps": 1, "output": "run", **of_run}
-        return chosen_trial(request, training_request_from(asked), machine)
-
-    with pytest.raises(highwater.HighwaterError, match="16,384 tokens do not fit") as refused:
-        chosen(recompute="none")
-    assert refused.value.exit_code == EXIT_MACHINE
-    assert "`--settings recommended`" in refused.value.hint
-    assert chosen(settings="recommended")

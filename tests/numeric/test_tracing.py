@@ -243,28 +243,3 @@ def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_pa
     allocated = sum(event.bytes > 0 for event in log.events if isinstance(event, Allocate))
     assert text.count(" = MEM[") == allocated + 2, "and cuBLAS's two workspaces"
     assert text.count("free completed") == text.count("del ")
-
-
-@pytest.mark.timeout(600)
-def test_capacities_are_predicted_by_traces(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    heard: list[int] = []
-    prediction = highwater.predict(
-        "tiny",
-        gpus="A100-80GB",
-        gpu_memory="16GiB",
-        exact=True,
-        loss="full",
-        start_length="16k",
-        resolution="64k",
-        max_length="256k",
-        allocator="expandable",
-        on_trace=lambda spec: heard.append(spec.length_tokens),
-    )
-    assert prediction.method == "trace"
-    for cell in prediction.cells:
-        assert cell.replayed is not None
-        assert cell.capacity_tokens > 0
-        assert cell.does_not_fit_tokens is not None
-        assert 0 <= cell.headroom_bytes < 16 * GIB
-    assert heard

@@ -2,14 +2,12 @@
 paper, whoever wrote the study.
 """
 
-import pickle
 from pathlib import Path
 
-import msgspec
 import pytest
 from conftest import SHOTS, STUDY, WIDTHS, every_fold_open, serious
 
-from highwater import open_study, study_report, write_report
+from highwater import study_report, write_report
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.pages.profile import profile_page
 
@@ -60,20 +58,6 @@ def test_a_report_on_paper_has_every_table_and_no_navigation(reported, opened):
     page.pdf(path=SHOTS / f"{reported.stem}.pdf")
 
 
-def test_text_from_outside_does_nothing_in_a_report(opened, tmp_path):
-    hostile = '"></title><script>alert(1)</script><img src=x onerror=alert(2)>'
-    study = open_study(STUDY)
-    model = msgspec.structs.replace(study.question.model, name=hostile)
-    study = msgspec.structs.replace(
-        study, question=msgspec.structs.replace(study.question, model=model, device_name=hostile)
-    )
-    page = opened(write_report(tmp_path / "hostile.html", study_report(study)))
-    assert hostile in page.locator("h1").inner_text()
-    assert page.locator("img").count() == 0
-    assert page.locator("script").count() == 0
-    assert hostile in page.locator("#answer-said").inner_text(), "as text"
-
-
 SNAPSHOTS = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))
 
 
@@ -93,17 +77,3 @@ def test_a_profile_has_no_serious_finding_and_never_scrolls_sideways(drawn, open
     with every_fold_open(page):
         assert serious(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
-
-
-def test_text_from_a_snapshot_does_nothing_on_its_page(opened, tmp_path):
-    hostile = '"></title></svg><script>alert(1)</script><img src=x onerror=alert(2)>'
-    frame = {"filename": f"/{hostile}.py", "line": 1, "name": hostile}
-    entry = {"action": "alloc", "addr": 1, "size": 2**20, "frames": [frame] * 3}
-    entry["user_metadata"] = hostile
-    snapshot = tmp_path / "snapshot_rank00_<img src=x onerror=alert(3)>.pickle"
-    snapshot.write_bytes(pickle.dumps({"segments": [], "device_traces": [[entry]]}))
-    path = tmp_path / "hostile.html"
-    path.write_text(profile_page([memory_profile(snapshot)]))
-    page = opened(path)
-    assert hostile in page.locator("summary").first.inner_text()
-    assert page.locator("script, img").count() == 0

@@ -5,14 +5,13 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from highwater.nouns.request import request_from
 from highwater.nouns.trial import TrialSpec
-from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.inputs import model_files
 from highwater.trials.ray_job import Needs
 from highwater.trials.ray_runner import RayRunner, choose, cluster_at
@@ -108,7 +107,7 @@ def runner_on(nodes: LocalCluster, model: Path, folder: Path) -> RayRunner:
     return RayRunner(
         cluster,
         choose(cluster.read_nodes(), "cpu", None).nodes,
-        partial(EngineLauncher, timeout_s=TRIAL_S),
+        request_from({"model": str(model), "timeout": TRIAL_S}, keywords=True),
         log_directory=folder / "logs",
     )
 

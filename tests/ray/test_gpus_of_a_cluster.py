@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from local_cluster import NODE_BYTES, LocalCluster, local_cluster
 from processes import wait_until
-from told_gpus import GO, ToldGpus
+from told_gpus import GO
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.protocols import Launch
+from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
@@ -42,7 +43,9 @@ def runner(gpu_nodes: LocalCluster, tmp_path: Path) -> Iterator[RayRunner]:
         Node(node_id=each, cpus=4, gpus=4, memory_bytes=NODE_BYTES, machine=machine_with(4))
         for each in ids
     )
-    runner = RayRunner(cluster, nodes, ToldGpus, log_directory=tmp_path / "logs")
+    request = request_from({"model": str(tmp_path / "model")}, keywords=True)
+    logs, told = tmp_path / "logs", "told_gpus:told"
+    runner = RayRunner(cluster, nodes, request, log_directory=logs, launched_by=told)
     go = Path(os.environ["FAULTS"], GO)
     yield runner
     runner.close()

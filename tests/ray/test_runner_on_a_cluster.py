@@ -109,7 +109,7 @@ def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hea
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
     # The youngest is the job itself, not its reaper.
     drivers = (
-        pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_job" in words
+        pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_runner" in words
     )
     driver = max(drivers, key=lambda pid: psutil.Process(pid).create_time())
     os.kill(driver, signal.SIGKILL)

@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Event
 
 from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError
+from highwater.nouns.request import Request
 from highwater.nouns.trial import Outcome, TrialResult
 
 GO = "go"
@@ -25,3 +26,7 @@ class ToldGpus:
                 raise TrialEndedError
         node = os.getppid()
         return TrialResult(outcome=Outcome.FIT, reason=f"{node}:{','.join(gpus or ())}")
+
+
+def told(_: Request) -> type[ToldGpus]:
+    return ToldGpus

@@ -20,12 +20,12 @@ from highwater.trainers import (
     llamafactory,
     ms_swift,
     torchtitan,
-    trinity,
-    trl,
     verl,
 )
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.targets import TARGETS
+from highwater.trainers.trinity import words as trinity
+from highwater.trainers.trl import words as trl
 
 FILES = {
     "trinity": trinity, "verl": verl, "areal": areal, "trl": trl, "torchtitan": torchtitan,

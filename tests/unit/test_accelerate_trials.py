@@ -21,7 +21,9 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trial import Device, TrialSpec
 from highwater.trainers.accelerate import LauncherFile, launcher_file
-from highwater.trials.foreign_trial import PREPARE, check_foreign
+from highwater.trainers.foreign import TRIALS, TrialHome
+from highwater.trials.foreign_trial import check_foreign
+from highwater.trials.inputs import prepared_model
 from highwater.trials.readiness import check_machine
 from highwater.units import GIB
 from places import machine_with
@@ -220,7 +222,8 @@ def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]
     found = question(gpus=[1], allocator="native", **changes)
     spec = found.trial(found.cells[0], 8192)
     assert spec.foreign is not None
-    command = PREPARE["accelerate"](spec, spec.foreign, tmp_path, Event(), unheard)
+    home = TrialHome(tmp_path, lambda _: False, lambda _: prepared_model(spec, Event(), unheard))
+    command = TRIALS["accelerate"].prepare(spec, spec.foreign, home)
     return list(command.words), yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
 
 

@@ -6,15 +6,15 @@ import pytest
 import highwater
 from highwater.api.prediction import predict_against
 from highwater.errors import ModelError
-from highwater.memory import trinity
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_cell, predict_cells
-from highwater.memory.trace.scaled_trace import ScaledTrace
+from highwater.memory.trace.replay import ScaledTrace
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
+from highwater.trainers.trinity import law as trinity
 from highwater.units import GIB
 from tables import table
 

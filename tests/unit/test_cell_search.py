@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from highwater.errors import MachineError
 from highwater.memory.formula.constants import CONTEXT_BYTES
-from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
@@ -28,7 +27,6 @@ GRID_SIZE = 64
 GRID = grid_of(STEP, GRID_SIZE * STEP)
 NAMED_BY_A_LAW = [outcome for outcome in Outcome if outcome is not Outcome.MEMORY_ONLY_FIT]
 """A law says FIT of whatever memory holds; which fit it is depends on the trial."""
-MODEL = load_model("Qwen3-0.6B")
 
 
 def ask(**changes) -> Question:

@@ -20,7 +20,7 @@ from highwater.model.model import load_model
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.study import Study
-from highwater.pages.chooser import Place, chooser_json, places
+from highwater.pages.chooser import ChooserPlace, chooser_json, places
 from highwater.pages.guide import Guide, guide_tables
 from highwater.pages.guide_page import guide_page, guide_rows
 from highwater.pages.recommendation_tables import recommendation_tables
@@ -28,7 +28,7 @@ from highwater.pages.sentence import recommendation_answer
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trainers.emitted import answered_first
-from highwater.trainers.trinity import trinity
+from highwater.trainers.trinity.words import trinity
 from highwater.trainers.verl import verl
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
@@ -318,7 +318,7 @@ def test_embedded_text_never_ends_its_script_and_stays_the_same_text():
 
 
 @pytest.fixture(scope="module")
-def big() -> tuple[Guide, tuple[Place, ...], float]:
+def big() -> tuple[Guide, tuple[ChooserPlace, ...], float]:
     """A guide of every model on every number of GPUs, its places, and the seconds it took."""
     began = time.process_time()
     made = guide(**A_BIG_GUIDE)

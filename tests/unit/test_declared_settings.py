@@ -10,12 +10,22 @@ import msgspec
 import pytest
 
 from highwater.cli.config import config_schema
-from highwater.cli.flags import typed_values
+from highwater.cli.flags import CommandFlags, typed_values
 from highwater.cli.grammar import commands, parse
-from highwater.nouns.declaration import SWITCH, CommandName, Setting, words_of
-from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.request import DECLARED, TOPICS, Request, request_from, setting_flags, taken_by
+from highwater.nouns.declaration import (
+    COUNT,
+    MODEL,
+    REQUIRED,
+    SWITCH,
+    CommandName,
+    DeclaredRecord,
+    Setting,
+    setting,
+    words_of,
+)
+from highwater.nouns.request import DECLARED, Request, request_from, setting_flags, taken_by
 from highwater.nouns.settings import PATTERN_FIELDS, Settings
+from highwater.nouns.training import TrainingRequest
 
 ROWS = list(DECLARED.values())
 FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
@@ -40,18 +50,28 @@ def value_of(row: Setting) -> Any:
     return row.example or row.kind.example or FIELDS[row.name].default
 
 
-def test_every_field_of_a_request_has_one_row_and_every_row_a_field():
-    assert sorted(FIELDS) == sorted(row.name for rows in TOPICS.values() for row in rows)
+@pytest.mark.parametrize("command", GRAMMAR)
+def test_every_flag_of_a_command_is_a_declared_field(command):
+    flags = {row.flag for row in (*ROWS, *CommandFlags.declared, *TrainingRequest.declared)}
+    written = {flag for flag in GRAMMAR[command].flags() if flag != "--help"}
+    assert written <= flags
 
 
-@pytest.mark.parametrize("noun", [Settings, Hyperparameters])
-def test_what_a_rung_or_an_optimizer_has_is_declared_with_its_type_and_default(noun):
-    rows = {row.rung_field: row for row in ROWS}
-    for field in msgspec.structs.fields(noun):
-        asked = FIELDS[rows[field.name].name]
-        if rows[field.name].name == field.name:
-            assert asked.type in (field.type, field.type | None), field.name
-            assert asked.default in (field.default, None), field.name
+def test_a_noun_keeps_the_defaults_of_its_declared_fields():
+    class Kept(DeclaredRecord, frozen=True, kw_only=True):
+        tokens: int = setting(3, "tokens", COUNT)
+        model: str = setting(REQUIRED, "model", MODEL, name="which")
+        beside: int = 1
+
+    assert Kept(model="m") == Kept(tokens=3, model="m", beside=1)
+    with pytest.raises(TypeError, match="model"):
+        Kept()
+    tokens, model = Kept.declared
+    assert (tokens.name, tokens.rung_field, tokens.type, tokens.default) == ("tokens",) * 2 + (
+        int,
+        3,
+    )
+    assert (model.name, model.rung_field) == ("which", "model")
 
 
 @each(ROWS)

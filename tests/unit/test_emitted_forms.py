@@ -24,13 +24,13 @@ from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers import accelerate as accelerate_file
 from highwater.trainers import ms_swift as ms_swift_file
 from highwater.trainers import torchtitan as torchtitan_file
-from highwater.trainers import trl as trl_file
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import nested
 from highwater.trainers.targets import TARGETS, configured
 from highwater.trainers.torchtitan import FLAVORS, torchtitan
-from highwater.trainers.trinity import trinity
-from highwater.trainers.trl import trl
+from highwater.trainers.trinity.words import trinity
+from highwater.trainers.trl import words as trl_file
+from highwater.trainers.trl.words import trl
 from highwater.trainers.verl import verl
 from places import examples
 

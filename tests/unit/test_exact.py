@@ -22,7 +22,6 @@ from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_cell
 from highwater.memory.trace.replay import replay
 from highwater.memory.trainers import predictor_of
-from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -32,7 +31,6 @@ from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
 from trial_specs import grid_of, question_on
 
-MODEL = load_model("Qwen3-0.6B")
 STEP, SIZE = 4096, 128
 DEVICE_BYTES = 40 * GIB
 

@@ -5,6 +5,7 @@ the user's, what is refused, and how it is started.
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from trainers import recorded
 
@@ -18,21 +19,21 @@ from highwater.nouns.request import request_from
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers import axolotl, llamafactory, ms_swift
 from highwater.trainers.axolotl import AXOLOTL
-from highwater.trainers.finetuner_files import (
+from highwater.trainers.files import (
     DOCUMENTS,
     Finetuner,
     FinetunerFiles,
     FinetunerTrial,
     OwnFile,
     TrialPlace,
+    finetuner_base,
     trial_files,
 )
 from highwater.trainers.llamafactory import LLAMAFACTORY
+from highwater.trainers.logs import steps_of
 from highwater.trainers.ms_swift import MS_SWIFT
 from highwater.trainers.targets import TARGETS
-from highwater.trials.foreign_command import check_finetuner, finetuner_base
-from highwater.trials.foreign_log import steps_of
-from highwater.trials.foreign_trial import PREPARE
+from highwater.trials.foreign_trial import check_foreign
 from highwater.units import GIB
 from places import machine_with
 from trial_specs import trial_of
@@ -341,7 +342,7 @@ def trainer_of(
 def test_a_trainer_that_is_not_here_is_said_with_what_installs_it(trainer):
     foreign = trainer_of(trainer.name, command=("/no/such/program",))
     with pytest.raises(HighwaterError, match="is not found") as refused:
-        check_finetuner(trainer, trial(), foreign)
+        check_foreign([msgspec.structs.replace(trial(), foreign=foreign)])
     assert f"pip install {trainer.package}" in str(refused.value.hint)
     assert f"/path/to/{trainer.program}" in str(refused.value.hint)
 
@@ -373,7 +374,6 @@ def test_what_has_not_run_on_gpus_says_so_there_alone():
 
 def test_every_trainer_that_is_emitted_is_ready_or_by_a_command_and_says_which():
     assert set(FOREIGN) | set(BY_COMMAND) == {*TARGETS, "command"}
-    assert set(PREPARE) == set(FOREIGN)
     page = (Path(__file__).parents[2] / PAGE).read_text()
     for name, title in BY_COMMAND.items():
         with pytest.raises(UsageError, match=f"{title} is not ready") as refused:

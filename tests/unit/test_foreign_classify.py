@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
+from highwater.trainers.logs import log_lines, progress_of
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, evidence_of
-from highwater.trials.foreign_log import log_lines, progress_of
 from highwater.trials.foreign_trial import bounded_allocator, memory_budget, past_the_bound
 from highwater.units import GIB
 from places import question_of

@@ -4,6 +4,8 @@ their questions.
 
 import ast
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,9 +33,10 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trainer import TRAINERS, Target, TrainerName
+from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, TriedTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study_commands import find_words, try_words
+from highwater.trainers.foreign import TRIALS
 from highwater.trainers.targets import TARGETS
 from places import machine_with, question_of
 from tables import table
@@ -225,25 +228,33 @@ def test_the_configuration_that_is_printed_asks_the_same(tmp_path):
 SRC = Path(__file__).parents[2] / "src" / "highwater"
 
 
-def test_every_room_has_a_row_of_every_trainer():
-    tree = ast.parse((SRC / "engine/tracer/trainers.py").read_text())  # torch stays outside
-    (traced,) = (
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRACED"
-    )
-    assert isinstance(traced, ast.Dict)
-    assert set(TRAINERS) == set(MEMORY) == set(get_args(TrainerName))
-    assert {ast.literal_eval(key) for key in traced.keys if key} == {
-        name for name, traits in TRAINERS.items() if traits.traces != "none"
-    }
+def test_every_trainer_has_each_part_that_the_registry_says():
+    assert set(REGISTRY) == {OURS, *FOREIGN, *TRAINERS, *TARGETS}
+    assert set(get_args(TriedTrainer)) == {OURS, *FOREIGN}
+    for parts in (TRAINERS, MEMORY, FOREIGN, TRIALS, TARGETS):
+        assert all(parts.values())
+    traced = {path.stem.removesuffix("_step") for path in (SRC / "engine/tracer").glob("*_step.py")}
+    assert traced == {name for name, traits in TRAINERS.items() if traits.traces != "none"}
     assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
 
 
 def test_every_target_has_a_row_whose_step_some_trainer_has():
-    assert tuple(TARGETS) == get_args(Target)
     assert {row.predicted_for for row in TARGETS.values()} <= set(TRAINERS)
     assert {target for row in TRAINERS.values() for target in row.targets} <= set(TARGETS)
+
+
+def test_a_trainers_module_is_imported_when_it_is_asked_for():
+    asks = (
+        "import sys; from highwater.memory.trainers import MEMORY; "
+        "from highwater.trainers.targets import TARGETS; "
+        "there = lambda: sorted(n for n in sys.modules if n.startswith('highwater.trainers.t')); "
+        "print(there()); TARGETS['torchtitan']; print(there())"
+    )
+    said = subprocess.check_output([sys.executable, "-c", asks], text=True).splitlines()
+    assert said == [
+        "['highwater.trainers.targets']",
+        "['highwater.trainers.targets', 'highwater.trainers.torchtitan']",
+    ]
 
 
 def test_nobody_compares_a_trainer_with_a_name():

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import highwater
-from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint, Term
+from highwater.memory.formula.constants import PAGE_TABLE_BYTES, Footprint
 from highwater.memory.formula.formula import FAMILIES, footprint, likely_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.footprint import gradient_bytes, policy_parameters
@@ -335,7 +335,3 @@ def test_offloaded_states_are_on_the_host():
     assert terms_formula(here)["loss", "states"] == 16 * shape.parameters
     assert "states" not in {term for _, term in terms_formula(offloaded)}
     assert offloaded.host_bytes - here.host_bytes > 12 * shape.parameters
-
-
-def named(terms_formula: tuple[Term, ...]) -> dict[str, int]:
-    return {term.name: term.bytes for term in terms_formula}

@@ -10,7 +10,7 @@ import pytest
 from highwater.api.prediction import predict
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
-from highwater.errors import MachineError, UsageError
+from highwater.errors import UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import category_of
@@ -27,14 +27,12 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import STREAMED
-from highwater.nouns.plan import plan
 from highwater.nouns.plan_notes import offload_notes
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.pages.recommendation_tables import costs
 from highwater.recommendation.recommend import recommend
-from places import machine_with
 
 STATES = Settings(offload="states")
 MODEL = "Qwen3-0.6B"
@@ -188,13 +186,6 @@ def test_a_search_offloads_only_where_it_is_asked_to():
         *(["states"] * 2),
         *([True] * 2),
     ]
-
-
-def test_a_host_that_cannot_hold_the_moments_is_named_before_anything_starts():
-    small = msgspec.structs.replace(machine_with(1), host_memory_total_bytes=2**32)
-    with pytest.raises(MachineError, match="offloaded states of") as refused:
-        plan(request_from({"model": "Qwen3-4B", "offload": "states"}), small)
-    assert refused.value.hint == "leave `--offload states` out"
 
 
 def test_a_trainer_that_offloads_all_or_nothing_refuses_states():

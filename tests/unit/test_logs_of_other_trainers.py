@@ -105,7 +105,6 @@ OOM = (
 FRAMES = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    x @ y\n'
 RAN_OUT = f"{FRAMES}{OOM}\n"
 STEPS = "step 1/2 loss 2.5\nstep 2/2 loss 2.4\n"
-SUMMARY = "{'train_runtime': 3.1, 'train_loss': 2.4, 'epoch': 1.0}\n"
 
 NO_FIT = table("logs_in_words", "no fit")
 

@@ -423,7 +423,7 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
     with pytest.raises(MachineError, match="the reference of Qwen3-14B on 1 GPU take") as refusal:
         planned(machine_with(1), **dpo)
     assert refusal.value.hint == "use `--objective rw`, which has no reference"
-    planned(machine_with(1), **dpo, objective="rw")
+    planned(machine_with(1), **dpo | {"objective": "rw"})
     larger = msgspec.structs.replace(machine_with(4), host_memory_total_bytes=128 * GIB)
     assert besides_weights(planned(larger, **asked)) == ()
 

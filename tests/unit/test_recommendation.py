@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.memory import trinity
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import predict_by_formula
 from highwater.nouns.cells import simplicity
@@ -23,6 +22,7 @@ from highwater.pages.recommendation_tables import next_rungs, recommendation_tab
 from highwater.pages.table import plain_table
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
+from highwater.trainers.trinity import law as trinity
 from highwater.trials.probe import gpus_meant
 from highwater.units import GIB, format_bytes, format_tokens
 from places import examples
@@ -329,14 +329,14 @@ def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_
 
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     replays: list[tuple[object, ...]] = []
-    replay_codes = trinity.replay_codes
+    replay_trace = trinity.replay_trace
 
-    def counted(steps, **asked):
-        replays.append((id(steps.events), tuple(steps.sizes), *asked.items()))
-        return replay_codes(steps, **asked)
+    def counted(trace, tokens, **asked):
+        replays.append((id(trace), tokens, *asked.items()))
+        return replay_trace(trace, tokens, **asked)
 
     trinity._replays.cache_clear()
-    monkeypatch.setattr(trinity, "replay_codes", counted)
+    monkeypatch.setattr(trinity, "replay_trace", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
     # what was recommended when every cell was replayed for all that a prediction tells

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
-from highwater.memory.trace.replay import Replayed, alive_at, replay, replay_codes, timeline
-from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.memory.trinity import bundled_trace
+from highwater.memory.trace.replay import (
+    Replayed,
+    ScaledTrace,
+    alive_at,
+    replay,
+    replay_trace,
+    timeline,
+)
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_builtins, to_builtins
 from highwater.nouns.events import (
@@ -29,7 +34,9 @@ from highwater.nouns.events import (
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.trainers.trinity.law import bundled_trace
 from highwater.units import GIB, MIB
+from scaled_traces import log_at, scaled_trace
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 2), st.booleans()),
@@ -75,14 +82,14 @@ def renumbered(events: EventLog) -> EventLog:
 @given(STEPS, st.integers(1, 10**6))
 def test_the_lines_through_two_lengths_give_any_other(steps, tokens):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
-    assert lines.at(tokens) == renumbered(log(steps, tokens))
+    assert log_at(lines, tokens) == renumbered(log(steps, tokens))
     assert msgspec.json.decode(msgspec.json.encode(lines), type=type(lines)) == lines
 
 
 @given(STEPS, st.integers(0, 10**4))
 def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(steps, tokens):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
-    free = replay(lines.at(tokens), allocator="expandable")
+    free = replay(log_at(lines, tokens), allocator="expandable")
     assert WORKSPACES + lines.least_bytes(tokens) == free.peak_allocated_bytes
 
 
@@ -93,7 +100,9 @@ def test_no_allocator_does_with_less_than_what_is_alive_at_once(
 ):
     lines = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
     capacity_bytes = WORKSPACES + lines.least_bytes(tokens) - lacking_bytes
-    assert not replay(lines.at(tokens), allocator=allocator, capacity_bytes=capacity_bytes).fits
+    assert not replay(
+        log_at(lines, tokens), allocator=allocator, capacity_bytes=capacity_bytes
+    ).fits
 
 
 @given(
@@ -114,7 +123,7 @@ def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
     longest = 11 * max(most, many)
     lines = scaled_trace({few: at(few), many: at(many), longest: at(longest)})
     assert [kind.most_bytes is None for kind in lines.kinds] == [False, True]
-    assert lines.at(tokens) == renumbered(at(tokens))
+    assert log_at(lines, tokens) == renumbered(at(tokens))
 
 
 def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_between_bytes():
@@ -122,7 +131,7 @@ def test_a_line_that_is_a_part_of_a_byte_steep_has_no_ceiling_where_it_ends_betw
         return log([(tokens // 7, 0, 0, False)], tokens)
 
     lines = scaled_trace({448: at(448), 511: at(511), 1000: at(1000)})
-    assert lines.at(2000) == renumbered(at(2000))
+    assert log_at(lines, 2000) == renumbered(at(2000))
 
 
 def test_events_that_differ_in_more_than_bytes_are_refused():
@@ -151,13 +160,13 @@ def test_what_is_given_back_while_another_stream_uses_it_is_no_more_needed():
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
     lines = scaled_trace({2: at(2), 3: at(3)})
-    assert lines.at(34) == at(34)
+    assert log_at(lines, 34) == at(34)
     assert lines.least_bytes(34) == 36 * 2**20
-    free = replay(lines.at(34), allocator="expandable")
+    free = replay(log_at(lines, 34), allocator="expandable")
     assert free.peak_allocated_bytes == WORKSPACES + 36 * 2**20
     assert free.peak_reserved_bytes == 140 * 2**20
     # A page is 20 MiB: what is awaited makes room for what is asked.
-    assert replay(lines.at(34), allocator="expandable", capacity_bytes=120 * 2**20).fits
+    assert replay(log_at(lines, 34), allocator="expandable", capacity_bytes=120 * 2**20).fits
 
 
 def test_what_is_on_no_line_is_refused():
@@ -279,7 +288,7 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row):
     shape = load_model(row["model"]).shape
     lines = bundled_trace(shape, cell)
     assert lines is not None
-    log = lines.at(Step(shape, settings, cell.layout, row["length_tokens"]).tokens)
+    log = log_at(lines, Step(shape, settings, cell.layout, row["length_tokens"]).tokens)
     ours = replay(
         log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True
     )
@@ -306,8 +315,8 @@ ALLOCATORS = pytest.mark.parametrize("allocator", ["native", "expandable"])
 
 def scaled(trace: ScaledTrace, tokens: int, **asked: Any) -> Replayed:
     """The scaled replay, with what is alive at its peak."""
-    found, peak_at = replay_codes(trace.codes(tokens), **asked)
-    return msgspec.structs.replace(found, alive=alive_at(trace.at(tokens), peak_at))
+    found, peak_at = replay_trace(trace, tokens, **asked)
+    return msgspec.structs.replace(found, alive=alive_at(trace, tokens, peak_at))
 
 
 def given_back(events: EventLog, share: int) -> EventLog:
@@ -338,7 +347,7 @@ def test_what_is_replayed_of_any_events_is_what_their_log_gives(
     if spare_bytes is not None:
         capacity_bytes = WORKSPACES + 64 * MIB + max(0, trace.least_bytes(tokens) + spare_bytes)
     asked: dict[str, Any] = {"allocator": allocator, "capacity_bytes": capacity_bytes}
-    assert scaled(trace, tokens, **asked) == replay(trace.at(tokens), **asked)
+    assert scaled(trace, tokens, **asked) == replay(log_at(trace, tokens), **asked)
 
 
 @ALLOCATORS
@@ -347,10 +356,10 @@ def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_pea
     allocator, steps, tokens, spare_bytes
 ):
     trace = scaled_trace({64: log(steps, 64), 1024: log(steps, 1024)})
-    free = replay_codes(trace.codes(tokens), allocator=allocator)
+    free = replay_trace(trace, tokens, allocator=allocator)
     held = free[0].peak_reserved_bytes + spare_bytes
     assert free[0].retries == 0
-    again = replay_codes(trace.codes(tokens), allocator=allocator, capacity_bytes=held)
+    again = replay_trace(trace, tokens, allocator=allocator, capacity_bytes=held)
     assert again == free
 
 
@@ -361,8 +370,8 @@ def test_a_bundled_step_is_replayed_as_its_log_is(allocator, capacity_bytes):
     trace = bundled_trace(load_model("Qwen3-8B").shape, cell)
     assert trace is not None
     asked: dict[str, Any] = {"allocator": allocator, "capacity_bytes": capacity_bytes}
-    assert scaled(trace, 16_384, **asked) == replay(trace.at(16_384), **asked)
-    blocks = [event for event in trace.at(16_384).events if isinstance(event, Allocate)]
+    assert scaled(trace, 16_384, **asked) == replay(log_at(trace, 16_384), **asked)
+    blocks = [event for event in log_at(trace, 16_384).events if isinstance(event, Allocate)]
     assert len(blocks) > 50_000
 
 

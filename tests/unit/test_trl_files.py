@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from highwater.errors import HighwaterError, MachineError, UsageError
@@ -15,17 +16,18 @@ from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.trl_files import (
+from highwater.trainers.logs import steps_of
+from highwater.trainers.trl.trial import (
     Base,
     Launched,
     TrialFiles,
     batch_of,
     document_tokens,
+    own_files,
     refuse_untried,
     trial_files,
 )
-from highwater.trials.foreign_command import check_trl, python_of, trl_base, versions_there
-from highwater.trials.foreign_log import steps_of
+from highwater.trials.foreign_trial import check_foreign, python_of, versions_there
 from highwater.trials.trial_process import cache_directory
 from trial_specs import trial_of
 
@@ -227,14 +229,14 @@ def trl_trial(name: str, **settings: Any) -> TrialSpec:
 
 
 def test_without_a_configuration_there_is_nothing_to_keep():
-    assert not trl_base(trainer()).config
+    assert not own_files(trainer()).config
 
 
 def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("learning_rate: 1.0e-4\naccelerate_config: launch.yaml\n")
     (tmp_path / "launch.yaml").write_text("distributed_type: DEEPSPEED\n")
-    base = trl_base(trainer(own))
+    base = own_files(trainer(own))
     assert base.config["learning_rate"] == 1e-4
     assert base.launcher == {"distributed_type": "DEEPSPEED"}
     assert base.source == "base.yaml"
@@ -252,7 +254,7 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text(text)
     with pytest.raises(UsageError, match=said):
-        trl_base(trainer(own))
+        own_files(trainer(own))
 
 
 def test_a_configuration_that_changed_is_refused(tmp_path):
@@ -261,7 +263,7 @@ def test_a_configuration_that_changed_is_refused(tmp_path):
     asked = trainer(own)
     own.write_text("bf16: false\n")
     with pytest.raises(UsageError, match="has changed"):
-        trl_base(asked)
+        own_files(asked)
 
 
 def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path):
@@ -280,16 +282,20 @@ def test_versions_are_those_of_the_other_python(tmp_path):
     assert versions_there(tmp_path / "nowhere", ("msgspec",)) == {}
 
 
+def checked(spec: TrialSpec, program: str) -> tuple[str, ...]:
+    return check_foreign([msgspec.structs.replace(spec, foreign=trainer(None, program))])
+
+
 def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path):
     program = tmp_path / "trl"
     program.write_text(f"#!{sys.executable}\n")
     program.chmod(0o755)
     spec = trl_trial("Qwen3-0.6B", objective="grpo")
-    said = "\n".join(check_trl(spec, trainer(None, str(program))))
+    said = "\n".join(checked(spec, str(program)))
     for each in ("weights", "tokenizer", "sdpa", "8 micro-batches", "generated one by one"):
         assert each in said
     with pytest.raises(HighwaterError, match="not found"):
-        check_trl(spec, trainer(None, str(tmp_path / "nowhere")))
+        checked(spec, str(tmp_path / "nowhere"))
 
 
 def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
@@ -303,7 +309,7 @@ def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
     (huge / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**7}))
     spec = trl_trial(str(huge))
     with pytest.raises(MachineError, match="has no weights here"):
-        check_trl(spec, trainer(None, str(program)))
+        checked(spec, str(program))
 
 
 def test_prepared_models_are_in_the_users_cache():

@@ -8,6 +8,7 @@ Trinity-RFT's ``trainer/verl/fsdp_workers.py`` and ``scripts/context_length_test
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.memory.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
@@ -33,7 +33,11 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
+from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+from scaled_traces import log_at
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 ALLOCATORS: tuple[Allocator, ...] = ("native", "expandable")
@@ -218,7 +222,7 @@ def events_of(question: Question, cell: Cell, length_tokens: int) -> EventLog:
     log = bundled_trace(question.model.shape, cell)
     assert log is not None, "asked for cells that have a trace"  # noqa: S101
     step = Step(question.model.shape, cell.settings, cell.layout, length_tokens)
-    return log.at(step.tokens)
+    return log_at(log, step.tokens)
 
 
 def memory_limit(question: Question) -> MemoryLimit:

@@ -18,10 +18,10 @@ import hypotheses
 
 from highwater.memory.predictor import edge
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.memory.trinity import OUTSIDE_BYTES
 from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Question
+from highwater.trainers.trinity.law import OUTSIDE_BYTES
 from highwater.units import GIB
 
 FILE = Path(__file__).with_suffix(".json")

@@ -3,7 +3,7 @@ published A100 table.
 
 ``python docs/results/lab/trinity.py --folder FOLDER`` (no GPU; three traces a cell, a quarter
 of an hour for all on 2 cores) keeps what it has made in the folder and writes
-``src/highwater/memory/trinity.json.xz`` when all are there.
+``src/highwater/trainers/trinity/trinity.json.xz`` when all are there.
 """
 
 import argparse
@@ -17,14 +17,16 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory.trace.scaled_trace import ScaledTrace, scaled_trace
-from highwater.memory.trinity import TRACES_FILE, BundledTrace
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
+from highwater.trainers.trinity.law import TRACES_FILE, BundledTrace
+
+sys.path.append(str(Path(__file__).parents[3] / "tools"))
+from scaled_traces import scaled_trace
 
 TABLE = Path(__file__).parents[3] / "tests" / "data" / "published_capacity_a100_80gb.csv"
 LENGTHS = (4224, 4608)
@@ -81,9 +83,7 @@ def traced(name: str, layout: Layout, folder: Path) -> BundledTrace:
         path.write_bytes(msgspec.json.encode(scaled_trace(logs)))
         print(f"{path.name}", flush=True)
     shape: ModelShape = load_model(name).shape
-    return BundledTrace(
-        shape=shape, layout=layout, log=msgspec.json.decode(path.read_bytes(), type=ScaledTrace)
-    )
+    return BundledTrace(shape=shape, layout=layout, log=msgspec.Raw(path.read_bytes()))
 
 
 def tokens(length: int, layout: Layout) -> int:

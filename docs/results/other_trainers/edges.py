@@ -2,18 +2,18 @@
 
     python docs/results/other_trainers/edges.py
 
-writes them beside the formula, as ``highwater/memory/trl_edges.json``.
+writes them beside the formula, as ``highwater/trainers/trl/trl_edges.json``.
 """
 
 from pathlib import Path
 
-from highwater.memory.trl import study_edges
 from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
+from highwater.trainers.trl.law import study_edges
 
 HERE = Path(__file__).parent
 STUDIES = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
-TARGET = HERE.parents[2] / "src" / "highwater" / "memory" / "trl_edges.json"
+TARGET = HERE.parents[2] / "src" / "highwater" / "trainers" / "trl" / "trl_edges.json"
 
 
 def edges() -> str:

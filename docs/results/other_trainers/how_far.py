@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from highwater.trainers.logs import log_lines, progress_of
 from highwater.trials.foreign_classify import ending_error, errors_of
-from highwater.trials.foreign_log import log_lines, progress_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]

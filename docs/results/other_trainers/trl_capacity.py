@@ -22,7 +22,7 @@ from typing import Any
 import highwater
 from highwater.errors import HighwaterError
 from highwater.search.cell_outcomes import SearchEvent, TrialFinished
-from highwater.trials.foreign_log import logged_steps
+from highwater.trainers.logs import logged_steps
 from highwater.units import GIB
 
 MODEL = "Qwen3-4B"

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,10 @@ def search(folder: Path, name: str, address: str | None) -> None:
         needs = Needs(on_gpus=False, model=files, data_module="paced_batches")
         cluster = cluster_at(address, needs)
         nodes = choose(cluster.read_nodes(), "cpu", None).nodes
-        launcher_in = partial(EngineLauncher, timeout_s=TIMEOUT_S)
-        runner = RayRunner(cluster, nodes, launcher_in, log_directory=logs)
+        request = request_from(
+            {"model": asked.model.directory, "timeout": TIMEOUT_S}, keywords=True
+        )
+        runner = RayRunner(cluster, nodes, request, log_directory=logs)
     with open_journal(folder / f"{name}.jsonl", asked) as journal, closing(runner):
         for event in recorded_search(asked, runner, journal):
             print(type(event).__name__, end=" ", flush=True)

@@ -5,20 +5,19 @@ used: a prediction by formula starts without trials, journals and traces.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import memory_limit_of, unanswered, with_usual_host
-from highwater.memory.trainers import by_formula, calibration_of
+from highwater.memory.question import memory_limit_of, prediction_of, with_usual_host
+from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
-from highwater.nouns.hardware import Kernel, kernels
+from highwater.nouns.hardware import kernels
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
@@ -101,35 +100,19 @@ def predict(
             on_calibrate=on_calibrate,
             on_trace=on_trace,
         )
-    prediction = unanswered(question, where, memory_limit, trainer, method, length_tokens)
     known = calibration_of(question, trainer, method=method, own=own)
-    prediction = msgspec.structs.replace(prediction, calibration=known, notes=notes)
+    told = {"method": method, "length_tokens": length_tokens, "notes": notes, "calibration": known}
+    answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
-        return by_formula(prediction, question)
-    kernel = kernels(where.compute_capability)[0]
-    return _traced(
-        prediction, question, kernel, on_trace, None if timeline is None else Path(timeline)
-    )
-
-
-def _traced(
-    prediction: Prediction,
-    question: Question,
-    kernel: Kernel,
-    on_trace: Callable[[TrialSpec], None] | None,
-    timeline: Path | None,
-) -> Prediction:
-    """The prediction with every cell answered by traces; its timeline is written where one is
-    named.
-    """
+        return answered(predict_by_formula(question, memory_limit, trainer, known))
     from highwater.trials.traced import CachedTracer, predict_traced
     from highwater.trials.trial_process import cache_directory
 
+    kernel = kernels(where.compute_capability)[0]
     with CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace) as tracer:
-        cells = predict_traced(question, prediction.memory_limit, tracer, prediction.calibration)
-        prediction = msgspec.structs.replace(prediction, cells=cells)
+        prediction = answered(predict_traced(question, memory_limit, tracer, known))
         if timeline is not None:
-            _write_timeline(timeline, question, prediction, tracer)
+            _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction
 
 

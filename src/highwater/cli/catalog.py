@@ -137,9 +137,10 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
             "host memory of one machine, where nobody says what it has; fewer GPUs: their share",
             *(f"{kind.name}: {kind.source}" for kind in kinds),
             *(
-                f"{kind.name}, host memory: {_machines(kind)}"
+                f"{kind.name}, host memory: "
+                + "; ".join(f"{host.machine} ({host.source})" for host in hosts)
                 for kind in kinds
-                if any(host.kind == kind.name for host in host_catalog())
+                if (hosts := [host for host in host_catalog() if host.kind == kind.name])
             ),
         ),
         left_columns=1,
@@ -156,8 +157,3 @@ def _host_memory(kind: GpuKind) -> str:
         )
         or "-"
     )
-
-
-def _machines(kind: GpuKind) -> str:
-    hosts = [host for host in host_catalog() if host.kind == kind.name]
-    return "; ".join(f"{host.machine} ({host.source})" for host in hosts)

@@ -38,7 +38,7 @@ from highwater.nouns.plan_notes import (
 from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.nouns.trial import TrialResult, TrialSpec
+from highwater.nouns.trial import TrialSpec
 from highwater.pages.answer_tables import (
     answer_table,
     published_line,
@@ -62,8 +62,7 @@ def find(arguments: argparse.Namespace) -> int:
     """``highwater find``: search the longest context of every cell."""
     request = request_of(arguments)
     if arguments.print_config or arguments.print_sbatch:
-        from highwater.cli.config import to_yaml
-        from highwater.cli.sbatch import sbatch_script
+        from highwater.cli.config import sbatch_script, to_yaml
 
         load_model(request.model)  # raises for one that is not there: what is printed has to work
         in_a_job = not arguments.print_config
@@ -123,7 +122,9 @@ def try_(arguments: argparse.Namespace) -> int:
         console.answer_table(trial_table(spec, result))
         typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
         console.next_command(_after_try(typed))
-    return _trial_exit_code(result)
+    if result.outcome.is_fit:
+        return EXIT_ANSWERED
+    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE
 
 
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
@@ -351,9 +352,3 @@ def newest_study(log_directory: Path) -> Study:
         f"no study under {log_directory} can be read",
         hint=f"restore one from a copy; `{CPU_SEARCH}` makes another",
     )
-
-
-def _trial_exit_code(result: TrialResult) -> int:
-    if result.outcome.is_fit:
-        return EXIT_ANSWERED
-    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE

@@ -7,7 +7,7 @@ Python, and no other command imports shtab.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import get_args
 
 from highwater.cli import console
@@ -91,20 +91,15 @@ def script(shell: str) -> str:
     whole = grammar()
     for parser in (whole, *whole.commands.values()):
         _say_what_completes(parser)
+    rows = model_catalog()
+    models = (*(row.name for row in rows), *(name for row in rows for name in row.hub_ids))
     names = {
         "models": _MODELS,
         "gpus": _GPUS,
-        "model_names": " ".join(_model_names()),
+        "model_names": " ".join(dict.fromkeys(models)),
         "gpu_kinds": " ".join(kind.name for kind in gpu_catalog()),
     }
     return complete(whole, shell=shell, preamble=_FUNCTIONS[shell].format(**names))
-
-
-def _model_names() -> Iterator[str]:
-    """Names of the catalog, then ids on the Hub."""
-    rows = model_catalog()
-    yield from (row.name for row in rows)
-    yield from dict.fromkeys(name for row in rows for name in row.hub_ids)
 
 
 def _say_what_completes(parser: Parser) -> None:

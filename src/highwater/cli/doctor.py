@@ -108,7 +108,8 @@ def doctor(arguments: argparse.Namespace) -> int:
             console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
         on_gpu = bool(machine.gpus) and torch_obstacle is None
-        console.next_command(_KEEP_CONSTANTS if arguments.measure else _next_command(on_gpu=on_gpu))
+        search = "highwater find Qwen3-0.6B" if on_gpu else CPU_SEARCH
+        console.next_command(_KEEP_CONSTANTS if arguments.measure else search)
     elif diagnosis.is_sound:
         console.next_command(_PREDICTION)
     else:
@@ -306,9 +307,3 @@ def _taken(reading: Reading | None) -> str:
         return "-"
     kept = f" ({format_bytes(reading.allocator_bytes)})" if reading.allocator_bytes else ""
     return f"{format_bytes(reading.outside_bytes)}{kept}"
-
-
-def _next_command(*, on_gpu: bool) -> str:
-    if on_gpu:
-        return "highwater find Qwen3-0.6B"
-    return CPU_SEARCH

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.commands import newest_study
+from highwater.cli.flags import words_without
 from highwater.errors import (
     EXIT_ANSWERED,
     EXIT_ANSWERED_NO,
@@ -91,8 +92,9 @@ def profile(arguments: argparse.Namespace) -> int:
     output = None if arguments.html is None else Path(arguments.html)
     if output is not None:
         check_new_file(output, flag="--html", name="profile.html")
-    profiles = [
-        _fullest(Path(path)) if _is_folder(path) else memory_profile(path) for path in paths
+    profiles = [  # os.path knows no name too long, and no folder without rights
+        _fullest(Path(path)) if os.path.isdir(path) else memory_profile(path)  # noqa: PTH112
+        for path in paths
     ]
     paths = [each.path for each in profiles]
     if output is not None:
@@ -114,11 +116,6 @@ def profile(arguments: argparse.Namespace) -> int:
     else:
         console.next_command(f"highwater profile {shlex.join(paths)} --json")
     return EXIT_ANSWERED
-
-
-def _is_folder(path: str) -> bool:
-    # which knows no name too long, and no folder without rights
-    return os.path.isdir(path)  # noqa: PTH112
 
 
 def _fullest(folder: Path) -> MemoryProfile:
@@ -215,12 +212,10 @@ def _shown(made: Guide, *, is_written: bool) -> str:
 
 def _after_guide(arguments: argparse.Namespace) -> str:
     """The file, and then its rows."""
-    words = list(arguments.command_line)
+    words = arguments.command_line
     if arguments.output is None:
         return shlex.join((*words, "-o", free_name("guide.md")))
-    at = next(index for index, word in enumerate(words) if word.startswith(("-o", "--output")))
-    del words[at : at + (2 if words[at] in ("-o", "--output") else 1)]
-    return shlex.join((*words, "--json"))
+    return shlex.join((*words_without(words, "-o", "--output"), "--json"))
 
 
 def _exit_code(made: Guide) -> int:

@@ -15,7 +15,7 @@ from highwater.cli.recommend import EXAMPLE, found_for
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.nouns.trainer import is_step_of, step_in_words
+from highwater.nouns.trainer import is_step_of, step_in_words, trainer_title
 from highwater.pages.recommendation_tables import check_page
 from highwater.pages.sentence import assumed_host, recommendation_answer
 from highwater.recommendation.recommend import drafted
@@ -64,7 +64,8 @@ def emit(arguments: argparse.Namespace) -> int:
     if made is None:
         return _nothing(arguments, found, shlex.join(again))
     chosen, emitted = made
-    answer = unpredicted(found, chosen, name=row.name, logits_bytes=emitted.logits_bytes)
+    title = trainer_title(arguments.for_)
+    answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
     if is_predicted:
         answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
         emitted = answered_first(emitted, answer)
@@ -102,10 +103,10 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
 
 def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
     """Say that nothing fits, or nothing that the trainer can be told."""
-    row = TARGETS[arguments.for_]
-    which = "nothing fits" if found.chosen is None else f"nothing fits that {row.name} can be told"
-    if not is_step_of(row.predicted_for, arguments.for_):
-        which = f"not predicted for {row.name}; with {step_in_words(row.predicted_for)} {which}"
+    title, step_of = trainer_title(arguments.for_), TARGETS[arguments.for_].predicted_for
+    which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
+    if not is_step_of(step_of, arguments.for_):
+        which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
     console.talk(f"{which}: there is nothing to configure")
     if arguments.json:
         console.answer_json(found)
@@ -133,12 +134,13 @@ def _written(
 ) -> tuple[Path, ...]:
     """Write every file into the folder that was named; their paths."""
     row, folder = TARGETS[arguments.for_], Path(arguments.output)
+    title = trainer_title(arguments.for_)
     words = ("highwater", "emit", "--for", arguments.for_, arguments.model)
     again = shlex.join((*words, *words_again(arguments, drop=("--trainer",))))
     more = "--reserved" if emitted.fits is None else "--headroom"
     roomier = words_again(arguments, drop=("--trainer",), **{more: _ROOMIER})
     files = {row.file: emitted.text, **emitted.beside}
-    said = [f"{row.name} {emitted.checked_with}, as `{again}` wrote it"]
+    said = [f"{title} {emitted.checked_with}, as `{again}` wrote it"]
     said.append("what is typed after it goes to the trainer")
     files[LAUNCH] = launch_script(emitted, file=row.file, said=said, before=row.before)
     files[CHECK] = check_page(
@@ -146,7 +148,7 @@ def _written(
         chosen,
         emitted,
         answer=answer,
-        name=row.name,
+        name=title,
         package=row.package or arguments.for_,
         yours=row.yours,
         command=again,
@@ -154,7 +156,7 @@ def _written(
     )
     paths = write_folder(folder, files)
     console.talk(
-        f"{counted(len(paths), 'file')} for {row.name} in {folder}: read {CHECK} before the first "
+        f"{counted(len(paths), 'file')} for {title} in {folder}: read {CHECK} before the first "
         "long run"
     )
     return paths

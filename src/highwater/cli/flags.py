@@ -3,7 +3,7 @@ field of ``Request``, of ``TrainingRequest``, or of a noun below, for what a com
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
@@ -26,7 +26,7 @@ from highwater.nouns.declaration import (
 from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
 from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName
+from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName, trainer_title
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
@@ -114,10 +114,10 @@ def _predicted(name: str) -> TrainerName:
     for known in TRAINERS:
         if name == known:
             return known
-    for tried, traits in FOREIGN.items():
+    for tried in FOREIGN:
         if name == tried:
             raise UsageError(
-                f"the memory of {traits.title} is not predicted: `highwater find --trainer "
+                f"the memory of {trainer_title(tried)} is not predicted: `highwater find --trainer "
                 f"{name}` finds its capacity by trials",
                 hint=f"leave `--trainer {name}` out",
             )
@@ -546,6 +546,17 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
     names = ("gpu_memory", "host_memory", "reserved")
     return {name: getattr(arguments, name) for name in names}
+
+
+def words_without(words: Sequence[str], *flags: str) -> list[str]:
+    """What was typed, without a flag, by any of its spellings, and its value."""
+    kept = list(words)
+    joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
+    for at, word in enumerate(kept):
+        if word in flags or word.startswith(joined):
+            del kept[at : at + (2 if word in flags else 1)]
+            break
+    return kept
 
 
 _AGAIN = {

@@ -11,7 +11,7 @@ from itertools import count
 from highwater.api.prediction import predict as predicted
 from highwater.api.prediction import predict_against
 from highwater.cli import console
-from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
+from highwater.cli.flags import named_model, typed_limits, typed_values, words_again, words_without
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
@@ -49,7 +49,9 @@ def predict(arguments: argparse.Namespace) -> int:
         said = prediction_answer(prediction, longest=longest, alternatives=would_fit)
         console.answer(f"{said}\n")
         console.answer_table(prediction_table(prediction, is_explained=arguments.explain))
-        _explain(arguments, prediction)
+        if arguments.explain:
+            console.answer("")
+            console.answer_table(term_table(prediction.explained))
         console.next_command(_after_predict(arguments, prediction))
     return EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
 
@@ -162,18 +164,13 @@ def _say_calibrated(trials: int, traces: int) -> None:
     )
 
 
-def _explain(arguments: argparse.Namespace, prediction: Prediction) -> None:
-    if arguments.explain:
-        console.answer("")
-        console.answer_table(term_table(prediction.explained))
-
-
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """The next command: what explains the prediction, and then what measures it, with the settings
     that were typed; another trainer is not ours to try.
     """
     if not arguments.explain and prediction.answer is not None:
-        return shlex.join((*_without_timeline(arguments), "--explain"))
+        # a timeline is written by now
+        return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if not TRAINERS[prediction.trainer].is_run:
         return shlex.join(
@@ -195,15 +192,6 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     return shlex.join(
         ("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
     )
-
-
-def _without_timeline(arguments: argparse.Namespace) -> list[str]:
-    """What was typed, without the file of a timeline, which is written."""
-    words = list(arguments.command_line)
-    if arguments.timeline is not None:
-        at = next(index for index, word in enumerate(words) if word.startswith("--timeline"))
-        del words[at : at + (1 if "=" in words[at] else 2)]
-    return words
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:

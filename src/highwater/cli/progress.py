@@ -418,7 +418,9 @@ class _Lines:
         now = time.monotonic()
         if said.evaluation_step not in (None, self._evaluation_step):
             self._evaluation_step = said.evaluation_step
-            talk(_evaluation_line(said))
+            step = said.evaluation_step
+            when = f"after step {step}" if step else "before the first step"
+            talk(f"held-out loss {said.evaluation_loss:.3f} {when}")
         is_new = said.phase not in (self._phase, "training")
         is_due = said.step > self._step and now - self._said_at >= _LINE_S
         if is_new or is_due:
@@ -448,11 +450,6 @@ def _figures(said: TrainingProgress) -> list[str]:
     if said.seconds:
         figures.append(f"{said.tokens / said.seconds:,.0f} tokens/s")
     return figures
-
-
-def _evaluation_line(said: TrainingProgress) -> str:
-    when = f"after step {said.evaluation_step}" if said.evaluation_step else "before the first step"
-    return f"held-out loss {said.evaluation_loss:.3f} {when}"
 
 
 def _line(said: TrainingProgress, done_steps: int) -> str:

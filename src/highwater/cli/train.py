@@ -13,7 +13,7 @@ from highwater.api import training
 from highwater.api.training import PreparedTraining
 from highwater.cli import console
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.flags import request_of, training_request_of
+from highwater.cli.flags import request_of, training_request_of, words_without
 from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
 from highwater.nouns.settings import Settings, short_settings
@@ -24,8 +24,6 @@ from highwater.pages.text import plain
 from highwater.recommendation.training_settings import has_lost_base
 from highwater.trials.training_ranks import own_folder
 from highwater.units import counted, format_bytes, format_seconds, format_tokens
-
-_RESUME_FROM = "--resume-from"
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -93,10 +91,9 @@ def _same_command(
     arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
 ) -> str:
     """What was typed, but for the checkpoint that it went back to: the run is past that now."""
-    words = list(arguments.command_line)
+    words: Sequence[str] = arguments.command_line
     if asked.resume_from is not None and stopped is not None:
-        at = next(i for i, word in enumerate(words) if word.partition("=")[0] == _RESUME_FROM)
-        del words[at : at + (1 if "=" in words[at] else 2)]
+        words = words_without(words, "--resume-from")
     return shlex.join(words)
 
 

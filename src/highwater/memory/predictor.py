@@ -21,9 +21,7 @@ from highwater.memory.interval.calibration import (
     interval,
     most_predicted_bytes,
 )
-from highwater.memory.trace.replay import Alive, Replayed, alive_at
-from highwater.nouns.corpus import packed_alike
-from highwater.nouns.events import EventLog
+from highwater.memory.trace.replay import Alive, Replayed
 from highwater.nouns.study import Cell, Question, risk_of
 
 Asked = Literal["everything", "longest", "fit"]
@@ -52,7 +50,7 @@ class Predictor(Protocol):
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """What the formula says of the cell: bytes by term, and where a search begins."""
+        """The same cell by formula, which has the bytes by term and says where a search begins."""
         ...
 
     def start(self, room_bytes: int, likely: int | None) -> int | None:
@@ -62,7 +60,7 @@ class Predictor(Protocol):
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
-        """What one length takes of a GPU with this much for training; None: without end."""
+        """The peak of one length on a GPU with this much for training; None: without end."""
         ...
 
 
@@ -105,7 +103,7 @@ class FormulaPredictor:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host holds what trials keep there, which is as much at any length."""
+        """Whether the host holds what trials keep there, which is the same at any length."""
         host_bytes = self.memory_limit.host_bytes
         if host_bytes is None:
             return True
@@ -154,10 +152,10 @@ class ReplayPredictor:
     """Tells by replays of traced steps; the host's memory, and what no trace has, by formula."""
 
     formula: FormulaPredictor
-    log: Callable[[int], EventLog]
-    """The events of a length."""
     replay: Replay
     """Replays a length."""
+    alive: Callable[[int, int], tuple[Alive, ...]]
+    """The tensors that are alive after so many events of a length."""
     outside: tuple[Term, ...] | None = None
     """Memory of the GPU that no trace has; None: as the formula has it."""
     aim: Callable[[int], int] | None = None
@@ -170,7 +168,7 @@ class ReplayPredictor:
         return self.aim(longest(self.formula, room_bytes)) if likely is None else likely
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
-        """What a replay finds: near the end of its room an allocator takes less than it would."""
+        """The peak of a replay: near the end of its room an allocator takes less than elsewhere."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = msgspec.structs.replace(footprint, outside=self.outside)
@@ -182,7 +180,7 @@ class ReplayPredictor:
             needed_bytes=replayed.peak_reserved_bytes + outside_bytes,
             fits=replayed.fits,
             replayed=replayed,
-            alive=lambda: alive_at(self.log(length_tokens), peak_at),
+            alive=lambda: self.alive(length_tokens, peak_at),
         )
 
 
@@ -317,7 +315,7 @@ def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None)
     def fits(index: int) -> bool:
         return predictor.at(grid.length(index), room_bytes).fits
 
-    for shortest, alike in packed_alike(formula.question, cell, last):
+    for shortest, alike in formula.question.packed_alike(cell, last):
         # if not even the shortest fits that packs as many sequences, none of them does
         is_near = (start is None and alike == last) or shortest <= (start or 0) <= alike
         found = edge(start if is_near else shortest, alike, fits, shortest=shortest)

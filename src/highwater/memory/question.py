@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import TRACED_ACCURACY, MemoryLimit, Prediction
+from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
-from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.trainers import MEMORY
+from highwater.memory.trainers import MEMORY, accuracy, by_replay
 from highwater.model.model import load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.cluster import Cluster
@@ -189,7 +188,7 @@ def _ring_notes(
 
 
 def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
-    """What was measured nowhere, of several machines and of AMD's GPUs."""
+    """Notes on what nobody measured: several machines, and AMD's GPUs."""
     if any(cell.layout.is_several_machines for cell in cells):
         gpus = max(cell.layout.gpus for cell in cells)
         each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
@@ -205,16 +204,24 @@ def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
         )
 
 
-def unanswered(
+def prediction_of(
     question: Question,
     where: Cluster,
     memory_limit: MemoryLimit,
     trainer: TrainerName,
-    method: PredictionMethod,
-    length_tokens: int | None,
+    cells: tuple[CellPrediction, ...],
+    **told: Any,
 ) -> Prediction:
-    """What is predicted, of what and how, before any of it is."""
-    is_traced = method == "trace"
+    """The document of a question's predicted cells, with what is known of their errors; the other
+    fields as ``told``.
+    """
+    replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
+    if told["method"] == "trace":
+        known = TRACED_ACCURACY
+    else:
+        known = accuracy(question, trainer, replayed)
+        if MEMORY[trainer].replay is not None:
+            notes = (*notes, by_replay(replayed, len(cells)))
     return Prediction(
         model_name=question.model.name,
         config_digest=question.model.config_digest,
@@ -225,10 +232,10 @@ def unanswered(
         device_bytes=where.device_bytes,
         memory_limit=memory_limit,
         margin_bytes=question.margin_bytes,
-        length_tokens=length_tokens,
-        cells=(),
-        method=method,
-        accuracy=TRACED_ACCURACY if is_traced else MEMORY[trainer].accuracy_alone,
+        cells=cells,
+        accuracy=known,
+        notes=notes,
+        **told,
     )
 
 
@@ -257,7 +264,7 @@ def memory_limit_of(
     reserved: str | int,
     constants: MachineConstants | None = None,
 ) -> MemoryLimit:
-    """What each GPU has for training; raises UsageError where nothing is left, or for odd sizes."""
+    """The memory of each GPU for training; UsageError where nothing is left, or for odd sizes."""
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(

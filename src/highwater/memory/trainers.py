@@ -1,6 +1,5 @@
-"""How the memory of each trainer is predicted: a row for each, by the names of nouns/trainer.py.
-
-This is the only file that imports what is known of one other trainer: trinity.py and trl.py.
+"""How the memory of each trainer is predicted: what its module says of it, and what is made of
+that.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +8,13 @@ from typing import Any
 
 import msgspec
 
-from highwater.memory import trinity, trl
-from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
+from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import MachineConstants
-from highwater.memory.formula.formula import Formula, likely_footprint
+from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.calibration import Calibration, calibrate
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    bundled_residuals,
-    study_residuals,
 )
 from highwater.memory.predictor import (
     Asked,
@@ -29,8 +25,8 @@ from highwater.memory.predictor import (
 )
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
-from highwater.nouns.trainer import OURS, TrainerName, predicted_trainer
-from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.nouns.trainer import OURS, TrainerName, TrainerParts, predicted_trainer
+from highwater.nouns.trial import TrialSpec
 from highwater.speed import predicted_step
 
 _NO_INTERVAL = "nobody recorded its trials: a prediction without an interval"
@@ -69,6 +65,8 @@ class TrainerMemory:
     """Traces that answer some cells; None: every cell is answered by the formula."""
     fixed_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     """The fields of ``Request`` that all its trials have, given the others that were named."""
+    refuse: Callable[[TrialSpec, ModelShape], None] | None = None
+    """Raises UsageError for what it cannot be told. None: it is told anything."""
 
     def by_formula(self, *asked: *tuple[Question, Cell, MemoryLimit]) -> FormulaPredictor:
         """The closed form of a question's cell, in a memory limit."""
@@ -86,38 +84,7 @@ class TrainerMemory:
         return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
 
 
-MEMORY: Mapping[TrainerName, TrainerMemory] = {
-    "highwater": TrainerMemory(
-        formula=likely_footprint,
-        accuracy="its constants were fitted to some of the trials that come with its interval, "
-        "which may be too narrow for others; of 84 trials that were held out (SFT and GRPO with "
-        "FSDP2, one to four H200s) 4 took more than the upper end; `--calibrate` learns from "
-        "trials of your own (docs/results/predict)",
-        residuals=bundled_residuals,
-        learn=study_residuals,
-        is_timed=True,
-    ),
-    "trinity": TrainerMemory(
-        formula=trinity.footprint,
-        accuracy=trinity.ACCURACY,
-        of_adapters=trinity.OF_ADAPTERS,
-        replay=BundledReplay(
-            covers=trinity.covers, predictor=trinity.predictor, accuracy=trinity.REPLAY_ACCURACY
-        ),
-        fixed_fields=trinity.published_fields,
-    ),
-    "trl": TrainerMemory(
-        formula=trl.footprint,
-        accuracy=trl.ACCURACY,
-        residuals=trl.bundled_edges,
-        learn=lambda study, _: trl.study_edges(study),
-        fixed_fields=lambda _: {
-            "loss": "chunked",
-            "allocator": "expandable",
-            "prompt_tokens": PROMPT_TOKENS,
-        },
-    ),
-}
+MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY")
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
 
 
@@ -155,18 +122,6 @@ def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:
         device_name=question.device_name,
     )
     return msgspec.structs.replace(cell, step=step)
-
-
-def by_formula(prediction: Prediction, question: Question) -> Prediction:
-    """The prediction with every cell; and, where traces are bundled, how many are by replay."""
-    trainer, limit = prediction.trainer, prediction.memory_limit
-    cells = predict_by_formula(question, limit, trainer, prediction.calibration)
-    replayed = sum(cell.replayed is not None for cell in cells)
-    notes = prediction.notes
-    if MEMORY[trainer].replay is not None:
-        notes = (*notes, by_replay(replayed, len(cells)))
-    known = accuracy(question, trainer, replayed)
-    return msgspec.structs.replace(prediction, cells=cells, accuracy=known, notes=notes)
 
 
 def calibration_of(

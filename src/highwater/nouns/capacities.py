@@ -44,7 +44,7 @@ Source = Literal["measured", "simulated", "predicted", "published"]
 class Capacity(Record, frozen=True, kw_only=True):
     """One cell's bracket: lengths known to fit, and lengths known not to.
 
-    Between the two are those of which nobody knows (docs/decisions/015).
+    Between the two are those of which nobody knows (docs/decisions/018).
     """
 
     model_name: str

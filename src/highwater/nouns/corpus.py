@@ -14,8 +14,7 @@ Preparation: what another trainer is given for a trial beside its configuration:
 that it can open, and documents of exactly a length.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -127,25 +126,8 @@ def packed_tokens(question: Question, cell: Cell, index: int) -> int:
 
 def least_packed(question: Question, cell: Cell, size: int) -> int:
     """The highest index in 1..``size`` with the fewest packed tokens; 1 without a token budget."""
-    shortest = (first for first, _ in packed_alike(question, cell, size))
+    shortest = (first for first, _ in question.packed_alike(cell, size))
     return min(shortest, key=partial(packed_tokens, question, cell), default=1)
-
-
-def packed_alike(question: Question, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-    """First and last index of lengths that pack as many sequences, from ``size`` down to 1: among
-    them the shortest has the fewest tokens. All are alike without a token budget.
-    """
-
-    def sequences(index: int) -> int:
-        length_tokens, degree = question.grid.length(index), cell.layout.context_degree
-        return cell.settings.sequences(length_tokens, context_degree=degree)
-
-    while size:
-        # Sequences fall as lengths grow: negated they are in the order that bisect asks for.
-        shorter = range(1, size + 1)
-        first = bisect_left(shorter, -sequences(size), key=lambda other: -sequences(other)) + 1
-        yield first, size
-        size = first - 1
 
 
 class _PieceRange(NamedTuple):

@@ -6,7 +6,7 @@ carry of one is a ``ForeignTrainer``; how it is started from that is trials/fore
 
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import Literal, Self
+from typing import Self, get_args
 
 import msgspec
 
@@ -16,12 +16,7 @@ from highwater.nouns.declaration import Spelling
 from highwater.nouns.objective import Objective
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
-
-ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
-TriedTrainer = Literal[
-    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
-]
-"""What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
+from highwater.nouns.trainer import REGISTRY, ForeignName, Target, TrainerParts, trainer_title
 
 
 class ForeignTrainer(Record, frozen=True, kw_only=True):
@@ -40,7 +35,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     done_pattern: str | None = None
     """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
     the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
-    (trials/foreign_log.py)."""
+    (trainers/logs.py)."""
     secrets_digest: str | None = None
     """Digest of the words as they were typed, where some of them are hidden: with another secret it
     is another question. It is too short to tell a secret by. None: none is hidden."""
@@ -62,7 +57,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """Its name, for readers."""
-        return FOREIGN[self.trainer].title
+        return trainer_title(self.trainer)
 
     @property
     def typed(self) -> str:
@@ -91,8 +86,6 @@ def _typed(word: str) -> str:
 class ForeignTraits(Record, frozen=True, kw_only=True):
     """What is known of one foreign trainer."""
 
-    title: str
-    """Its name, for readers."""
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""
     is_typed: bool = False
@@ -122,55 +115,21 @@ FROM_OUTSIDE = frozenset(
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
 
-_SHARED = {
+SHARED = {
     *("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch"),
 }
 """Fields that say how GPUs share the work."""
-_OF_FINETUNERS = FROM_OUTSIDE | {
+OF_FINETUNERS = FROM_OUTSIDE | {
     *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
     *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
 }
 """Fields that every trainer for supervised fine-tuning can be told."""
 
-FOREIGN: Mapping[ForeignName, ForeignTraits] = {
-    "command": ForeignTraits(
-        title="your command",
-        is_typed=True,
-        settings=FROM_OUTSIDE | _SHARED | {"command"},
-    ),
-    "accelerate": ForeignTraits(
-        title="accelerate",
-        is_typed=True,
-        is_launched=True,
-        settings=FROM_OUTSIDE
-        | _SHARED
-        | {"command", "trainer_config", "strategy", "recompute", "offload"},
-    ),
-    "trl": ForeignTraits(
-        title="TRL",
-        settings=_OF_FINETUNERS | _SHARED | {"rope", "objective", "strategy"},
-        objectives=frozenset(("sft", "grpo")),
-        loss="chunked",
-    ),
-    "llamafactory": ForeignTraits(
-        title="LLaMA-Factory", settings=_OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False
-    ),
-    "axolotl": ForeignTraits(
-        title="Axolotl",
-        settings=_OF_FINETUNERS | _SHARED | {"strategy", "rope"},
-        has_run_on_gpus=False,
-    ),
-    "ms-swift": ForeignTraits(
-        title="ms-swift", settings=_OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False
-    ),
-}
+FOREIGN: Mapping[ForeignName, ForeignTraits] = TrainerParts(ForeignName, "TRIED")
 """The traits of each foreign trainer, by the name that ``--trainer`` takes."""
 
 BY_COMMAND: Mapping[str, str] = {
-    "verl": "verl",
-    "trinity": "Trinity-RFT",
-    "areal": "AReaL",
-    "torchtitan": "torchtitan",
+    name: REGISTRY[name].title for name in get_args(Target) if name not in FOREIGN
 }
 """Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
 name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
@@ -193,7 +152,7 @@ _INSTEAD: Mapping[str, str] = {
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:
     """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
-    title = FOREIGN[trainer].title
+    title = trainer_title(trainer)
     for name in FOREIGN[trainer].refused(named):
         hint, words = _INSTEAD.get(name), name.replace("_", " ")
         if hint is not None:

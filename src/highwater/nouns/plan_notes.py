@@ -28,7 +28,7 @@ SPARSE_NOTE = (
 def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
     """What is and what is not known of trials that are seen from outside."""
     traits = FOREIGN[foreign.trainer]
-    title = traits.title
+    title = foreign.title
     seen = "data segments" if device == "cpu" else "device memory used"
     notes = [f"{title} is started from outside: peaks are {seen}, sampled while it runs"]
     if device == "cuda" and not traits.has_run_on_gpus:

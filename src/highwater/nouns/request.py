@@ -39,7 +39,6 @@ from highwater.nouns.foreign_trainer import (
     FOREIGN,
     PAGE,
     ForeignName,
-    TriedTrainer,
     foreign_name,
     refuse_inexpressible,
 )
@@ -47,6 +46,7 @@ from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_ra
 from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
 from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
 from highwater.nouns.study import Cell, Method, Proof
+from highwater.nouns.trainer import TriedTrainer
 from highwater.nouns.trial import Device
 from highwater.units import (
     MIB,

@@ -2,6 +2,8 @@
 record (Study), and the headroom that a prediction is to leave.
 """
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Literal
 
 from highwater.errors import UsageError
@@ -211,6 +213,22 @@ class Question(Record, frozen=True, kw_only=True):
         if longest is None:
             return self.grid.size
         return min(self.grid.size, self.grid.index_at_most(longest))
+
+    def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
+        """First and last index of lengths that pack as many sequences, from ``size`` down to 1:
+        among them the shortest has the fewest tokens. All are alike without a token budget.
+        """
+
+        def sequences(index: int) -> int:
+            length_tokens, degree = self.grid.length(index), cell.layout.context_degree
+            return cell.settings.sequences(length_tokens, context_degree=degree)
+
+        while size:
+            # Sequences fall as lengths grow: negated they are in the order that bisect asks for.
+            shorter = range(1, size + 1)
+            first = bisect_left(shorter, -sequences(size), key=lambda other: -sequences(other)) + 1
+            yield first, size
+            size = first - 1
 
     def counts_as_fit(self, result: TrialResult) -> bool:
         """Whether the trial fit, in full or memory-only, with the headroom that is asked for.

@@ -1,18 +1,24 @@
-"""Trainers: the systems that train, a row for each with what everybody may know of it.
+"""Trainers: the registry, with a row for each system that trains.
 
-The code that a trainer brings is registered where it can be imported: its formula and its replay in
-memory/trainers.py, the step that is traced in engine/tracer/trainers.py, its configuration in
-trainers/targets.py.
+A row names the module that has all the rest: the words of the trainer's configuration, its memory
+law, how a trial of it starts. It is imported when a part of it is asked for, by ``TrainerParts``.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from highwater.nouns.codec import Record
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName
 from highwater.nouns.objective import Objective
 
 TrainerName = Literal["highwater", "trinity", "trl"]
+"""Trainers whose memory is predicted: their modules have ``PREDICTED`` and ``MEMORY``."""
+ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
+"""Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
+TriedTrainer = Literal[
+    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
+]
+"""What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
 Target = Literal[
@@ -26,18 +32,70 @@ Target = Literal[
     "llamafactory",
     "ms-swift",
 ]
-"""Whom a configuration is emitted for."""
+"""Whom a configuration is emitted for: ``TARGET``."""
 Traces = Literal["made", "bundled", "none"]
 
 OURS: TrainerName = "highwater"
 """This package's engine: the trainer that is meant where none is named."""
 
 
+class Registered(NamedTuple):
+    """A trainer's row."""
+
+    title: str
+    """Its name as its users write it."""
+    module: str
+    """What is known of it, below ``highwater.trainers``."""
+
+
+REGISTRY: Mapping[str, Registered] = {
+    "highwater": Registered("highwater", "highwater"),
+    "command": Registered("your command", "foreign"),
+    "accelerate": Registered("accelerate", "accelerate"),
+    "trl": Registered("TRL", "trl"),
+    "llamafactory": Registered("LLaMA-Factory", "llamafactory"),
+    "axolotl": Registered("Axolotl", "axolotl"),
+    "ms-swift": Registered("ms-swift", "ms_swift"),
+    "verl": Registered("verl", "verl"),
+    "trinity": Registered("Trinity-RFT", "trinity"),
+    "areal": Registered("AReaL", "areal"),
+    "torchtitan": Registered("torchtitan", "torchtitan"),
+}
+NameT = TypeVar("NameT", bound=str)
+PartT = TypeVar("PartT")
+
+
+class TrainerParts(Mapping[NameT, PartT]):
+    """One part of each trainer that has it, by the trainer's name: a constant of its module."""
+
+    def __init__(self, names: Any, constant: str) -> None:
+        """``names``: the ``Literal`` of their names."""
+        self._names: tuple[NameT, ...] = get_args(names)
+        self._constant = constant
+
+    def __getitem__(self, name: NameT) -> PartT:
+        """The part of a trainer, whose module is imported by now."""
+        if name not in self._names:
+            raise KeyError(name)
+        module = import_module(f"highwater.trainers.{REGISTRY[name].module}")
+        return getattr(module, self._constant)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a trainer has the part; nothing is imported."""
+        return name in self._names
+
+    def __iter__(self) -> Iterator[NameT]:
+        """The names; nothing is imported."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._names)
+
+
 class TrainerTraits(Record, frozen=True, kw_only=True):
     """What is known of one trainer."""
 
-    title: str
-    """The trainer's name, for readers."""
     step: str
     """The step that is predicted, and what is particular about it, for readers of a
     configuration."""
@@ -73,47 +131,8 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
         return [] if known is None else sorted(set(named) - known)
 
 
-TRAINERS: Mapping[TrainerName, TrainerTraits] = {
-    "highwater": TrainerTraits(
-        title="highwater",
-        step="highwater's own engine, with its tiles, chunks and kernels",
-        is_run=True,
-        traces="made",
-        offloads_states=True,
-    ),
-    "trinity": TrainerTraits(
-        title="Trinity-RFT",
-        step="Trinity-RFT's trainer, which is verl's actor",
-        is_run=False,
-        settings=frozenset(
-            (
-                *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
-                *("rope", "headroom", "start_length", "resolution", "max_length"),
-                *("lora", "lora_alpha", "lora_targets"),
-            )
-        ),
-        traces="bundled",
-        targets=("trinity", "verl"),
-    ),
-    "trl": TrainerTraits(
-        title=FOREIGN["trl"].title,
-        step="TRL's trainer, which accelerate launches",
-        is_run=True,
-        is_watched=True,
-        settings=frozenset(
-            (
-                *("ulysses", "ring", "copies", "strategy", "allocator", "recompute", "offload"),
-                *("sequences_per_micro_batch", "micro_batches", "objective", "entropy", "loss"),
-                *("optimizer", "lora", "lora_alpha", "lora_targets", "lora_base"),
-                *("rope", "headroom", "start_length", "resolution", "max_length"),
-            )
-        ),
-        traces="none",
-        ring_objectives=frozenset(("sft",)),
-        targets=("trl", "accelerate"),
-    ),
-}
-"""The traits of each trainer, by the name that ``--trainer`` takes."""
+TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDICTED")
+"""The traits of each trainer whose memory is predicted, by the name that ``--trainer`` takes."""
 
 
 def predicted_trainer(name: AnyTrainer) -> TrainerName | None:
@@ -133,10 +152,9 @@ def is_step_of(name: AnyTrainer, target: str) -> bool:
     return traits is not None and target in traits.targets
 
 
-def trainer_title(name: AnyTrainer) -> str:
+def trainer_title(name: AnyTrainer | Target) -> str:
     """A trainer's name, for readers."""
-    titles = {known: traits.title for known, traits in (*TRAINERS.items(), *FOREIGN.items())}
-    return titles[name]
+    return REGISTRY[name].title
 
 
 def step_in_words(name: AnyTrainer) -> str:

@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ChooserPlace:
     """One model on one number of GPUs, for one kind of training."""
 
     model_name: str
@@ -186,7 +186,7 @@ _Own = tuple[GuideTable, tuple[Capacity, ...]]
 """A table of the guide, and what it has of one model."""
 
 
-def places(made: Guide) -> tuple[Place, ...]:
+def places(made: Guide) -> tuple[ChooserPlace, ...]:
     """Every model on every number of GPUs of the guide, with its answers.
 
     What studies measured and what is predicted by formula is asked of ``recommend``, at every
@@ -240,7 +240,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
     )
 
 
-def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> Place:
+def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> ChooserPlace:
     table, own = group[0]
     first = own[0]
     answers = () if query is None else _asked(query, group, apart=apart)
@@ -253,7 +253,7 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
         answers = tuple(_known_answers(made, group))
     fitting = [each.found for each in answers if each.found.chosen is not None]
     sure = [each for each in fitting if each.chosen is not None and each.chosen.risk != "tight"]
-    return Place(
+    return ChooserPlace(
         model_name=first.model_name,
         device_name=table.device_name,
         gpus=table.gpus,
@@ -397,7 +397,7 @@ class _Values:
         return order, text
 
 
-def chooser_json(places: Sequence[Place]) -> Markup:
+def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
     """Every combination, as JSON that is harmless inside a ``script`` element.
 
     Every value stands there once. ``places`` hold a place's names, its answers and the length that

@@ -148,14 +148,15 @@ def _trained(capacity: Capacity) -> tuple[str, ...]:
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = predicted_traits(capacity.trainer)
     typed = f" ({capacity.command})" if capacity.command else ""
+    title = f"{trainer_title(capacity.trainer)}{typed}"
     if traits is None:  # what it trains, and how, is its own affair
-        return (f"{trainer_title(capacity.trainer)}{typed}", *left)
+        return (title, *left)
     there = {"a critic": settings.critic, "entropy": settings.entropy != "none"}
     extras = " and ".join(name for name, is_there in there.items() if is_there)
     objective = f"{settings.objective} with {extras}" if extras else settings.objective
     own = [name for name, is_there in _OWN.items() if is_there(settings)]
     own = own if traits.knows_every_setting else []
-    return (f"{traits.title}{typed}", objective, *own, *other_training(settings), *left)
+    return (title, objective, *own, *other_training(settings), *left)
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:

@@ -22,7 +22,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.nouns.trainer import OURS, predicted_traits
-from highwater.pages.chooser import Place, chooser_json
+from highwater.pages.chooser import ChooserPlace, chooser_json
 from highwater.pages.guide import (
     SOURCES,
     UNKNOWN,
@@ -99,12 +99,12 @@ def guide_markdown(guide: Guide) -> str:
     return _drawn(guide, (), "md")
 
 
-def guide_page(guide: Guide, places: Sequence[Place] = ()) -> str:
+def guide_page(guide: Guide, places: Sequence[ChooserPlace] = ()) -> str:
     """Write the whole page, with a chooser among ``places``."""
     return _drawn(guide, places, "html")
 
 
-def _drawn(guide: Guide, places: Sequence[Place], form: Literal["html", "md"]) -> str:
+def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "md"]) -> str:
     script, choices = page_script("chooser.js"), guide.choices
     every = list(map(choice_table, guide.tables))
     found = {table.source for table in guide.tables}
@@ -150,7 +150,7 @@ def _drawn(guide: Guide, places: Sequence[Place], form: Literal["html", "md"]) -
     )
 
 
-def _opening(places: Sequence[Place]) -> str:
+def _opening(places: Sequence[ChooserPlace]) -> str:
     """The answer that the chooser opens with; empty without one."""
     if not places:
         return ""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import MachineConstants, Term
 from highwater.memory.interval.calibration import Calibration, least_residuals
-from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
+from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
-from highwater.nouns.trainer import OURS, TRAINERS
+from highwater.nouns.trainer import OURS, trainer_title
 from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
@@ -40,7 +40,9 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
-    is_timed = _is_timed(prediction)
+    is_timed, known = _is_timed(prediction), prediction.calibration
+    cells, unlike = [each.cell for each in prediction.cells], () if known is None else known.unlike
+    below = caveat(prediction.answer, cells, unlike=unlike, star=_star(prediction))
 
     def ended(each: CellPrediction) -> str:
         binding = _BINDINGS[each.binding]
@@ -77,7 +79,7 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
         ("host memory", lambda each: format_bytes(each.footprint.host_bytes)),
         *(more if is_explained else ()),
         names=1 + has_counts,
-        footnotes=_explanations(prediction) if is_explained else (_caveat(prediction),),
+        footnotes=_explanations(prediction) if is_explained else (below,),
     )
 
 
@@ -187,7 +189,7 @@ def _title(prediction: Prediction) -> str:
     )
     asked = prediction.length_tokens
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
-    title = TRAINERS[prediction.trainer].title
+    title = trainer_title(prediction.trainer)
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
     return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
 
@@ -216,16 +218,6 @@ def _device_memory(predicted: CellPrediction) -> str:
     if ends is None:
         return format_bytes(predicted.device_used_bytes)
     return f"{format_bytes(ends.low_bytes)} to {format_bytes(ends.high_bytes)}"
-
-
-def _caveat(prediction: Prediction) -> str:
-    """The one line that a reader needs beside the table."""
-    answer, known = prediction.answer, prediction.calibration
-    unlike: tuple[str, ...] = ()
-    if known is not None and answer is not None:
-        cells = [each.cell for each in prediction.cells]
-        unlike = unlike_cell(known.unlike, answer.cell, cells)
-    return caveat(None if answer is None else answer.risk, unlike, star=_star(prediction))
 
 
 def _star(prediction: Prediction) -> tuple[str, ...]:

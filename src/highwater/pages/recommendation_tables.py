@@ -6,7 +6,6 @@ has the prose.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from highwater.memory.interval.residuals import unlike_cell
 from highwater.memory.trainers import MEMORY
 from highwater.model.rope import Yarn
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
@@ -14,7 +13,13 @@ from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation, StepTime
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
-from highwater.nouns.trainer import OURS, predicted_traits, step_in_words, trainer_title
+from highwater.nouns.trainer import (
+    OURS,
+    predicted_trainer,
+    predicted_traits,
+    step_in_words,
+    trainer_title,
+)
 from highwater.pages.page import drawn_page
 from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of
@@ -315,16 +320,11 @@ def _positions(yarn: Yarn | None, found: Recommendation) -> str:
 
 
 def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
-    return tuple(_explanations(found)) if is_explained else (_caveat(found),)
-
-
-def _caveat(found: Recommendation) -> str:
-    """The one line that a reader needs beside the tables."""
-    chosen, unlike = found.chosen, tuple[str, ...]()
-    if chosen is not None and chosen.source == "predicted":
-        cells = [each.cell for each in found.candidates]
-        unlike = unlike_cell(found.unlike, chosen.cell, cells)
-    return caveat(None if chosen is None else chosen.risk, unlike, star=_star(found))
+    if is_explained:
+        return tuple(_explanations(found))
+    is_predicted = found.chosen is not None and found.chosen.source == "predicted"
+    cells, unlike = [each.cell for each in found.candidates], found.unlike if is_predicted else ()
+    return (caveat(found.chosen, cells, unlike=unlike, star=_star(found)),)
 
 
 def _star(found: Recommendation) -> tuple[str, ...]:
@@ -369,7 +369,8 @@ def _explanations(found: Recommendation) -> Iterator[str]:
 def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
     is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
     where = "predicted " if is_all else "where it says predicted: "
-    if any(name == found.trainer and row.residuals is not None for name, row in MEMORY.items()):
+    known = predicted_trainer(found.trainer)
+    if known is not None and MEMORY[known].residuals is not None:
         yield (
             f"{where}by formula, nothing was run, with {format_bytes(found.margin_bytes)} of "
             f"headroom: `{plain(first.found_in)} --explain` says more"

@@ -5,11 +5,12 @@ fits, with which settings, what is left, how fast it is; and the caveat below th
 from collections.abc import Sequence
 
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.memory.interval.residuals import unlike_cell
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE
-from highwater.nouns.recommendation import Alternative, Recommendation
+from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.settings import Settings, listed, settings_in_words
-from highwater.nouns.study import Risk
+from highwater.nouns.study import Cell, Risk
 from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
 from highwater.pages.text import plain
 from highwater.units import format_bytes, format_seconds, format_tokens
@@ -211,18 +212,25 @@ _OF_A_RISK: dict[Risk, str] = {
 }
 
 
-def caveat(risk: Risk | None, unlike: Sequence[str], *, star: Sequence[str] = ()) -> str:
-    """The one line below a table: that little is left, or what of it nobody has measured
+def caveat(
+    answer: CellPrediction | Candidate | None,
+    cells: Sequence[Cell],
+    *,
+    unlike: Sequence[str],
+    star: Sequence[str],
+) -> str:
+    """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
     (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
     """
     says = "`--explain` says what from, and how good such answers were"
-    if unlike:
+    here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
+    if here:
         says = (
-            f"nobody has measured this with {plain(listed(unlike))} yet: try it before you rely "
+            f"nobody has measured this with {plain(listed(here))} yet: try it before you rely "
             "on it; `--explain` says more"
         )
-    if risk is not None:
-        says = _OF_A_RISK.get(risk, says)
+    if answer is not None and answer.risk is not None:
+        says = _OF_A_RISK.get(answer.risk, says)
     return "; ".join((*star, says))
 
 

@@ -31,12 +31,12 @@ _LATE_PART = 4
 _LONGEST_TOKENS = 1 << 34
 LEAST_LENGTHS = 3
 """Lengths that tell a formula: through two of them there is always one."""
-Peak = tuple[int, int]
+LengthPeak = tuple[int, int]
 """A length, and the bytes of its peak."""
 
 
 class MemoryFit(Record, frozen=True, kw_only=True):
-    """Peak of a GPU by the length of a sequence, which all GPUs hold together."""
+    """LengthPeak of a GPU by the length of a sequence, which all GPUs hold together."""
 
     overhead_bytes: float
     bytes_per_token: float
@@ -301,7 +301,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
     return min(zip(alone, times, strict=True), key=lambda each: each[1][common])[0].implementation
 
 
-def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
+def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
     """The formula of these peaks; None of fewer than three lengths. No term is below zero. Errors
     weigh as shares of their peaks.
     """
@@ -317,7 +317,7 @@ def memory_fit(peaks: Sequence[Peak]) -> MemoryFit | None:
     return _best([powers for powers in every if len(powers) < len(peaks) or 2 not in powers], peaks)
 
 
-def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> MemoryFit | None:
+def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[LengthPeak]) -> MemoryFit | None:
     """The powers of the length that describe the peaks best with no factor below 0."""
     fits: dict[float, MemoryFit] = {}
     for powers in candidates:
@@ -337,7 +337,7 @@ def _best(candidates: Sequence[tuple[int, ...]], peaks: Sequence[Peak]) -> Memor
     return fits[min(fits)] if fits else None
 
 
-def _factors(powers: tuple[int, ...], peaks: Sequence[Peak]) -> list[float] | None:
+def _factors(powers: tuple[int, ...], peaks: Sequence[LengthPeak]) -> list[float] | None:
     """Factors of powers 0 to 2, by least squares of relative errors; None where not unique."""
     rows = [[length**power / size for power in powers] for length, size in peaks]
     each = range(len(powers))

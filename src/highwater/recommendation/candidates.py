@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import default_fields, predicted_question
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import Cluster, nameless
@@ -25,9 +25,9 @@ from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Query, StepTime, order
 from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question, Study
+from highwater.nouns.study import Cell, Question, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, TrainerName, predicted_trainer
-from highwater.trainers.trl_files import expressible
+from highwater.trainers.emitted import refuse_several_machines
 
 
 def trainer_question(
@@ -41,7 +41,7 @@ def trainer_question(
     for, which the notes say; raises UsageError, as a trial does, where nothing is left.
     """
     question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    question, skipped = expressible(question, trainer)
+    question, skipped = _expressible(question, trainer)
     return question, (*notes, *skipped)
 
 
@@ -272,7 +272,10 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     kind = kind_of(prediction.device_name)
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
-    settings = _settings(cells) if TRAINERS[prediction.trainer].is_run else _rope(cells)
+    settings = _settings(cells)
+    if not TRAINERS[prediction.trainer].is_run:  # the one setting that it can be asked with
+        has_yarn = any(cell.settings.rope == "yarn" for cell in cells)
+        settings = (("rope", "yarn"),) if has_yarn else ()
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)
     if words is None or settings is None or prediction.method == "trace":
         return None
@@ -310,11 +313,6 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
     return None
 
 
-def _rope(cells: Sequence[Cell]) -> tuple[tuple[str, str], ...]:
-    """The one setting that can be asked of another trainer."""
-    return (("rope", "yarn"),) if any(cell.settings.rope == "yarn" for cell in cells) else ()
-
-
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
     """Settings that all cells share and that are no default; None if some cannot be asked for."""
     default = Settings()
@@ -327,3 +325,32 @@ def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...]
         if len(values) == 1 and getattr(default, field) not in values:
             found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)
+
+
+def _expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
+    """The question with those of its cells that a predicted trainer can be told, and a note for
+    each that it cannot.
+
+    Raises the UsageError of the first where it can be told none.
+    """
+    refuse = MEMORY[trainer].refuse
+    if refuse is None:
+        return question, ()
+    for cell in question.cells:
+        refuse_several_machines(cell.layout, question.device_name)
+    kept: list[Cell] = []
+    refused: list[UsageError] = []
+    notes: list[str] = []
+    for cell in question.cells:
+        try:
+            spec = question.trial(cell, question.grid.start_tokens)
+            refuse(spec, question.model.shape)
+        except UsageError as error:
+            refused.append(error)
+            where = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
+            notes.append(f"{where} is skipped: {error.problem}")
+        else:
+            kept.append(cell)
+    if not kept:
+        raise refused[0]
+    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))

@@ -19,7 +19,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.model.model import ModelShape
+from highwater.model.model import ModelShape, load_model
+from highwater.nouns.foreign_request import filled_command, launched_command, placeholders_of
+from highwater.nouns.foreign_trainer import FROM_OUTSIDE, SHARED, ForeignTrainer, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
@@ -37,6 +39,16 @@ from highwater.trainers.emitted import (
     shape_here,
     whole_logits_bytes,
 )
+from highwater.trainers.foreign import (
+    OUTPUT,
+    ForeignCommand,
+    HasFlash,
+    TrialHome,
+    TrialStart,
+    own_fields,
+    write_files,
+)
+from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "1.15.0"
 WORDS = Dialect("accelerate", "accelerate", VERSION)
@@ -461,3 +473,47 @@ def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) ->
         if name not in ("fsdp_config", "num_processes") and after.get(name) != value and value
     )
     return (f"the trial's own in {source}: {', '.join(changed)}",) if changed else ()
+
+
+def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
+    """The command of a trial that accelerate launches, whose file is written into its folder."""
+    found = _launcher_file(spec, foreign)
+    write_files({FILE: found.values}, found.notes, home.folder)
+    model = home.prepared(None) if _opens_model(foreign) else None
+    program, words = launched_command(foreign.command)
+    filled = filled_command((program, *words), spec, home.folder / OUTPUT, model=model)
+    return ForeignCommand(
+        words=(filled[0], "launch", "--config_file", str(home.folder / FILE), *filled[1:])
+    )
+
+
+def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:  # noqa: ARG001
+    return _launcher_file(spec, foreign).notes
+
+
+def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> LauncherFile:
+    base, source = own_fields(foreign, "name the file that `accelerate config` wrote")
+    shape = load_model(spec.model_directory).shape
+    return launcher_file(spec, shape, base, source=source or FILE)
+
+
+def _opens_model(foreign: ForeignTrainer) -> bool:
+    """Whether the command is told the model's directory."""
+    return "model" in placeholders_of(foreign.command)
+
+
+TRIED = ForeignTraits(
+    is_typed=True,
+    is_launched=True,
+    settings=FROM_OUTSIDE
+    | SHARED
+    | {"command", "trainer_config", "strategy", "recompute", "offload"},
+)
+TRIAL = TrialStart(_prepare, _check, _opens_model)
+TARGET = EmitTarget(
+    file=FILE,
+    emit=accelerate,
+    yours=("train.py beside it: the script, which makes the micro-batches that CHECK.md names",),
+    predicted_for="highwater",
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "critic", "optimizer"},
+)

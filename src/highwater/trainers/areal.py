@@ -22,6 +22,7 @@ from highwater.trainers.emitted import (
     model_lies,
     yaml_path,
 )
+from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget
 
 VERSION = "1.0.4"
 _WORDS = Dialect("areal", "AReaL", VERSION)
@@ -129,3 +130,15 @@ def _actor(chosen: Candidate, model_path: str) -> dict[str, Value]:
         f"actor.scheduling_spec.0.env_vars.{name}": value
         for name, value in environment(chosen.cell.settings).items()
     }
+
+
+TARGET = EmitTarget(
+    file="areal.yaml",
+    emit=areal,
+    yours=(
+        "train.py beside it: a script like its examples/math/gsm8k_rl.py",
+        "`actor.optimizer.lr` in areal.yaml",
+    ),
+    predicted_for="trinity",
+    knows=OF_ALL | OF_LORA,
+)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from highwater.errors import UsageError
 from highwater.nouns.environment import allocator_environment
+from highwater.nouns.foreign_trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.settings import Settings
@@ -32,7 +33,7 @@ from highwater.trainers.emitted import (
     to_replace,
     unfused,
 )
-from highwater.trainers.finetuner_files import (
+from highwater.trainers.files import (
     DOCUMENTS,
     Finetuner,
     FinetunerFiles,
@@ -40,7 +41,9 @@ from highwater.trainers.finetuner_files import (
     FineTuning,
     OwnFile,
     of_recomputation,
+    trial_start,
 )
+from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
@@ -346,3 +349,18 @@ def _sharding(cell: Cell) -> dict[str, Value]:
         **{f"fsdp_config.{name}": value for name, value in fsdp.items()},
         **({name: n for name, n in degrees.items() if n > 1} if is_shared else {}),
     }
+
+
+TRIED = ForeignTraits(settings=OF_FINETUNERS | SHARED | {"strategy", "rope"}, has_run_on_gpus=False)
+TRIAL = trial_start(AXOLOTL)
+TARGET = EmitTarget(
+    file="axolotl.yaml",
+    is_in_guides=False,
+    emit=AXOLOTL.emit,
+    yours=(
+        "`datasets` in axolotl.yaml, whose path is a stand-in",
+        "learning rate and `gradient_accumulation_steps` there",
+    ),
+    predicted_for="highwater",
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
+)

@@ -12,6 +12,7 @@ Source of the names: ``hparams`` of llamafactory 0.9.5; of what they do: ``model
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from highwater.nouns.foreign_trainer import OF_FINETUNERS, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.settings import Settings
@@ -33,7 +34,7 @@ from highwater.trainers.emitted import (
     unfused,
     yaml_text,
 )
-from highwater.trainers.finetuner_files import (
+from highwater.trainers.files import (
     COUNTED,
     DOCUMENTS,
     Finetuner,
@@ -41,7 +42,9 @@ from highwater.trainers.finetuner_files import (
     FinetunerTrial,
     FineTuning,
     OwnFile,
+    trial_start,
 )
+from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.9.5"
 FILE = "llamafactory.yaml"
@@ -235,3 +238,19 @@ LLAMAFACTORY = _LlamaFactory()
 def _launcher(cell: Cell) -> dict[str, Value]:
     """Accelerate's settings by name, which leave recomputation to LLaMA-Factory."""
     return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
+
+
+TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)
+TRIAL = trial_start(LLAMAFACTORY)
+TARGET = EmitTarget(
+    file="llamafactory.yaml",
+    is_in_guides=False,
+    emit=LLAMAFACTORY.emit,
+    yours=(
+        "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
+        "`dataset_dir`",
+        "learning rate, `output_dir` and `gradient_accumulation_steps` there",
+    ),
+    predicted_for="highwater",
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
+)

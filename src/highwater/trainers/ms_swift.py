@@ -16,6 +16,7 @@ from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
+from highwater.nouns.foreign_trainer import OF_FINETUNERS, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.settings import Settings
@@ -32,7 +33,7 @@ from highwater.trainers.emitted import (
     to_replace,
     unfused,
 )
-from highwater.trainers.finetuner_files import (
+from highwater.trainers.files import (
     COUNTED,
     DOCUMENTS,
     Finetuner,
@@ -41,7 +42,9 @@ from highwater.trainers.finetuner_files import (
     FineTuning,
     OwnFile,
     of_recomputation,
+    trial_start,
 )
+from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -296,3 +299,18 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
         "ms-swift tells a model by its directory's name: where that is not as on the Hub, "
         "`model_type` and `template` in `--trainer-config` say what it is",
     )
+
+
+TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
+TRIAL = trial_start(MS_SWIFT)
+TARGET = EmitTarget(
+    file="ms-swift.yaml",
+    is_in_guides=False,
+    emit=MS_SWIFT.emit,
+    yours=(
+        "`dataset` in ms-swift.yaml, which is a stand-in",
+        "learning rate and `gradient_accumulation_steps` there",
+    ),
+    predicted_for="highwater",
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
+)

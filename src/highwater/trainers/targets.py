@@ -15,17 +15,15 @@ from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import TRAINERS, Target, TrainerName, is_step_of
-from highwater.trainers.accelerate import accelerate
-from highwater.trainers.areal import areal
-from highwater.trainers.axolotl import AXOLOTL
+from highwater.nouns.trainer import (
+    TRAINERS,
+    Target,
+    TrainerName,
+    TrainerParts,
+    is_step_of,
+    trainer_title,
+)
 from highwater.trainers.emitted import Emitted, bytes_with_logits, refuse_several_machines
-from highwater.trainers.llamafactory import LLAMAFACTORY
-from highwater.trainers.ms_swift import MS_SWIFT
-from highwater.trainers.torchtitan import torchtitan
-from highwater.trainers.trinity import trinity
-from highwater.trainers.trl import trl
-from highwater.trainers.verl import verl
 
 
 class Emit(Protocol):
@@ -44,8 +42,6 @@ class Emit(Protocol):
 class EmitTarget:
     """One trainer that a configuration is emitted for."""
 
-    name: str
-    """The trainer's name as its users write it."""
     file: str
     """The name of its configuration's file, which the command that starts it has."""
     emit: Emit
@@ -66,116 +62,17 @@ class EmitTarget:
     what the trainer does with it."""
 
 
-_ALL = frozenset(
+OF_ALL = frozenset(
     (
         *("ulysses", "strategy", "allocator", "offload", "objective", "rope", "entropy"),
         *("sequences_per_micro_batch", "token_budget"),
         *("save_hf", "checkpoint"),  # what is saved, and when, is the user's to add
     )
 )
-_LORA = {"lora", "lora_alpha", "lora_targets"}
-_OF_THE_ENGINE = _ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
+OF_LORA = {"lora", "lora_alpha", "lora_targets"}
+OF_THE_ENGINE = OF_ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
 
-TARGETS: Mapping[Target, EmitTarget] = {
-    "trinity": EmitTarget(
-        name="Trinity-RFT",
-        package="trinity-rft",
-        before=("ray status > /dev/null 2>&1 || ray start --head",),
-        file="trinity.yaml",
-        emit=trinity,
-        yours=("what it learns, and from what: `algorithm` and `buffer` in trinity.yaml",),
-        predicted_for="trinity",
-        knows=_ALL | _LORA,
-    ),
-    "verl": EmitTarget(
-        name="verl",
-        file="verl.sh",
-        emit=verl,
-        yours=("data, reward and algorithm, as words after `./launch.sh`: `data.train_files=...`",),
-        predicted_for="trinity",
-        knows=_ALL | _LORA,
-    ),
-    "areal": EmitTarget(
-        name="AReaL",
-        file="areal.yaml",
-        emit=areal,
-        yours=(
-            "train.py beside it: a script like its examples/math/gsm8k_rl.py",
-            "`actor.optimizer.lr` in areal.yaml",
-        ),
-        predicted_for="trinity",
-        knows=_ALL | _LORA,
-    ),
-    "trl": EmitTarget(
-        name="TRL",
-        file="trl.yaml",
-        emit=trl,
-        yours=(
-            "the data: `--dataset_name NAME` after `./launch.sh`, or `dataset_name` in trl.yaml",
-            "learning rate, epochs and `output_dir`, in trl.yaml",
-        ),
-        predicted_for="trl",
-        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
-    ),
-    "torchtitan": EmitTarget(
-        name="torchtitan",
-        file="torchtitan_settings.py",
-        emit=torchtitan,
-        yours=(
-            "`dataloader=`, and a `checkpoint=` that loads the weights, in torchtitan_settings.py",
-            "the learning rate there",
-        ),
-        predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA,
-    ),
-    "accelerate": EmitTarget(
-        name="accelerate",
-        file="accelerate.yaml",
-        emit=accelerate,
-        yours=(
-            "train.py beside it: the script, which makes the micro-batches that CHECK.md names",
-        ),
-        predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "critic", "optimizer"},
-    ),
-    "axolotl": EmitTarget(
-        name="Axolotl",
-        file="axolotl.yaml",
-        is_in_guides=False,
-        emit=AXOLOTL.emit,
-        yours=(
-            "`datasets` in axolotl.yaml, whose path is a stand-in",
-            "learning rate and `gradient_accumulation_steps` there",
-        ),
-        predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
-    ),
-    "llamafactory": EmitTarget(
-        name="LLaMA-Factory",
-        file="llamafactory.yaml",
-        is_in_guides=False,
-        emit=LLAMAFACTORY.emit,
-        yours=(
-            "`dataset` in llamafactory.yaml, which is a stand-in, with its `template` and "
-            "`dataset_dir`",
-            "learning rate, `output_dir` and `gradient_accumulation_steps` there",
-        ),
-        predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
-    ),
-    "ms-swift": EmitTarget(
-        name="ms-swift",
-        file="ms-swift.yaml",
-        is_in_guides=False,
-        emit=MS_SWIFT.emit,
-        yours=(
-            "`dataset` in ms-swift.yaml, which is a stand-in",
-            "learning rate and `gradient_accumulation_steps` there",
-        ),
-        predicted_for="highwater",
-        knows=_OF_THE_ENGINE | _LORA | {"lora_base", "optimizer"},
-    ),
-}
+TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 """The trainers, by the name that ``highwater emit --for`` takes."""
 
 
@@ -190,7 +87,7 @@ def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> N
     refused = TRAINERS[row.predicted_for].refused(settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     if refused:
-        raise _without_words(row, {name: settings[name] for name in refused})
+        raise _without_words(target, {name: settings[name] for name in refused})
 
 
 def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
@@ -266,12 +163,12 @@ def configured(
     row = TARGETS[target]
     refuse_several_machines(chosen.cell.layout, found.device_name)
     if not _has_words(chosen.cell):
-        raise _without_words(row, _NOBODYS)
+        raise _without_words(target, _NOBODYS)
     opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
     made = row.emit(found, chosen, model_path=opened_as)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:
-        raise _without_words(row, unknown)
+        raise _without_words(target, unknown)
     if is_step_of(found.trainer, target):
         return msgspec.structs.replace(made, fits=chosen.fits, logits_bytes=None)
     room_bytes = found.device_bytes - found.reserved_bytes
@@ -289,10 +186,11 @@ def hub_id_of(name: str) -> str | None:
     return next(named_so, model.hub_id)
 
 
-def _without_words(row: EmitTarget, unknown: Mapping[str, object]) -> UsageError:
+def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
     words = shlex.join(words_of(unknown))
     return UsageError(
-        f"{row.name}'s configuration has no words for {words}", hint=f"leave `{words}` out"
+        f"{trainer_title(target)}'s configuration has no words for {words}",
+        hint=f"leave `{words}` out",
     )
 
 

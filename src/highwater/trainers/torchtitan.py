@@ -33,6 +33,7 @@ from highwater.trainers.emitted import (
     unfused,
     whole_logits_bytes,
 )
+from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 from highwater.units import GIB, format_bytes
 
 VERSION = "0.3.0"
@@ -342,3 +343,15 @@ def _arguments(section: str, values: Mapping[str, Value]) -> str:
     own = {name: value for name, value in values.items() if name.startswith(f"{section}.")}
     named = ((name.removeprefix(f"{section}."), value) for name, value in own.items())
     return "".join(f"            {name}={value!r},\n" for name, value in named)
+
+
+TARGET = EmitTarget(
+    file="torchtitan_settings.py",
+    emit=torchtitan,
+    yours=(
+        "`dataloader=`, and a `checkpoint=` that loads the weights, in torchtitan_settings.py",
+        "the learning rate there",
+    ),
+    predicted_for="highwater",
+    knows=OF_THE_ENGINE | OF_LORA,
+)

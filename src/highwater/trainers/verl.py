@@ -20,6 +20,7 @@ from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.lora import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
+from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -141,3 +142,12 @@ def _quoted(text: str) -> str:
         r'(\\*)("|\Z)', lambda found: found[1] * 2 + (r"\"" if found[2] else ""), literal(text)
     )
     return f'"{within}"'
+
+
+TARGET = EmitTarget(
+    file="verl.sh",
+    emit=verl,
+    yours=("data, reward and algorithm, as words after `./launch.sh`: `data.train_files=...`",),
+    predicted_for="trinity",
+    knows=OF_ALL | OF_LORA,
+)

@@ -26,8 +26,8 @@ from highwater.nouns.oom import (
     tells_of_allocation,
 )
 from highwater.nouns.trial import Device, Outcome, TrialSpec
+from highwater.trainers.logs import TRACEBACK, LogLine, StepsShown, log_lines, progress_of
 from highwater.trials.classify import Verdict
-from highwater.trials.foreign_log import TRACEBACK, LogLine, StepsShown, log_lines, progress_of
 from highwater.trials.job import SIGNALLED, how_ended
 from highwater.units import counted, format_seconds
 

@@ -11,13 +11,15 @@ reports as used, of each; on the CPU the largest data segment among the trial's 
 RLIMIT_DATA bounds.
 """
 
+import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import IO
@@ -28,9 +30,11 @@ import psutil
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
+from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
-from highwater.nouns.foreign_request import command_of, filled_command
-from highwater.nouns.foreign_trainer import ForeignName, ForeignTrainer, foreign_name
+from highwater.nouns.files import open_regular
+from highwater.nouns.foreign_request import command_of
+from highwater.nouns.foreign_trainer import foreign_name
 from highwater.nouns.protocols import Launch, OnPhase
 from highwater.nouns.request import Request
 from highwater.nouns.trial import (
@@ -42,9 +46,7 @@ from highwater.nouns.trial import (
     TrialSpec,
     kept_result,
 )
-from highwater.trainers.axolotl import AXOLOTL
-from highwater.trainers.llamafactory import LLAMAFACTORY
-from highwater.trainers.ms_swift import MS_SWIFT
+from highwater.trainers.foreign import OUTPUT, TRIALS, ForeignCommand, TrialHome
 from highwater.trials.engine_trial import EngineLauncher
 from highwater.trials.foreign_classify import (
     EndedFor,
@@ -53,25 +55,15 @@ from highwater.trials.foreign_classify import (
     classify_foreign,
     evidence_of,
 )
-from highwater.trials.foreign_command import (
-    OUTPUT,
-    Check,
-    ForeignCommand,
-    Prepare,
-    check_accelerate,
-    check_finetuner,
-    check_trl,
-    prepare_accelerate,
-    prepare_finetuner,
-    prepare_trl,
-)
+from highwater.trials.inputs import prepared_model, refuse_full_disk
 from highwater.trials.job import exit_code_of, start
 from highwater.trials.nodes import across
 from highwater.trials.probe import probe
-from highwater.trials.ranks import kernel_kills
+from highwater.trials.ranks import answered, kernel_kills
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import (
     LogLayout,
+    clean_environment,
     log_path_of,
     log_tail,
     new_log,
@@ -212,34 +204,6 @@ def _under(reaper: int) -> list[psutil.Process]:
         return []
 
 
-def prepare_command(
-    spec: TrialSpec,
-    foreign: ForeignTrainer,
-    folder: Path,
-    ended: Event,  # noqa: ARG001 - nothing takes time
-    on_phase: OnPhase,  # noqa: ARG001
-) -> ForeignCommand:
-    """The user's own command with the trial's values in it."""
-    return ForeignCommand(words=filled_command(foreign.command, spec, folder / OUTPUT))
-
-
-_FINETUNERS = (LLAMAFACTORY, AXOLOTL, MS_SWIFT)
-"""Trainers whose trials are a file of YAML."""
-PREPARE: Mapping[ForeignName, Prepare] = {
-    "command": prepare_command,
-    "accelerate": prepare_accelerate,
-    "trl": prepare_trl,
-    **{each.name: partial(prepare_finetuner, each) for each in _FINETUNERS},
-}
-"""How trials of each foreign trainer are prepared."""
-_CHECK: Mapping[ForeignName, Check] = {
-    "accelerate": check_accelerate,
-    "trl": check_trl,
-    **{each.name: partial(check_finetuner, each) for each in _FINETUNERS},
-}
-"""What is looked at before the first trial of a foreign trainer, where there is anything."""
-
-
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
     """What a reader should know of these trials before the first one, each sentence once.
 
@@ -247,12 +211,64 @@ def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
     """
     said: dict[str, None] = {}
     for spec in specs:
-        check = None if spec.foreign is None else _CHECK.get(spec.foreign.trainer)
-        if check is not None and spec.foreign is not None:
-            said |= dict.fromkeys(check(spec, spec.foreign))
+        if spec.foreign is None:
+            continue
+        start = TRIALS[spec.foreign.trainer]
+        if start.check is None:
+            continue
+        own = start.check(spec, spec.foreign, _has_flash)
+        if start.opens_model(spec.foreign):
+            refuse_full_disk(spec)
+            own = (*missing_files(Path(spec.model_directory)).notes, *own)
+        said |= dict.fromkeys(own)
     return tuple(said)
 
 
+def _has_flash(program: str) -> bool:
+    """Whether flash attention is installed in the Python that starts a trainer."""
+    python = python_of(program)
+    return python is not None and _FLASH in versions_there(python, (_FLASH,))
+
+
+def python_of(program: str) -> Path | None:
+    """The interpreter in the first line of a program that pip installed; None of any other, and
+    where there is no such program.
+    """
+    found = shutil.which(program)
+    if found is None:
+        return None
+    with open_regular(Path(found)) as file:
+        first = file.read(_SHEBANG_BYTES).partition(b"\n")[0].decode(errors="replace")
+    python = Path(first.removeprefix("#!").strip())
+    return python if first.startswith("#!/") and "python" in python.name else None
+
+
+@cache
+def versions_there(python: Path, packages: tuple[str, ...]) -> Mapping[str, str]:
+    """The versions of these packages as an interpreter finds them; those it has not are left out,
+    all of them where it does not answer.
+    """
+    command: Sequence[str] = [str(python), "-P", "-c", _ASK, *packages]
+    try:
+        done = answered(command, environment=clean_environment("native"), timeout_s=_ASK_S)
+        done.check_returncode()
+        answer: dict[str, str | None] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+    return {name: version for name, version in answer.items() if version is not None}
+
+
+_FLASH = "flash-attn"
+_ASK = (
+    "import json, sys; from importlib.metadata import version, PackageNotFoundError as Missing\n"
+    "def of(name):\n"
+    "    try: return version(name)\n"
+    "    except Missing: return None\n"
+    "print(json.dumps({name: of(name) for name in sys.argv[1:]}))"
+)
+_ASK_S = 60.0
+"""Seconds that the answer may take: nothing is imported, but a disk may be far away."""
+_SHEBANG_BYTES = 256
 _OVER_BYTES = 2 * GIB
 """What context and NCCL of another trainer may take more than those of our engine. A trainer whose
 memory is not PyTorch's goes past the bound by far more."""
@@ -358,7 +374,9 @@ class ForeignLauncher:
         with private_folder(wanted.parent, kind="trial-") as folder, new_log(wanted) as log:
             log_path = Path(log.name)
             (folder / OUTPUT).mkdir()
-            command = PREPARE[foreign.trainer](spec, foreign, folder, ended, on_phase)
+            prepared = partial(_prepared, spec, ended, on_phase)
+            home = TrialHome(folder, _has_flash, prepared)
+            command = TRIALS[foreign.trainer].prepare(spec, foreign, home)
             environment = _environment(spec, command, gpus)
             limit = spec.memory_budget_bytes if spec.device == "cpu" else None
             words = under_reaper(command.words, inherit=[folder], data_bytes=limit)
@@ -416,6 +434,13 @@ def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLa
         logit_range=request.logit_range,
         across=across(request),
     )
+
+
+def _prepared(
+    spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None
+) -> Path:
+    refuse_full_disk(spec)
+    return prepared_model(spec, ended, on_phase, documents=documents)
 
 
 class _StuckError(Exception):

@@ -21,17 +21,17 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Place:
+class Occupant:
     """What a trial has from its start to its end."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
 
 
-PlaceT = TypeVar("PlaceT", bound=Place)
+OccupantT = TypeVar("OccupantT", bound=Occupant)
 
 
-class SeveralAtOnce(ABC, Generic[PlaceT]):
+class SeveralAtOnce(ABC, Generic[OccupantT]):
     """A ``Runner`` whose trials have each a place and a thread of its own."""
 
     def __init__(self, most_trials: int | None) -> None:
@@ -39,7 +39,7 @@ class SeveralAtOnce(ABC, Generic[PlaceT]):
         for.
         """
         self._most_trials = most_trials
-        self._running: list[PlaceT] = []
+        self._running: list[OccupantT] = []
         self._changed = Condition()
         """Notified when a trial has left its place."""
 
@@ -48,11 +48,11 @@ class SeveralAtOnce(ABC, Generic[PlaceT]):
         """Whether there is a place beside the trials that run; the lock is held."""
 
     @abstractmethod
-    def _place(self, spec: TrialSpec) -> PlaceT:
+    def _place(self, spec: TrialSpec) -> OccupantT:
         """A place for a trial; the lock is held. Raises MachineError where there is none."""
 
     @abstractmethod
-    def _launched(self, launch: Launch, place: PlaceT, on_phase: OnPhase) -> TrialResult:
+    def _launched(self, launch: Launch, place: OccupantT, on_phase: OnPhase) -> TrialResult:
         """Run a trial to its end, as ``Launcher.launch`` does."""
 
     def has_room(self, spec: TrialSpec) -> bool:
@@ -98,7 +98,7 @@ class SeveralAtOnce(ABC, Generic[PlaceT]):
             raise interrupt
 
     def _run(
-        self, launch: Launch, place: PlaceT, on_phase: OnPhase, future: Future[TrialResult]
+        self, launch: Launch, place: OccupantT, on_phase: OnPhase, future: Future[TrialResult]
     ) -> None:
         """Launch a trial in a thread of its own, which starts its processes and lives as long."""
         result, error = None, None
@@ -117,7 +117,7 @@ class SeveralAtOnce(ABC, Generic[PlaceT]):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _LocalPlace(Place):
+class _LocalOccupant(Occupant):
     """What a trial takes of this machine."""
 
     gpus: tuple[str, ...] | None
@@ -130,7 +130,7 @@ class _LocalPlace(Place):
     """Whether it waits to be launched once more, alone; it has no processes then."""
 
 
-class LocalRunner(SeveralAtOnce[_LocalPlace]):
+class LocalRunner(SeveralAtOnce[_LocalOccupant]):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
     Trials that keep states in host memory run alone, and host memory is counted for the others.
@@ -172,7 +172,7 @@ class LocalRunner(SeveralAtOnce[_LocalPlace]):
         free = [gpu for gpu in alike(self._machine.gpus) if str(gpu.index) not in taken]
         return sorted(free, key=lambda gpu: gpu.memory_used_bytes > EMPTY_GPU_BYTES)
 
-    def _place(self, spec: TrialSpec) -> _LocalPlace:
+    def _place(self, spec: TrialSpec) -> _LocalOccupant:
         gpus = None
         if spec.device == "cuda":
             free = self._free_gpus()
@@ -185,7 +185,7 @@ class LocalRunner(SeveralAtOnce[_LocalPlace]):
             gpus = tuple(sorted((str(gpu.index) for gpu in free[:count]), key=int))
         for each in self._running:
             each.had_company = True
-        return _LocalPlace(
+        return _LocalOccupant(
             spec=spec,
             gpus=gpus,
             host_bytes=host_bytes(spec),
@@ -193,7 +193,7 @@ class LocalRunner(SeveralAtOnce[_LocalPlace]):
             had_company=bool(self._running),
         )
 
-    def _launched(self, launch: Launch, place: _LocalPlace, on_phase: OnPhase) -> TrialResult:
+    def _launched(self, launch: Launch, place: _LocalOccupant, on_phase: OnPhase) -> TrialResult:
         began = time.monotonic()
         run = partial(self._launcher.launch, gpus=place.gpus, ended=place.ended, on_phase=on_phase)
         result = run(launch)
@@ -202,7 +202,7 @@ class LocalRunner(SeveralAtOnce[_LocalPlace]):
             result = run(with_time_left(launch, began))
         return result
 
-    def _wait_until_alone(self, running: _LocalPlace) -> None:
+    def _wait_until_alone(self, running: _LocalOccupant) -> None:
         """Wait until no other trial has processes; raises TrialEndedError where it is ended."""
         with self._changed:
             running.waits = running.is_alone = True

@@ -5,21 +5,22 @@ Whatever Ray prints, its signals and its crashes stay in that process, which ``t
 starts, awaits and ends as any other. When it ends, even by kill -9, Ray ends what was started for
 it on any node. Ray brings this package to the nodes.
 
-Run as ``python -P -m highwater.trials.ray_job ORDER REPORT``.
+Run as ``python -P -m highwater.trials.ray_runner ORDER REPORT``.
 """
 
 import logging
 import os
-import pickle
 import shutil
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +38,7 @@ from highwater.nouns.protocols import (
     serve,
     tell_phase,
 )
+from highwater.nouns.request import Request
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.inputs import ModelFiles
 from highwater.trials.probe import (
@@ -49,6 +51,7 @@ from highwater.trials.probe import (
 from highwater.trials.trial_process import log_path_of, private_folder
 from highwater.units import MIB
 
+LAUNCHED_BY = "highwater.trials.foreign_trial:launcher_in"
 AUTO = "auto"
 """The address by which Ray looks itself: ``RAY_ADDRESS``, else the cluster of this machine."""
 START = "`ray start --head` starts one on this machine"
@@ -77,14 +80,6 @@ _MOST_FILE_BYTES = 256 * MIB
 """Bytes of one file that a trial left beside its log, at the most; a larger one stays, and goes
 with its folder."""
 _CHUNK_BYTES = 4 * MIB
-
-
-class LauncherIn(Protocol):
-    """Makes the launcher of trials whose logs go into a folder."""
-
-    def __call__(self, *, log_directory: Path) -> Launcher:
-        """The launcher."""
-        ...
 
 
 class Needs(Record, frozen=True, kw_only=True):
@@ -128,8 +123,10 @@ class NodeTrial(Record, frozen=True, kw_only=True):
     """A trial that is to run on a node."""
 
     launch: Launch
-    launcher_in: bytes
-    """A pickled ``LauncherIn``."""
+    request: Request
+    """What was asked, of which its launcher is made."""
+    launched_by: str
+    """Module and function that make the launcher of a request."""
     log_path: str
     """An empty log on this machine, which what the trial says is added to."""
     bundle: dict[str, float]
@@ -156,6 +153,8 @@ class RayReport(Record, frozen=True, kw_only=True):
     result: TrialResult | None = None
     lost_on: str | None = None
     """The node on which the trial was lost, if it was."""
+    has_lost_node: bool = False
+    """Whether that node is gone."""
     error: str | None = None
     """The text of an error of ours, on the node."""
 
@@ -163,6 +162,8 @@ class RayReport(Record, frozen=True, kw_only=True):
 def main() -> None:
     """Be the process of a job."""
     serve(RayOrder, _work)
+    sys.stderr.flush()
+    os._exit(0)  # Ray ends what was started for this process, and takes seconds to leave
 
 
 def _work(order: RayOrder, folder: Path) -> RayReport:
@@ -240,7 +241,8 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
         return RayReport(result=msgspec.structs.replace(end.result, log_path=trial.log_path))
     except RayError as error:
         name = "every node for it" if held.node_id is None else _name(held.node_id)
-        if held.node_id in _alive():
+        is_there = held.node_id in _alive()
+        if is_there:
             reason = f"Ray lost the trial on {name}: {loss_reason(error)}"
         else:
             reason = f"{name} of the Ray cluster was lost"
@@ -253,7 +255,8 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
             log_path=trial.log_path,
             wall_s=time.monotonic() - began,
         )
-        return RayReport(result=result, lost_on=held.node_id or "")
+        lost_on = held.node_id or ""
+        return RayReport(result=result, lost_on=lost_on, has_lost_node=not is_there)
     except OSError as error:
         raise MachineError(
             f"what the trial says could not be recorded: {error}",
@@ -284,9 +287,9 @@ class _HeldTrial:
             return TrialEnd()
         bundle, spec = self._trial.bundle, self._trial.launch.spec
         made = ray.remote(TrialOnNode).options(
-            num_cpus=bundle["CPU"],
+            num_cpus=bundle.get("CPU", 0),
             num_gpus=bundle.get("GPU", 0),
-            memory=bundle["memory"],
+            memory=bundle.get("memory"),
             max_concurrency=4,  # it runs, tells, and is told to end
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -303,7 +306,7 @@ class _HeldTrial:
         )
         actor: Any = made.remote()
         try:
-            actor.run.remote(self._trial.launcher_in, self._trial.launch, self._model)
+            actor.run.remote(self._trial, self._model)
             return self._follow(actor)
         finally:
             ray.kill(actor)
@@ -473,14 +476,14 @@ class TrialOnNode:
         self._asked_at = time.monotonic()
         Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
 
-    def run(self, launcher_in: bytes, launch: Launch, model: ModelFiles) -> None:
+    def run(self, trial: NodeTrial, model: ModelFiles) -> None:
         """Run the trial; ``tell`` has its end, and the rest of its log."""
         with private_folder(kind="ray-") as folder:
             directory = str(model.placed(folder / "model"))
-            spec = msgspec.structs.replace(launch.spec, model_directory=directory)
-            launch = msgspec.structs.replace(launch, spec=spec)
+            spec = msgspec.structs.replace(trial.launch.spec, model_directory=directory)
+            launch = msgspec.structs.replace(trial.launch, spec=spec)
             self._log_path = log_path_of(folder / "logs", spec, "rung")
-            end = self._run(launcher_in, launch, folder / "logs")
+            end = self._run(trial, launch, folder / "logs")
             files = tuple(_beside(self._log_path))
             try:
                 self._whole_log = read_file(self._log_path, most_bytes=_MOST_FILE_BYTES)
@@ -516,9 +519,11 @@ class TrialOnNode:
             time.sleep(_WATCHED_S)
         os._exit(1)
 
-    def _run(self, launcher_in: bytes, launch: Launch, logs: Path) -> TrialEnd:
+    def _run(self, trial: NodeTrial, launch: Launch, logs: Path) -> TrialEnd:
         try:
-            launcher: Launcher = pickle.loads(launcher_in)(log_directory=logs)  # noqa: S301 - ours
+            module, _, maker = trial.launched_by.partition(":")
+            make = getattr(import_module(module), maker)(trial.request)
+            launcher: Launcher = make(log_directory=logs)
             gpus = None
             if launch.spec.device != "cpu":
                 import ray
@@ -547,10 +552,3 @@ def _beside(log_path: Path) -> Iterator[tuple[str, bytes]]:
             continue
         if path.stat().st_size <= _MOST_FILE_BYTES:
             yield name.removeprefix(log_path.stem), path.read_bytes()
-
-
-if __name__ == "__main__":
-    # By its own name, by which the nodes import what is sent to them.
-    from highwater.trials import ray_job
-
-    ray_job.main()

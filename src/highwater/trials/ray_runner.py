@@ -2,16 +2,17 @@
 
 A trial that is lost with its node, or with the process that held it there, is CRASHED: it says
 nothing about its length, and is tried again elsewhere. No Ray is imported here: each trial is a job
-whose process is ray_job.py. Which nodes trials run on, and what each takes there, is told from what
-was read of the nodes: Ray itself would spread small trials, and leave no node to a large one.
+(``python -m highwater.trials.ray_runner``), whose process does what ray_job.py has. Which nodes
+trials run on, and what each takes there, is told from what was read of the nodes: Ray itself would
+spread small trials, and leave no node to a large one.
 """
 
 import os
-import pickle
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,15 +23,15 @@ from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.foreign_request import program_of
 from highwater.nouns.hardware import Machine, kind_name
-from highwater.nouns.protocols import Launch, OnPhase
+from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import Device, TrialResult, TrialSpec
-from highwater.trials.foreign_trial import launcher_in
+from highwater.trials import ray_job
 from highwater.trials.inputs import model_files
 from highwater.trials.job import Job
 from highwater.trials.local import (
-    Place,
+    Occupant,
     SeveralAtOnce,
     blames_the_host,
     host_bytes,
@@ -41,11 +42,11 @@ from highwater.trials.probe import OLDEST, release_of, versions_of
 from highwater.trials.ray_job import (
     AUTO,
     END_S,
+    LAUNCHED_BY,
     READ_S,
     START,
     STATUS,
     WAITS,
-    LauncherIn,
     Needs,
     Node,
     NodeTrial,
@@ -61,7 +62,7 @@ _JOIN_S = 60.0
 _REACHED_S = 10.0
 
 
-class Cluster(NamedTuple):
+class RayCluster(NamedTuple):
     """A Ray cluster, and what trials need on its nodes."""
 
     address: str
@@ -78,7 +79,7 @@ class Cluster(NamedTuple):
         with private_folder(kind="ray-") as folder:
             return job.run(folder).nodes
 
-    def run(self, trial: NodeTrial, place: Place, on_phase: OnPhase) -> RayReport:
+    def run(self, trial: NodeTrial, place: Occupant, on_phase: OnPhase) -> RayReport:
         """Run a trial on one of its nodes."""
         job = self._job(
             RayOrder(address=self.address, needs=self.needs, trial=trial),
@@ -91,7 +92,7 @@ class Cluster(NamedTuple):
 
     def _job(self, order: RayOrder, *, timeout_s: float, failure: str, hint: str) -> Job[RayReport]:
         return Job(
-            module="highwater.trials.ray_job",
+            module="highwater.trials.ray_runner",
             order=order,
             report=RayReport,
             environment=os.environ,
@@ -103,7 +104,7 @@ class Cluster(NamedTuple):
         )
 
 
-def cluster_at(address: str | None, needs: Needs) -> Cluster:
+def cluster_at(address: str | None, needs: Needs) -> RayCluster:
     """The cluster at ``address``; None: as Ray finds one.
 
     Raises MachineError where Ray is not installed, or nobody listens, UsageError for an address
@@ -113,7 +114,7 @@ def cluster_at(address: str | None, needs: Needs) -> Cluster:
     if address != AUTO:
         _refuse_unreachable(address)
     _refuse_other_ray()
-    return Cluster(address, needs)
+    return RayCluster(address, needs)
 
 
 def _refuse_other_ray() -> None:
@@ -289,7 +290,8 @@ class Placement:
 
     def leave(self, wanted: Wanted) -> None:
         """Note that a trial has ended."""
-        self._taken.remove(wanted)
+        if wanted in self._taken:
+            self._taken.remove(wanted)
 
     def _able(self, demand: Demand) -> list[Node]:
         """The nodes that could hold a trial if nothing else ran there."""
@@ -330,13 +332,13 @@ class Placement:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _NodePlace(Place):
+class _NodeOccupant(Occupant):
     """What a trial takes of a node."""
 
     wanted: Wanted
 
 
-class RayRunner(SeveralAtOnce[_NodePlace]):
+class RayRunner(SeveralAtOnce[_NodeOccupant]):
     """Runs trials on a cluster's nodes; logs and what lies beside them come back to this machine.
 
     On the CPU a node has one trial at a time. On GPUs small trials share a node; one that keeps
@@ -346,26 +348,38 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RayCluster,
         nodes: tuple[Node, ...],
-        launcher_in: LauncherIn,
+        request: Request,
         *,
         log_directory: Path,
         log_layout: LogLayout = "rung",
         most_trials: int | None = None,
+        launched_by: str = LAUNCHED_BY,
     ) -> None:
-        """``nodes`` are those of one kind, as ``choose`` gives them. ``launcher_in`` makes the
-        launcher, on the node: it can be pickled.
+        """``nodes`` are those of one kind, as ``choose`` gives them. ``launched_by`` makes, on the
+        node, the launcher of the ``request``.
         """
         super().__init__(most_trials)
         self._cluster = cluster
-        self._launcher_in = pickle.dumps(launcher_in)
+        self._request, self._launched_by = request, launched_by
         self._log_directory = log_directory
         self._log_layout: LogLayout = log_layout
         self._placement = Placement(nodes)
         self._like = nodes[0]
         self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
         """Nodes on which a trial was lost, by its key."""
+        self._has_lost_nodes = False
+        """Whether a node was lost since they were read."""
+
+    def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
+        """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
+        if self._has_lost_nodes:  # others may have joined
+            self._has_lost_nodes = False
+            nodes = alike_nodes(self._cluster.read_nodes(), self._like, launch.spec.device)
+            with self._changed:
+                self._placement.nodes = nodes
+        return super().submit(launch, on_phase=on_phase)
 
     def _has_room(self, spec: TrialSpec) -> bool:
         most = self._most_trials
@@ -373,13 +387,13 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
             return False
         return self._placement.has_room(demand_of(spec))
 
-    def _place(self, spec: TrialSpec) -> _NodePlace:
-        return _NodePlace(spec=spec, wanted=self._wanted(demand_of(spec), spec))
+    def _place(self, spec: TrialSpec) -> _NodeOccupant:
+        return _NodeOccupant(spec=spec, wanted=self._wanted(demand_of(spec), spec))
 
     def _wanted(self, demand: Demand, spec: TrialSpec) -> Wanted:
         return self._placement.take(demand, avoided=frozenset(self._lost_on[spec.key]))
 
-    def _launched(self, launch: Launch, place: _NodePlace, on_phase: OnPhase) -> TrialResult:
+    def _launched(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
         began = time.monotonic()
         try:
             result = self._held(launch, place, on_phase)
@@ -394,14 +408,15 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
             with self._changed:
                 self._placement.leave(place.wanted)
 
-    def _held(self, launch: Launch, place: _NodePlace, on_phase: OnPhase) -> TrialResult:
+    def _held(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
         """Run a trial on a node, whose log is new."""
         path = log_path_of(self._log_directory, launch.spec, self._log_layout)
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_log(path) as log:
             trial = NodeTrial(
                 launch=launch,
-                launcher_in=self._launcher_in,
+                request=self._request,
+                launched_by=self._launched_by,
                 log_path=log.name,
                 bundle=place.wanted.demand.bundle,
                 first=place.wanted.first,
@@ -412,15 +427,17 @@ class RayRunner(SeveralAtOnce[_NodePlace]):
             raise RuntimeError(f"on a node of the Ray cluster: {report.error}")
         if report.lost_on is not None:
             self._lost_on[launch.spec.key].add(report.lost_on)
-            nodes = alike_nodes(self._cluster.read_nodes(), self._like, launch.spec.device)
+        if report.has_lost_node:
             with self._changed:
-                self._placement.nodes = nodes
+                nodes = self._placement.nodes
+                self._placement.nodes = tuple(n for n in nodes if n.node_id != report.lost_on)
+                self._has_lost_nodes = True
         return report.result
 
 
 @lru_cache(maxsize=1)
 def _read_nodes(address: str, needs: str) -> tuple[Node, ...]:
-    return Cluster(address, from_json(needs, Needs)).read_nodes()
+    return RayCluster(address, from_json(needs, Needs)).read_nodes()
 
 
 def leave() -> None:
@@ -449,14 +466,14 @@ def runner_of(request: Request, log_layout: LogLayout) -> RayRunner:
     return RayRunner(
         _cluster_of(request),
         nodes_of(request).nodes,
-        launcher_in(request),
+        request,
         log_directory=Path(request.log_dir),
         log_layout=log_layout,
         most_trials=request.max_concurrent_trials,
     )
 
 
-def _cluster_of(request: Request) -> Cluster:
+def _cluster_of(request: Request) -> RayCluster:
     needs = Needs(
         on_gpus=request.device != "cpu",
         model=model_files(Path(load_model(request.model).directory)),
@@ -512,3 +529,7 @@ def _used(nodes: Sequence[Node], device: Device) -> str:
     gpus = _all_gpus(nodes)
     name = kind_name(_of(nodes[0]).gpus[0].name)
     return f"trials run on {gpus} x {name} of {many}, each on one node"
+
+
+if __name__ == "__main__":  # the nodes import what is sent to them by its own name
+    ray_job.main()

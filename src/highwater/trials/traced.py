@@ -27,9 +27,15 @@ from highwater.memory.formula.constants import LIKELY_FILLED_SHARE
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import Calibration, Factors
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays, predict_cell
-from highwater.memory.trace.replay import Replayed, codes, replay_codes
+from highwater.memory.trace.replay import (
+    Alive,
+    Replayed,
+    ScaledTrace,
+    alive_at,
+    coded,
+    replay_trace,
+)
 from highwater.nouns.codec import digest, from_json
-from highwater.nouns.corpus import packed_alike
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.files import INDEX_BYTES, read_file
 from highwater.nouns.hardware import Kernel
@@ -48,7 +54,7 @@ from highwater.trials.probe import (
 from highwater.trials.trial_process import private_folder, trial_environment
 
 Tracer = Callable[[TrialSpec], EventLog]
-"""What the fullest rank of a trial allocates and frees; called from two threads at once."""
+"""Gives the events of a trial's fullest rank; called from two threads at once."""
 
 
 def predict_traced(
@@ -88,12 +94,15 @@ class CellTraces:
     factors: Factors | None
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=2))
     predictor: ReplayPredictor = field(init=False)
-    _begun: dict[int, Future[EventLog]] = field(default_factory=dict[int, Future[EventLog]])
+    _begun: dict[int, Future[ScaledTrace]] = field(default_factory=dict[int, Future[ScaledTrace]])
 
     def __post_init__(self) -> None:
         """Make the predictor."""
         self.predictor = ReplayPredictor(
-            formula=self.formula, log=self.log, replay=Replays(self._replay), aim=self._aim
+            formula=self.formula,
+            replay=Replays(self._replay),
+            alive=self._alive,
+            aim=self._aim,
         )
 
     def begin(self, *indices: int) -> None:
@@ -102,21 +111,27 @@ class CellTraces:
         for index in indices:
             if 1 <= index <= max(1, question.size_of(cell)) and index not in self._begun:
                 spec = question.trial(cell, question.grid.length(index))
-                self._begun[index] = self.pool.submit(self.tracer, spec)
+                self._begun[index] = self.pool.submit(self._traced, spec)
 
-    def log(self, length_tokens: int) -> EventLog:
+    def _traced(self, spec: TrialSpec) -> ScaledTrace:
+        return coded(self.tracer(spec))
+
+    def trace(self, length_tokens: int) -> ScaledTrace:
         """The events of a length; raises what the tracer raises."""
         index = self.formula.question.grid.index_at_most(length_tokens)
         self.begin(index)
         return self._begun[index].result()
 
     def _replay(self, length_tokens: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
-        return replay_codes(
-            codes(self.log(length_tokens)),
+        return replay_trace(
+            *(self.trace(length_tokens), length_tokens),
             allocator=self.formula.cell.settings.allocator,
             capacity_bytes=capacity_bytes,
             workspaces_bytes=self.formula.memory_limit.cublas_workspaces_bytes,
         )
+
+    def _alive(self, length_tokens: int, number: int) -> tuple[Alive, ...]:
+        return alive_at(self.trace(length_tokens), length_tokens, number)
 
     def _fits(self, index: int) -> bool:
         """Whether a length fits; where it does, but not surely, the next shorter one is begun."""
@@ -125,7 +140,7 @@ class CellTraces:
         if not self.predictor.at(length_tokens, room_bytes).fits:
             return False
         if not self.predictor.at(length_tokens, self.formula.sure_bytes(self.factors)).fits:
-            self.begin(max(index - 1, next(packed_alike(question, self.formula.cell, index))[0]))
+            self.begin(max(index - 1, next(question.packed_alike(self.formula.cell, index))[0]))
         return True
 
     def _aim(self, start: int) -> int:
@@ -136,7 +151,7 @@ class CellTraces:
         formula = self.formula
         question, cell, limit = formula.question, formula.cell, formula.memory_limit
         size = max(1, question.size_of(cell))
-        ranges = packed_alike(question, cell, size)
+        ranges = question.packed_alike(cell, size)
         shortest, alike = next(each for each in ranges if each[0] <= (start or size))
         start = max(start, shortest)
         self.begin(start, start + 1)

@@ -37,8 +37,8 @@ from highwater.engine.tracer.allocation_recorder import (
     in_column_sums,
 )
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
+from highwater.engine.tracer.highwater_step import TracedTrainer
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
-from highwater.engine.tracer.trainers import TRACED
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch
 from highwater.engine.training.step import train_step
@@ -95,7 +95,8 @@ def trace(order: TraceOrder) -> EventLog:
     recorder.hidden = WORKSPACES | {
         aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
     }
-    trainer = TRACED[order.trainer]
+    module = importlib.import_module(f"highwater.engine.tracer.{order.trainer}_step")
+    trainer: TracedTrainer = module.TRACED
     trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)

@@ -32,6 +32,7 @@ from highwater.engine.models.requirements import prove_head
 from highwater.engine.parallel import fsdp2
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.highwater_step import TracedTrainer
 from highwater.engine.training.rank_context import RankContext, compute_dtype
 from highwater.engine.training.step import Training
 from highwater.nouns.trial import TrialSpec
@@ -222,3 +223,13 @@ def offloaded(
         fill.values(actor)
     fill.finish()
     return actor.requires_grad_(False).train()
+
+
+TRACED = TracedTrainer(
+    set_up=set_up,
+    begin=begin,
+    # as the trainer does before it sends the weights to its explorer: once they are there, and
+    # after each step
+    before_step=lambda recorder: recorder.release(),
+    after_step=lambda _, __: None,
+)

@@ -1,4 +1,4 @@
-"""Replay: an event log through the simulated caching allocator: peaks, what is alive there, whether
+"""Replay: a trace through the simulated caching allocator: peaks, what is alive there, whether
 it fits; or as a snapshot that PyTorch's memory viewer opens (https://pytorch.org/memory_viz), with
 operator, module and phase in the place of a stack, and numbers of events in that of microseconds.
 """
@@ -7,7 +7,9 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -43,7 +45,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """What the allocator would report of this rank."""
+    """The figures that the allocator would report on this rank."""
 
     fits: bool
     phase: str
@@ -69,75 +71,152 @@ def replay(
     ``is_share``: a capacity that the process sets itself, as of a trial with a memory budget.
     ``workspaces_bytes`` are cuBLAS's, which no trace has.
     """
-    found, peak_at = replay_codes(
-        codes(log),
+    trace = coded(log)
+    found, peak_at = replay_trace(
+        *(trace, 0),
         allocator=allocator,
         capacity_bytes=capacity_bytes,
         is_share=is_share,
         workspaces_bytes=workspaces_bytes if log.source == "traced" else (),
     )
-    return msgspec.structs.replace(found, alive=alive_at(log, peak_at))
+    return msgspec.structs.replace(found, alive=alive_at(trace, 0, peak_at))
 
 
-class Codes(NamedTuple):
-    """The events of a log in numbers, by kinds of allocations; a replay takes half the time."""
+class Kind(Record, frozen=True, kw_only=True):
+    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens /
+    bytes_per_tokens[1]``, rounded down, and no more than ``most_bytes``.
+    """
 
-    sizes: Sequence[int]
-    """Bytes of an allocation of each kind."""
-    streams: Sequence[int]
-    phases: Sequence[str]
-    events: Sequence[int]
+    fixed_bytes: int
+    bytes_per_tokens: tuple[int, int]
+    most_bytes: int | None
+    """Most bytes of such an allocation; None: there is no end to it."""
+    stream: int
+    operator: int
+    module: int
+
+
+class ScaledTrace(Record, frozen=True, kw_only=True):
+    """Events of one rank for any number of tokens of its micro-batch, in numbers: a step whose
+    tensors are whole, with no tiles and no chunks, allocates the same in the same order.
+    """
+
+    schema_version: int = 1
+    versions: dict[str, str]
+    operators: tuple[str, ...]
+    modules: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    phases: tuple[str, ...]
+    events: tuple[int, ...]
     """Allocate kind n: n. Free what was allocated d allocations ago: -2d; give it back before
-    another stream has done with it: 1 - 2d. Enter phase p: ``len(sizes) + p``; after the last
+    another stream has done with it: 1 - 2d. Enter phase p: ``len(kinds) + p``; after the last
     phase, release what is cached."""
 
+    def least_bytes(self, tokens: int) -> int:
+        """Most bytes alive at once, in whole blocks: with less no allocator has a place for it."""
+        blocks = self.blocks(tokens)
+        changes = (*blocks, *(-block for block in reversed(blocks)))
+        alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
+        return max(alive, default=0)
 
-def codes(log: EventLog) -> Codes:
-    """The codes of a log; what it frees that it did not allocate is nothing."""
-    allocations = (event for event in log.events if isinstance(event, Allocate))
-    kinds = dict.fromkeys((event.bytes, event.stream) for event in allocations)
-    entered = (event.phase for event in log.events if isinstance(event, Enter))
-    phases = tuple(dict.fromkeys(("setup", *entered)))
-    kind_codes = {kind: code for code, kind in enumerate(kinds)}
-    phase_codes = {phase: code for code, phase in enumerate(phases, start=len(kinds))}
+    def blocks(self, tokens: int) -> list[int]:
+        """Bytes of the block of each kind."""
+        return [round_size(size) if size else 0 for size in self.sizes(tokens)]
+
+    def sizes(self, tokens: int) -> list[int]:
+        """Bytes of an allocation of each kind."""
+        lines = (
+            kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
+            for kind in self.kinds
+        )
+        return [
+            line if kind.most_bytes is None else min(line, kind.most_bytes)
+            for line, kind in zip(lines, self.kinds, strict=True)
+        ]
+
+
+@lru_cache(maxsize=64)
+def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
+    """Changes of what is alive by event: n adds an allocation of kind n, -1 - n takes one away."""
+    allocated: list[int | None] = []
+    found = []
+    for code in events:
+        if code < 0:
+            kind = allocated[code >> 1]
+            allocated[code >> 1] = None
+            if kind is not None:
+                found.append(-1 - kind)
+        elif code < kinds:
+            allocated.append(code)
+            found.append(code)
+    return found
+
+
+def coded(log: EventLog) -> ScaledTrace:
+    """The events of a log in numbers, whatever the tokens: a replay of them takes half the time.
+    What the log frees that it did not allocate is nothing.
+    """
+    kinds: dict[tuple[int, ...], int] = {}
+    phases: dict[str, int] = {"setup": 0}
     numbers: dict[int, int] = {}
-    events: list[int] = []
-    phase, count = len(kinds), 0
+    codes: list[int | str] = []
+    phase = "setup"
     for event in log.events:
         match event:
             case Allocate():
-                numbers[event.id] = count
-                count += 1
-                events.append(kind_codes[event.bytes, event.stream])
+                numbers[event.id] = len(numbers)
+                kind = event.bytes, event.stream, event.operator, event.module
+                codes.append(kinds.setdefault(kind, len(kinds)))
             case Free() | GiveBack():
                 number = numbers.get(event.id)
-                is_early = isinstance(event, GiveBack)
-                events.append(phase if number is None else 2 * (number - count) + is_early)
+                ended = 2 * ((number or 0) - len(numbers)) + isinstance(event, GiveBack)
+                codes.append(phase if number is None else ended)
             case Enter():
-                phase = phase_codes[event.phase]
-                events.append(phase)
+                phase = event.phase
+                phases.setdefault(phase, len(phases))
+                codes.append(phase)
             case _:
-                events.append(len(kinds) + len(phases))
-    return Codes([size for size, _ in kinds], [stream for _, stream in kinds], phases, events)
+                codes.append("")
+    after = {name: len(kinds) + number for name, number in phases.items()}
+    after[""] = len(kinds) + len(phases)
+    return ScaledTrace(
+        versions=log.versions,
+        operators=log.operators,
+        modules=log.modules,
+        kinds=tuple(
+            Kind(
+                fixed_bytes=size,
+                bytes_per_tokens=(0, 1),
+                most_bytes=None,
+                stream=stream,
+                operator=operator,
+                module=module,
+            )
+            for size, stream, operator, module in kinds
+        ),
+        phases=tuple(phases),
+        events=tuple(after[code] if isinstance(code, str) else code for code in codes),
+    )
 
 
-def replay_codes(
-    trace: Codes,
+def replay_trace(
+    trace: ScaledTrace,
+    tokens: int,
     *,
     allocator: Allocator,
     capacity_bytes: int | None = None,
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> tuple[Replayed, int]:
-    """What ``replay`` finds, but for what is alive at the peak; and the number of events before."""
+    """The result of ``replay`` but for ``alive``, and the number of events before the peak."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
-    take, put, first_phase = device.take, device.put, len(trace.sizes)
-    sizes = [round_size(size) if size else 0 for size in trace.sizes]
+    take, put, first_phase = device.take, device.put, len(trace.kinds)
+    sizes = trace.blocks(tokens)
     pools = [
-        device.pool(stream, is_small=size <= SMALL_BYTES)
-        for stream, size in zip(trace.streams, sizes, strict=True)
+        device.pool(kind.stream, is_small=size <= SMALL_BYTES)
+        for kind, size in zip(trace.kinds, sizes, strict=True)
     ]
     live: list[MemoryBlock | int | None] = []
     """Blocks; handles, of what was given back; None once free."""
@@ -189,7 +268,7 @@ def replay_codes(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """What is known without a replay of a step that has more alive at once than there is room."""
+    """The result, without a replay, for a step that has more alive at once than there is room."""
     return Replayed(
         fits=False,
         phase="",
@@ -201,30 +280,31 @@ def ran_out(least_bytes: int) -> Replayed:
     )
 
 
-def alive_at(log: EventLog, number: int) -> tuple[Alive, ...]:
-    """What the first ``number`` events have allocated and not freed."""
+def alive_at(trace: ScaledTrace, tokens: int, number: int) -> tuple[Alive, ...]:
+    """The tensors that the first ``number`` events have allocated and not freed, by kind."""
     phase = "setup"
-    living: dict[int, tuple[Allocate, str]] = {}
-    for event in log.events[:number]:
-        match event:
-            case Allocate():
-                living[event.id] = (event, phase)
-            case Free() | GiveBack():
-                living.pop(event.id, None)
-            case Enter():
-                phase = event.phase
-            case _:
-                pass
+    living: dict[int, tuple[int, str]] = {}
+    count = 0
+    for code in trace.events[:number]:
+        if code < 0:
+            living.pop(count + (code >> 1), None)
+        elif code < len(trace.kinds):
+            living[count] = code, phase
+            count += 1
+        elif code < len(trace.kinds) + len(trace.phases):
+            phase = trace.phases[code - len(trace.kinds)]
+    bytes_of = trace.sizes(tokens)
     sizes: Counter[tuple[str, str, str]] = Counter()
     counts: Counter[tuple[str, str, str]] = Counter()
-    for allocation, born in living.values():
-        module = _NUMBER.sub("*", log.modules[allocation.module])
-        kind = log.operators[allocation.operator], born, module
-        sizes[kind] += allocation.bytes
-        counts[kind] += 1
+    for code, born in living.values():
+        kind = trace.kinds[code]
+        module = _NUMBER.sub("*", trace.modules[kind.module])
+        name = trace.operators[kind.operator], born, module
+        sizes[name] += bytes_of[code]
+        counts[name] += 1
     return tuple(
-        Alive(operator=kind[0], phase=kind[1], module=kind[2], bytes=size, count=counts[kind])
-        for kind, size in sizes.most_common(_LARGEST)
+        Alive(operator=name[0], phase=name[1], module=name[2], bytes=size, count=counts[name])
+        for name, size in sizes.most_common(_LARGEST)
     )
 
 

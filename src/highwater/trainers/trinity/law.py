@@ -22,8 +22,7 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
-from highwater.memory.trace.replay import Replayed, ran_out, replay_codes
-from highwater.memory.trace.scaled_trace import ScaledTrace
+from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
@@ -134,18 +133,11 @@ class BundledTrace(Record, frozen=True, kw_only=True):
 
     shape: ModelShape
     layout: Layout
-    log: ScaledTrace
+    log: msgspec.Raw
+    """A ``ScaledTrace``, decoded once it is asked for: all 40 take a third of a second."""
 
 
 _Place = tuple[ModelShape, Layout]
-
-
-class _Undecoded(Record, frozen=True, kw_only=True):
-    """A bundled trace whose log is read once it is asked for: all 40 take a third of a second."""
-
-    shape: ModelShape
-    layout: Layout
-    log: msgspec.Raw
 
 
 def covers(shape: ModelShape, cell: Cell) -> bool:
@@ -170,7 +162,7 @@ def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> Repl
     outside_bytes = OUTSIDE_BYTES[layout.context_degree > 1]
     return ReplayPredictor(
         formula=FormulaPredictor(footprint, question, cell, memory_limit),
-        log=lambda length_tokens: trace.at(tokens(length_tokens)),
+        alive=lambda length_tokens, number: alive_at(trace, tokens(length_tokens), number),
         replay=lambda length_tokens, room_bytes: replays(tokens(length_tokens), room_bytes),
         outside=(Term("context, NCCL and the rest", outside_bytes),),
     )
@@ -189,8 +181,7 @@ def _replays(place: _Place, allocator: Allocator) -> Replays:
             least_bytes = alive_bytes(tokens) + sum(CUBLAS_WORKSPACES_BYTES)
             if least_bytes > capacity_bytes:
                 return ran_out(least_bytes), 0
-        steps = trace.codes(tokens)
-        return replay_codes(steps, allocator=allocator, capacity_bytes=capacity_bytes)
+        return replay_trace(trace, tokens, allocator=allocator, capacity_bytes=capacity_bytes)
 
     return Replays(replay)
 
@@ -202,5 +193,5 @@ def _log(place: _Place) -> ScaledTrace:
 
 @cache
 def _logs() -> dict[_Place, msgspec.Raw]:
-    traces = from_json(lzma.decompress(TRACES_FILE.read_bytes()), tuple[_Undecoded, ...])
+    traces = from_json(lzma.decompress(TRACES_FILE.read_bytes()), tuple[BundledTrace, ...])
     return {(trace.shape, trace.layout): trace.log for trace in traces}

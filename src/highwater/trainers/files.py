@@ -11,19 +11,22 @@ else is refused by name (docs/decisions/059).
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.model.model import ModelShape
-from highwater.model.rope import Yarn
-from highwater.nouns.foreign_trainer import ForeignName
+from highwater.model.model import ModelShape, load_model
+from highwater.model.rope import Yarn, yarn
+from highwater.nouns.corpus import DocumentOrder, missing_files
+from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.layout import Layout
 from highwater.nouns.optimizer import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import ForeignName
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import refuse_unlaunched
 from highwater.trainers.emitted import (
@@ -36,6 +39,19 @@ from highwater.trainers.emitted import (
     shape_here,
     whole_logits_bytes,
 )
+from highwater.trainers.foreign import (
+    OUTPUT,
+    QUIET,
+    ForeignCommand,
+    HasFlash,
+    TrialHome,
+    TrialStart,
+    own_fields,
+    path_of,
+    refuse_no_program,
+    write_files,
+)
+from highwater.trainers.logs import steps_of
 from highwater.units import format_tokens
 
 
@@ -54,6 +70,8 @@ class FineTuning(NamedTuple):
 
 DOCUMENTS = "documents.jsonl"
 """The trial's data: a text in each line, as long as the trial at least."""
+_MORE_STEPS = 1
+"""Steps of documents beyond those of a trial: a trainer that packs or shuffles may leave some."""
 COUNTED = "num_input_tokens_seen"
 """What transformers' trainer counts where it is asked to: tokens of every batch, padding too."""
 
@@ -344,3 +362,88 @@ def _notes(
             f"{', '.join(sorted(left))}"
         )
     return tuple(said)
+
+
+def trial_start(trainer: Finetuner) -> TrialStart:
+    """How trials of a trainer start."""
+    return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
+
+
+def _prepare(
+    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
+) -> ForeignCommand:
+    """The command of a trial, whose files are written into its folder.
+
+    Raises HighwaterError for what the trainer cannot be told, and where nothing can be prepared.
+    """
+    check_finetuner(trainer, spec, foreign, home.has_flash)
+    folder = home.folder
+    words = foreign.command or (trainer.program,)
+    launched = _launched(spec, folder, has_flash=home.has_flash(words[0]))
+    files = trial_files(trainer, launched, finetuner_base(trainer, foreign))
+    documents = DocumentOrder(
+        path=str(folder / DOCUMENTS),
+        kind="text",
+        length_tokens=spec.length_tokens + trainer.more_tokens,
+        count=(spec.steps + _MORE_STEPS) * launched.step_sequences,
+    )
+    model = home.prepared(documents)
+    launched.place.model_directory.symlink_to(model, target_is_directory=True)
+    said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
+    write_files({trainer.file: files.config, **files.beside}, said, folder)
+    return ForeignCommand(
+        words=trainer.start(launched, words),
+        environment={
+            **QUIET,
+            "DO_NOT_TRACK": "1",
+            "HF_DATASETS_CACHE": str(folder / "datasets"),
+            "PATH": path_of(words[0]),
+            **trainer.environment(launched),
+        },
+        steps_done=partial(
+            steps_of,
+            step_tokens=launched.step_sequences * spec.length_tokens,
+            shared_by=spec.layout.context_degree,
+            counted=COUNTED,
+        ),
+    )
+
+
+def check_finetuner(
+    trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
+) -> tuple[str, ...]:
+    """What a reader should know of such trials, before the first one.
+
+    Raises HighwaterError for what the trainer cannot be told, and where it is not here.
+    """
+    program = (foreign.command or (trainer.program,))[0]
+    files = trial_files(
+        trainer,
+        _launched(spec, Path("there"), has_flash=has_flash(program)),
+        finetuner_base(trainer, foreign),
+    )
+    refuse_no_program(program, trainer.words.name, trainer.package, trainer.program)
+    return files.notes
+
+
+def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
+    """The user's own configuration of a trainer.
+
+    Raises UsageError for a file that cannot be read, or is no YAML of named fields.
+    """
+    hint = f"name the file that `{trainer.program} {trainer.subcommand}` takes"
+    config, source = own_fields(foreign, hint)
+    return OwnFile() if source is None else OwnFile(config=config, source=source)
+
+
+def _launched(spec: TrialSpec, folder: Path, *, has_flash: bool) -> FinetunerTrial:
+    model = load_model(spec.model_directory)
+    # Some know a model by what its directory is called.
+    place = TrialPlace(folder / Path(spec.model_name).name, folder, folder / OUTPUT)
+    return FinetunerTrial(
+        spec=spec,
+        shape=model.shape,
+        place=place,
+        yarn=yarn(model, length_tokens=spec.length_tokens, rope=spec.settings.rope),
+        has_flash=has_flash,
+    )

@@ -6,25 +6,26 @@ the steps or the output: those are the trial's. What would make a trial prove so
 nothing, is refused by name. Names: as in ``trainers/trl.py``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
-from highwater.model.model import ModelShape
-from highwater.model.rope import Yarn
-from highwater.nouns.corpus import DocumentKind
+from highwater.model.model import ModelShape, load_model
+from highwater.model.rope import Yarn, yarn
+from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
+from highwater.nouns.files import SETTINGS_BYTES, read_file
+from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Question, counted_ranks
-from highwater.nouns.trainer import TrainerName
+from highwater.nouns.study import Cell
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import (
     ENDS,
+    FILE,
     ON_THE_CPU,
     SHARDING,
     fsdp_keys,
@@ -34,10 +35,24 @@ from highwater.trainers.accelerate import (
     refuse_unlaunched,
     sharing_of,
 )
-from highwater.trainers.emitted import nested, refuse_several_machines
-from highwater.trainers.trl import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
+from highwater.trainers.emitted import nested
+from highwater.trainers.foreign import (
+    OUTPUT,
+    QUIET,
+    ForeignCommand,
+    HasFlash,
+    TrialHome,
+    own_fields,
+    refuse_no_program,
+    write_files,
+    yaml_fields,
+)
+from highwater.trainers.logs import steps_of
+from highwater.trainers.trl.words import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
 
 CONFIG = "trl.yaml"
+_PROGRAM = "trl"
+_DOCUMENTS = "documents.jsonl"
 TRIED: Mapping[Objective, DocumentKind] = {"sft": "text", "grpo": "prompt"}
 """Objectives whose trials are written, and the documents that each is given."""
 PROMPT_TOKENS = 16
@@ -71,35 +86,6 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """What is emitted where the user has no configuration, and left to TRL where there is one."""
-
-
-def expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
-    """The question with those of its cells that a predicted trainer can be told, and a note for
-    each that it cannot.
-
-    Raises the UsageError of the first where it can be told none.
-    """
-    refuse = _UNWRITTEN.get(trainer)
-    if refuse is None:
-        return question, ()
-    for cell in question.cells:
-        refuse_several_machines(cell.layout, question.device_name)
-    kept: list[Cell] = []
-    refused: list[UsageError] = []
-    notes: list[str] = []
-    for cell in question.cells:
-        try:
-            spec = question.trial(cell, question.grid.start_tokens)
-            refuse(spec, question.model.shape)
-        except UsageError as error:
-            refused.append(error)
-            where = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
-            notes.append(f"{where} is skipped: {error.problem}")
-        else:
-            kept.append(cell)
-    if not kept:
-        raise refused[0]
-    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))
 
 
 class Launched(NamedTuple):
@@ -172,13 +158,6 @@ def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
             hint="use `--loss chunked`, or leave `--loss` out",
         )
     refuse_unlaunched(spec, name="TRL")
-
-
-_UNWRITTEN: Mapping[TrainerName, Callable[[TrialSpec, ModelShape], None]] = {
-    "trl": refuse_unwritten
-}
-"""Raises UsageError for what a predicted trainer cannot be told; one without a row is told
-anything."""
 
 
 def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
@@ -359,3 +338,95 @@ def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _generations(base: Mapping[str, Any]) -> int:
     return int(base.get("num_generations") or GENERATIONS)
+
+
+def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
+    """The command of a trial of TRL, whose files are written into its folder.
+
+    Raises HighwaterError for what TRL cannot be told, and where nothing can be prepared.
+    """
+    check(spec, foreign, home.has_flash)
+    folder, base, words = home.folder, own_files(foreign), foreign.command or (_PROGRAM,)
+    model = home.prepared(_documents(spec, base, folder))
+    launched = _launched(spec, model, folder, has_flash=home.has_flash(words[0]))
+    files = trial_files(launched, base)
+    said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
+    write_files({CONFIG: files.config, FILE: files.launcher}, said, folder)
+    step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
+    subcommand = COMMANDS[spec.settings.objective].name
+    return ForeignCommand(
+        words=(*words, subcommand, "--config", str(folder / CONFIG)),
+        environment={**QUIET, "HF_DATASETS_CACHE": str(folder / "datasets")},
+        steps_done=partial(steps_of, step_tokens=step_tokens, shared_by=spec.layout.context_degree),
+    )
+
+
+def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
+    """What a reader should know of such trials, before the first one.
+
+    Raises HighwaterError for what TRL cannot be told, and where it is not here.
+    """
+    refuse_untried(spec, load_model(spec.model_directory).shape)
+    base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
+    refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
+    nowhere = Path("there")
+    files = trial_files(_launched(spec, nowhere, nowhere, has_flash=has_flash(program)), base)
+    batch = batch_of(spec, base.config)
+    attention = files.config.get("attn_implementation", "what TRL takes by itself")
+    said = [*files.notes, f"attention is {attention}"]
+    if batch.micro_batches != spec.micro_batches:
+        said.append(f"a step has {batch.micro_batches} micro-batches: whole groups of completions")
+    if "max_completion_length" in files.config:
+        said.append(
+            f"each sequence is a prompt and {files.config['max_completion_length']} tokens that "
+            "are generated one by one, which takes most of the time: `max_completion_length` in "
+            "`--trainer-config` names fewer, and the prompt has the others"
+        )
+    return tuple(said)
+
+
+def _launched(spec: TrialSpec, model_directory: Path, folder: Path, *, has_flash: bool) -> Launched:
+    model = load_model(spec.model_directory)
+    return Launched(
+        spec=spec,
+        model=model.shape,
+        yarn=yarn(model, length_tokens=spec.length_tokens, rope=spec.settings.rope),
+        model_directory=model_directory,
+        documents=folder / _DOCUMENTS,
+        output=folder / OUTPUT,
+        launcher=folder / FILE,
+        has_flash=has_flash,
+    )
+
+
+def own_files(foreign: ForeignTrainer) -> Base:
+    """The user's own configuration of TRL, and accelerate's that it names by a path.
+
+    Raises UsageError for files that cannot be read, or are no YAML of named fields.
+    """
+    hint = "name the file that `trl sft --config` takes"
+    config, source = own_fields(foreign, hint)
+    named = config.get("accelerate_config")
+    if source is None or foreign.base_config_path is None:
+        return Base()
+    if named is None:
+        return Base(config=config, source=source)
+    beside = Path(foreign.base_config_path).parent / str(named)
+    if not beside.is_file():
+        raise UsageError(
+            f"{source} names accelerate's configuration {named}, which is no file beside it",
+            hint="leave `accelerate_config` out: a trial says how processes share the work",
+        )
+    launcher = yaml_fields(read_file(beside, most_bytes=SETTINGS_BYTES), beside, hint=hint)
+    return Base(config=config, launcher=launcher, source=source)
+
+
+def _documents(spec: TrialSpec, base: Base, folder: Path) -> DocumentOrder:
+    end = base.config.get("eos_token")
+    return DocumentOrder(
+        path=str(folder / _DOCUMENTS),
+        kind=TRIED[spec.settings.objective],
+        length_tokens=document_tokens(spec, base.config),
+        count=spec.steps * batch_of(spec, base.config).sequences,
+        end=None if end is None else str(end),
+    )

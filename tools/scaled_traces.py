@@ -1,16 +1,13 @@
-"""Scaled trace: one trace for every length.
+"""Scaled traces: the lines over tokens on which logs of one step lie, at any length.
 
 A step whose tensors are whole, with no tiles and no chunks, allocates the same things in the same
 order at any length: bytes are lines over the tokens, with a ceiling for what a kernel takes.
+``docs/results/lab/trinity.py`` makes the traces so that come with the package.
 """
 
 from fractions import Fraction
-from functools import lru_cache
-from itertools import accumulate
 
-from highwater.memory.trace.allocator import round_size
-from highwater.memory.trace.replay import Codes
-from highwater.nouns.codec import Record
+from highwater.memory.trace.replay import Kind, ScaledTrace
 from highwater.nouns.events import (
     Allocate,
     Enter,
@@ -20,99 +17,6 @@ from highwater.nouns.events import (
     ReleaseCached,
     TraceEvent,
 )
-
-
-class Kind(Record, frozen=True, kw_only=True):
-    """An allocation that occurs again and again: ``fixed_bytes + bytes_per_tokens[0] x tokens /
-    bytes_per_tokens[1]``, rounded down, and no more than ``most_bytes``.
-    """
-
-    fixed_bytes: int
-    bytes_per_tokens: tuple[int, int]
-    most_bytes: int | None
-    """Most bytes of such an allocation; None: there is no end to it."""
-    stream: int
-    operator: int
-    module: int
-
-
-class ScaledTrace(Record, frozen=True, kw_only=True):
-    """Events of one rank for any number of tokens of its micro-batch."""
-
-    schema_version: int = 1
-    versions: dict[str, str]
-    operators: tuple[str, ...]
-    modules: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    phases: tuple[str, ...]
-    events: tuple[int, ...]
-    """As in ``Codes``."""
-
-    def at(self, tokens: int) -> EventLog:
-        """The log of a micro-batch of so many tokens on the rank."""
-        first_phase, release = len(self.kinds), len(self.kinds) + len(self.phases)
-        sizes = self.sizes(tokens)
-        events: list[TraceEvent] = []
-        count = 0
-        for code in self.events:
-            if code < 0:
-                ended = count + 1 - (1 - code) // 2
-                events.append(GiveBack(ended) if code % 2 else Free(ended))
-            elif code < first_phase:
-                count += 1
-                kind = self.kinds[code]
-                events.append(Allocate(count, sizes[code], kind.stream, kind.operator, kind.module))
-            else:
-                events.append(
-                    ReleaseCached() if code == release else Enter(self.phases[code - first_phase])
-                )
-        return EventLog(
-            source="traced",
-            versions=self.versions,
-            operators=self.operators,
-            modules=self.modules,
-            events=tuple(events),
-        )
-
-    def codes(self, tokens: int) -> Codes:
-        """The codes of a micro-batch of so many tokens on the rank."""
-        streams = [kind.stream for kind in self.kinds]
-        return Codes(self.sizes(tokens), streams, self.phases, self.events)
-
-    def least_bytes(self, tokens: int) -> int:
-        """Most bytes alive at once, in whole blocks: with less no allocator has a place for it."""
-        blocks = [round_size(size) if size else 0 for size in self.sizes(tokens)]
-        changes = (*blocks, *(-block for block in reversed(blocks)))
-        alive = accumulate(map(changes.__getitem__, _changes(self.events, len(blocks))))
-        return max(alive, default=0)
-
-    def sizes(self, tokens: int) -> list[int]:
-        """Bytes of an allocation of each kind."""
-        lines = (
-            kind.fixed_bytes + kind.bytes_per_tokens[0] * tokens // kind.bytes_per_tokens[1]
-            for kind in self.kinds
-        )
-        return [
-            line if kind.most_bytes is None else min(line, kind.most_bytes)
-            for line, kind in zip(lines, self.kinds, strict=True)
-        ]
-
-
-@lru_cache(maxsize=64)
-def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
-    """Changes of what is alive by event: n adds an allocation of kind n, -1 - n takes one away."""
-    allocated: list[int | None] = []
-    found = []
-    for code in events:
-        if code < 0:
-            kind = allocated[code >> 1]
-            allocated[code >> 1] = None
-            if kind is not None:
-                found.append(-1 - kind)
-        elif code < kinds:
-            allocated.append(code)
-            found.append(code)
-    return found
 
 
 def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
@@ -157,7 +61,7 @@ def scaled_trace(logs: dict[int, EventLog]) -> ScaledTrace:
         events=tuple(after[code] if isinstance(code, str) else code for code in coded),
     )
     for tokens, log in ((few, low), (many, high), *others):
-        if _renumbered(found.at(tokens)) != _renumbered(log):
+        if _renumbered(log_at(found, tokens)) != _renumbered(log):
             raise ValueError(
                 f"the log of {tokens} tokens is not on the line through those of {few} and {many}"
             )
@@ -200,3 +104,30 @@ def _renumbered(log: EventLog) -> list[tuple[object, ...]]:
             case _:
                 found.append(())
     return found
+
+
+def log_at(trace: ScaledTrace, tokens: int) -> EventLog:
+    """The log of a micro-batch of so many tokens on the rank."""
+    first_phase, release = len(trace.kinds), len(trace.kinds) + len(trace.phases)
+    sizes = trace.sizes(tokens)
+    events: list[TraceEvent] = []
+    count = 0
+    for code in trace.events:
+        if code < 0:
+            ended = count + 1 - (1 - code) // 2
+            events.append(GiveBack(ended) if code % 2 else Free(ended))
+        elif code < first_phase:
+            count += 1
+            kind = trace.kinds[code]
+            events.append(Allocate(count, sizes[code], kind.stream, kind.operator, kind.module))
+        else:
+            events.append(
+                ReleaseCached() if code == release else Enter(trace.phases[code - first_phase])
+            )
+    return EventLog(
+        source="traced",
+        versions=trace.versions,
+        operators=trace.operators,
+        modules=trace.modules,
+        events=tuple(events),
+    )

@@ -1,15 +1,14 @@
-"""Traced trainers: the step of each trainer that can be traced, by its name in nouns/trainer.py:
-our own, as its worker runs it, and Trinity's.
+"""The traced step of this package's engine, as its worker goes about it; and what any traced step
+has. Another trainer's is a file beside this one, called after it (nouns/trainer.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from highwater.engine.attention.dense import prove
 from highwater.engine.data.batches import Batch
-from highwater.engine.tracer import trinity_step
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.training.rank_context import RankContext, compute_dtype
 from highwater.engine.training.rank_run import assemble, rehearse
@@ -17,7 +16,6 @@ from highwater.engine.training.statistics import Statistics, summed
 from highwater.engine.training.step import Training
 from highwater.model.model import load_model
 from highwater.nouns.events import ReleaseCached
-from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import TrialSpec
 
 
@@ -75,17 +73,6 @@ def _after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
     summed(torch.zeros(width, dtype=torch.float64), training.mesh)
 
 
-TRACED: Mapping[TrainerName, TracedTrainer] = {
-    "highwater": TracedTrainer(
-        set_up=_set_up, begin=_begin, before_step=lambda _: None, after_step=_after_step
-    ),
-    "trinity": TracedTrainer(
-        set_up=trinity_step.set_up,
-        begin=trinity_step.begin,
-        # as the trainer does before it sends its weights to the explorer: at the start, and after
-        # each step
-        before_step=lambda recorder: recorder.release(),
-        after_step=lambda _, __: None,
-    ),
-}
-"""Traced step of each trainer, by the name that ``--trainer`` takes."""
+TRACED = TracedTrainer(
+    set_up=_set_up, begin=_begin, before_step=lambda _: None, after_step=_after_step
+)

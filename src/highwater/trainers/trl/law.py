@@ -143,7 +143,7 @@ _TRAINER = "trl"
 
 def bundled_edges() -> tuple[Residual, ...]:
     """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
-    text = (files("highwater.memory") / "trl_edges.json").read_bytes()
+    text = (files("highwater.trainers.trl") / "trl_edges.json").read_bytes()
     return from_json(text, tuple[Residual, ...])
 
 

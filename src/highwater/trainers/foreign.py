@@ -1,0 +1,139 @@
+"""What trials of other trainers share: the command that starts one, the files that it reads, and
+the user's own configuration under them; and the trial of a command that the user types.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import yaml
+
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.corpus import DocumentOrder
+from highwater.nouns.foreign_request import base_config, filled_command
+from highwater.nouns.foreign_trainer import (
+    FROM_OUTSIDE,
+    SHARED,
+    ForeignTrainer,
+    ForeignTraits,
+)
+from highwater.nouns.trainer import ForeignName, TrainerParts
+from highwater.nouns.trial import TrialSpec
+from highwater.trainers.emitted import comment
+
+OUTPUT = "output"
+"""Folder within a trial's own in which its trainer may write."""
+QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignCommand:
+    """What is started for one trial."""
+
+    words: tuple[str, ...]
+    """The command; its first word is a program's path or name."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Variables beside those that every trial has."""
+    steps_done: Callable[[str], int] | None = None
+    """Steps that are done by the log's text (and by files, if the trainer leaves some). None: by
+    the question's pattern, or by the usual signs of progress."""
+
+
+HasFlash = Callable[[str], bool]
+"""Whether the Python that starts a program has the package flash-attn."""
+
+
+class TrialHome(NamedTuple):
+    """What the preparation of a trial is given by whoever launches it."""
+
+    folder: Path
+    """The trial's own, and gone after it; empty but for ``output``."""
+    has_flash: HasFlash
+    prepared: Callable[[DocumentOrder | None], Path]
+    """Has documents written, if any are asked for, and gives the directory to train from. Raises
+    HighwaterError where that fails, and TrialEndedError where the trial is ended meanwhile."""
+
+
+def _always(foreign: ForeignTrainer) -> bool:  # noqa: ARG001
+    return True
+
+
+class TrialStart(NamedTuple):
+    """How trials of one trainer start."""
+
+    prepare: Callable[[TrialSpec, ForeignTrainer, TrialHome], ForeignCommand]
+    """Makes the command of a trial. Raises HighwaterError for what the trainer cannot be told."""
+    check: Callable[[TrialSpec, ForeignTrainer, HasFlash], tuple[str, ...]] | None = None
+    """Says before anything starts what a reader should know of such trials. Raises HighwaterError
+    for what the trainer cannot be told, and where it is not here."""
+    opens_model: Callable[[ForeignTrainer], bool] = _always
+    """Whether its trials read the model's files."""
+
+
+TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
+"""How trials of each foreign trainer start."""
+
+
+def path_of(program: str) -> str:
+    """PATH with the program's own folder first: it starts others of its environment by name."""
+    found, path = shutil.which(program), os.environ.get("PATH", os.defpath)
+    return path if found is None else f"{Path(found).absolute().parent}{os.pathsep}{path}"
+
+
+def own_fields(foreign: ForeignTrainer, hint: str) -> tuple[dict[str, Any], str | None]:
+    """The fields of the user's own configuration, and its file's name; none where none is named."""
+    content = base_config(foreign)
+    if content is None or foreign.base_config_path is None:
+        return {}, None
+    path = Path(foreign.base_config_path)
+    return yaml_fields(content, path, hint=hint), path.name
+
+
+def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
+    """The fields in a file's content.
+
+    Raises UsageError, with this hint, for what is no YAML or has no fields.
+    """
+    try:
+        read: Any = yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is no YAML: {str(error).splitlines()[0]}", hint=hint) from error
+    if not isinstance(read, dict):
+        raise UsageError(f"{path} has no named fields", hint=hint)
+    return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
+
+
+def refuse_no_program(program: str, title: str, package: str, usual: str) -> None:
+    """Raise MachineError where the program that starts a trainer is not found."""
+    if shutil.which(program) is None:
+        raise MachineError(
+            f"{title} is not found: there is no program {program}",
+            hint=f"`pip install {package}`, or name where it is: `--command /path/to/{usual}`",
+        )
+
+
+def write_files(files: Mapping[str, Any], said: tuple[str, ...], folder: Path) -> None:
+    """Write files of JSON, or of YAML below what is ``said`` in comments, by their names' ends."""
+    for name, values in files.items():
+        if name.endswith(".json"):
+            text = json.dumps(values, indent=2) + "\n"
+        else:
+            dumped = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+            text = comment(list(said)) + dumped
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+# The trainer ``command``: whatever the user types.
+
+
+def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
+    """The user's own command with the trial's values in it."""
+    return ForeignCommand(words=filled_command(foreign.command, spec, home.folder / OUTPUT))
+
+
+TRIED = ForeignTraits(is_typed=True, settings=FROM_OUTSIDE | SHARED | {"command"})
+TRIAL = TrialStart(_prepare)
