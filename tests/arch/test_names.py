@@ -26,12 +26,7 @@ GIVEN_UP_WORDS = {
     *("ledger", "remedies", "remedy", "slope", "slopes", "stand_ins", "take_place", "shipped"),
     *("AskedTrial", "GradientSums", "SettingsScore", "ShippedTrace"),
 }
-ELSEWHERE = {
-    "Place": {  # where a chooser stands
-        f"pages/{name}.py" for name in ("chooser", "guide", "guide_page")
-    },
-    "slope": {"memory/trace/scaled_trace.py"},  # of a line
-}
+ELSEWHERE: dict[str, set[str]] = {}
 """Words that mean what the field means by them there."""
 SHARED = {
     "files": "files that are read and written: of users, and those that trainers read",

@@ -21,7 +21,7 @@ from highwater.nouns.trainer import TrainerName
 from highwater.speed import PredictedStep
 
 Binding = Literal["device", "host", "ceiling"]
-"""What ends the lengths that fit: a GPU's memory, the host's, or the longest length asked about."""
+"""The reason why no longer length fits: a GPU's memory, the host's, or the end of the question."""
 
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
@@ -131,13 +131,13 @@ class Prediction(Record, frozen=True, kw_only=True):
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None
-    """What the intervals were learned from; None: there are none."""
+    """The trials that taught the intervals; None: there are no intervals."""
     not_modelled: tuple[str, ...] = NOT_MODELLED
     notes: tuple[str, ...] = ()
 
     @property
     def has_default_headroom(self) -> bool:
-        """Whether a length has to leave what it has to by default, no more and no less."""
+        """Whether a length has to leave the default headroom, no more and no less."""
         return self.margin_bytes == default_headroom_bytes(self.device_bytes)
 
     @property

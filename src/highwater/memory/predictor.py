@@ -50,7 +50,7 @@ class Predictor(Protocol):
 
     @property
     def formula(self) -> "FormulaPredictor":
-        """What the formula says of the cell: bytes by term, and where a search begins."""
+        """The same cell by formula, which has the bytes by term and says where a search begins."""
         ...
 
     def start(self, room_bytes: int, likely: int | None) -> int | None:
@@ -60,7 +60,7 @@ class Predictor(Protocol):
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
-        """What one length takes of a GPU with this much for training; None: without end."""
+        """The peak of one length on a GPU with this much for training; None: without end."""
         ...
 
 
@@ -103,7 +103,7 @@ class FormulaPredictor:
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host holds what trials keep there, which is as much at any length."""
+        """Whether the host holds what trials keep there, which is the same at any length."""
         host_bytes = self.memory_limit.host_bytes
         if host_bytes is None:
             return True
@@ -155,7 +155,7 @@ class ReplayPredictor:
     replay: Replay
     """Replays a length."""
     alive: Callable[[int, int], tuple[Alive, ...]]
-    """What is alive after so many events of a length."""
+    """The tensors that are alive after so many events of a length."""
     outside: tuple[Term, ...] | None = None
     """Memory of the GPU that no trace has; None: as the formula has it."""
     aim: Callable[[int], int] | None = None
@@ -168,7 +168,7 @@ class ReplayPredictor:
         return self.aim(longest(self.formula, room_bytes)) if likely is None else likely
 
     def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
-        """What a replay finds: near the end of its room an allocator takes less than it would."""
+        """The peak of a replay: near the end of its room an allocator takes less than elsewhere."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
             footprint = msgspec.structs.replace(footprint, outside=self.outside)

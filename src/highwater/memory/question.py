@@ -188,7 +188,7 @@ def _ring_notes(
 
 
 def _hardware_notes(where: Cluster, cells: Sequence[Cell]) -> Iterator[str]:
-    """What was measured nowhere, of several machines and of AMD's GPUs."""
+    """Notes on what nobody measured: several machines, and AMD's GPUs."""
     if any(cell.layout.is_several_machines for cell in cells):
         gpus = max(cell.layout.gpus for cell in cells)
         each = dict.fromkeys(cell.layout.machine_gpus for cell in cells)
@@ -264,7 +264,7 @@ def memory_limit_of(
     reserved: str | int,
     constants: MachineConstants | None = None,
 ) -> MemoryLimit:
-    """What each GPU has for training; raises UsageError where nothing is left, or for odd sizes."""
+    """The memory of each GPU for training; UsageError where nothing is left, or for odd sizes."""
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(

@@ -12,6 +12,8 @@ import msgspec
 
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.formula.formula import likely_footprint
+from highwater.memory.predictor import FormulaPredictor, predict_cell
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
@@ -179,8 +181,11 @@ class _Training:
             device_bytes=max(1, question.memory_bytes - self.rows_bytes(question)),
             host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
         )
-        known = calibration_of(question, OURS) if is_gpu else None
-        return predict_by_formula(question, limit, OURS, known)[0]
+        if not is_gpu:
+            return predict_cell(
+                FormulaPredictor(likely_footprint, question, question.cells[0], limit)
+            )
+        return predict_by_formula(question, limit, OURS, calibration_of(question, OURS))[0]
 
     def rows_bytes(self, question: Question) -> int:
         """Bytes of rows beyond a trial's: on the CPU all rows of a step lie there."""

@@ -54,7 +54,7 @@ from highwater.trials.probe import (
 from highwater.trials.trial_process import private_folder, trial_environment
 
 Tracer = Callable[[TrialSpec], EventLog]
-"""What the fullest rank of a trial allocates and frees; called from two threads at once."""
+"""Gives the events of a trial's fullest rank; called from two threads at once."""
 
 
 def predict_traced(

@@ -110,7 +110,7 @@ def footprint(step: Step) -> Footprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _States:
-    """What a GPU keeps of parameters, gradients and moments, in the course of a step."""
+    """Parameters, gradients and moments that a GPU keeps in the course of a step."""
 
     lasting_bytes: int
     """Bytes that are there throughout."""

@@ -162,7 +162,7 @@ class Layer:
 
     @property
     def has_output_norms(self) -> bool:
-        """What is normed is what attention and MLP return."""
+        """Whether the outputs of attention and MLP are normed, not their inputs."""
         return self.step.shape.model_type in OUTPUT_NORMS
 
     @property
@@ -186,7 +186,7 @@ class Layer:
 
     @property
     def learned(self) -> LayerMoments | None:
-        """What was learned of such a layer; None of a family whose layers are as they are here."""
+        """Moments learned from such a layer; None for a family whose layers are as here."""
         if self._learned is None:
             return None
         is_recomputed = self.step.settings.recompute != "none"

@@ -29,7 +29,7 @@ MomentBytes = Mapping[str, int]
 
 
 class LayerMoments(Record, frozen=True, kw_only=True):
-    """What layers of one kind take."""
+    """Memory of the layers of one kind."""
 
     kept: MomentBytes
     """Kept until the backward pass."""
@@ -38,7 +38,7 @@ class LayerMoments(Record, frozen=True, kw_only=True):
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
-    """What the layers of a family take."""
+    """Memory of the layers of a family."""
 
     has_tiles: bool
     """MLPs that every token goes through go in tiles where layers are recomputed."""

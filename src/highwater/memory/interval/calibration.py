@@ -68,7 +68,7 @@ class Interval(Record, frozen=True, kw_only=True):
 
 
 class Calibration(Record, frozen=True, kw_only=True):
-    """What the intervals of a prediction were learned from, and for what they were not."""
+    """The trials that a prediction's intervals were learned from, and what none of them had."""
 
     coverage: float
     factors: tuple[Factors, ...]
@@ -210,7 +210,7 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
 
 
 FootprintOf = Callable[[TrialSpec], Footprint]
-"""What a formula says of one trial."""
+"""The footprint of one trial, by formula."""
 
 
 def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:

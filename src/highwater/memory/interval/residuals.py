@@ -96,11 +96,11 @@ class Trait(NamedTuple):
     """Name of the field of ``Residual``."""
     value: object
     words: str
-    """What a prediction says where no trial behind it had this value."""
+    """Words for a prediction whose recorded trials never had this value."""
 
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
-    """What residuals of one cell may depend on, besides allocator, GPU, model and length."""
+    """Traits of one cell that residuals may depend on, besides allocator, GPU, model and length."""
     offload = "offloaded states" if settings.offloads_states else "offload"
     return (
         Trait("gpus", layout.gpus, counted_ranks(layout.gpus, "cuda")),
@@ -120,7 +120,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
 
 
 def unlike_cell(unlike: Sequence[str], cell: Cell, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Of what is ``unlike`` all recorded trials in ``cells``, what is so in this ``cell``."""
+    """Words of ``unlike``, which no recorded trial of ``cells`` had, about this ``cell``."""
     words = [
         {each.words for each in traits_of(one.settings, one.layout) if each.value is not False}
         for one in (cell, *cells)

@@ -152,7 +152,7 @@ _FILES, _NAMES = (
     for patterns in zip(*((rule.file, rule.name) for rule in _RULES), strict=True)
 )
 _BACKWARD = "backward"
-"""What the phases of a backward pass begin with."""
+"""First word of the phases of a backward pass."""
 _BY_PHASE: Mapping[str, Category] = {
     "build": "parameters",
     "forward": "activations",
@@ -160,7 +160,7 @@ _BY_PHASE: Mapping[str, Category] = {
     _BACKWARD: "backward_pass",
     "optimizer": "optimizer_states",
 }
-"""What an allocation is for of which the phase alone is known."""
+"""Category of an allocation of which only the phase is known."""
 _PHASE = "phase"
 """The path of the frame that names the phase in a timeline (memory/trace/replay.py)."""
 _NO_MODULE = "no module"
@@ -200,7 +200,7 @@ class Attribution:
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
-        """What was allocated for: by its stack, else its phase; by its end, of a backward pass."""
+        """Category of an allocation: by stack, else phase; of a backward pass by its end."""
         stack, phase = allocation.stack, allocation.phase.partition(" ")[0]
         found = self._of_stack(stack) or _BY_PHASE.get(phase, "unattributed")
         if found == "backward_pass" and self._outlives_its_pass(allocation):
@@ -244,7 +244,7 @@ class Attribution:
         return sum(map(self._is_part, stack)) == 1
 
     def _outlives_its_pass(self, allocation: Allocation) -> bool:
-        """Whether what a backward pass made was there when something came after the pass."""
+        """Whether an allocation of a backward pass was there when something came after it."""
         of_phase = self._told_phase(allocation.stack, allocation.phase).startswith(_BACKWARD)
         for later in (self._optimizers_events, self._events_of_other_phases if of_phase else ()):
             following = bisect_right(later, allocation.born)
@@ -290,7 +290,7 @@ class _AskedRules:
         self._has_name = cache(lambda rule, name: _NAMES[rule].search(name) is not None)
 
     def category(self, frame: Frame) -> Category | None:
-        """What a line allocates; None where it does not tell."""
+        """Category of what a line allocates; None where the line does not tell."""
         rules = self._of_file(frame.file)
         found = next((rule for rule in rules if self._has_name(rule, frame.name)), None)
         return None if found is None else _RULES[found].category
@@ -301,7 +301,7 @@ class _AskedRules:
 
 
 def category_of(frame: Frame) -> Category | None:
-    """What a line allocates; None where it does not tell."""
+    """Category of what a line allocates; None where the line does not tell."""
     return _AskedRules().category(frame)
 
 
@@ -334,7 +334,7 @@ def shown(frame: Frame) -> str:
 
 
 def _traced(made: Frame, phase: str) -> Category:
-    """What a traced allocation is for: its operator is the function, its module the file."""
+    """Category of a traced allocation: its operator is the function, its module the file."""
     if "workspace" in made.name.lower():
         return "workspaces"
     if made.name == "resize_":  # FSDP, which gathers a layer's parameters into a storage

@@ -58,7 +58,7 @@ class History:
 
     @property
     def alive(self) -> Iterator[Allocation]:
-        """What was alive at the moment."""
+        """Allocations that were alive at the moment."""
         return (each for each in self.allocations if each.born <= self.at < each.died)
 
 

@@ -29,7 +29,7 @@ _COORDINATE = re.compile(r"[a-z]+\d+")
 
 
 class InCategory(Record, frozen=True, kw_only=True):
-    """What was alive of one category."""
+    """Bytes and number of the allocations of one category."""
 
     category: Category
     bytes: int
@@ -37,7 +37,7 @@ class InCategory(Record, frozen=True, kw_only=True):
 
 
 class InPlace(Record, frozen=True, kw_only=True):
-    """What was alive that one line of a program had asked for."""
+    """Bytes and number of the allocations that one line of a program had asked for."""
 
     place: str
     """Empty for what has no stack."""
@@ -47,7 +47,7 @@ class InPlace(Record, frozen=True, kw_only=True):
 
 
 class InStack(Record, frozen=True, kw_only=True):
-    """What was alive that one stack had asked for."""
+    """Bytes and number of the allocations that one stack had asked for."""
 
     frames: tuple[str, ...]
     """The innermost first."""
@@ -81,7 +81,7 @@ class FlameBox(Record, frozen=True, kw_only=True):
 
 
 class MemoryProfile(Record, frozen=True, kw_only=True):
-    """What one snapshot says of one device."""
+    """The summary of one snapshot, for one device."""
 
     path: str
     rank: int | None
@@ -99,13 +99,13 @@ class MemoryProfile(Record, frozen=True, kw_only=True):
     moment_event: int | None
     """Number of the event; None without events."""
     phase: str
-    """What the program had said it was doing then; empty where it said nothing."""
+    """The phase that the program had named by then; empty where it named none."""
     time_s: float | None
     """Seconds from the first event to the moment; None without events."""
     allocated_bytes: int
     """Bytes of what was alive, as they were asked for."""
     before_bytes: int
-    """Of these, bytes that were there before the first event."""
+    """The part of these bytes that was there before the first event."""
     reserved_bytes: int | None
     requested_bytes: int | None
     """The request for which there was no room; None where memory did not run out."""
@@ -334,7 +334,7 @@ ADVICE: Mapping[Advice, str] = {
     "smaller buckets": "buffers of collectives are most of it: fewer parameters gathered at once, "
     "as `--strategy fsdp2` does layer by layer",
 }
-"""What each means, and what to type, here and elsewhere."""
+"""The reason for each, and what to type, here and elsewhere."""
 _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4
 """Logits or buffers of at least this part of all are to be rid of first: it costs little speed."""

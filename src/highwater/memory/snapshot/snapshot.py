@@ -54,7 +54,7 @@ class Frame(NamedTuple):
 
 
 class AllocatorEvent(NamedTuple):
-    """What the allocator did, in the order in which it did."""
+    """One action of the allocator."""
 
     action: str
     address: int
@@ -64,9 +64,9 @@ class AllocatorEvent(NamedTuple):
     stack: int
     """Index into ``Snapshot.stacks``."""
     phase: str
-    """What the program had said it was doing (``user_metadata``); empty for nothing."""
+    """The phase that the program had named (``user_metadata``); empty for none."""
     device_free_bytes: int
-    """Of an out of memory: what the driver still had."""
+    """Bytes that the driver still had, where memory ran out."""
 
 
 class SegmentBlock(NamedTuple):

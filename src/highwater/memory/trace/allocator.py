@@ -65,7 +65,7 @@ class MemoryBlocks:
 
     ordered: list[MemoryBlock] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
-    """Of each block its size and its address."""
+    """Size and address of each block, as one number."""
 
     def add(self, block: MemoryBlock) -> None:
         """Put a block in its place."""
@@ -83,7 +83,7 @@ class MemoryBlocks:
 
 @dataclass(slots=True, kw_only=True)
 class MemoryPool:
-    """What one stream has free for small or for large blocks, and what is not mapped."""
+    """The free and the unmapped blocks of one stream, for small or for large requests."""
 
     is_small: bool
     is_expandable: bool
@@ -207,7 +207,7 @@ class CachingAllocator:
         return self._next_handle
 
     def is_held(self, handle: int) -> bool:
-        """Whether an allocation is not free yet; of one given back, whether memory has sufficed."""
+        """Whether an allocation is not free yet; one given back is freed when memory runs short."""
         return handle in self._live
 
     def place_of(self, handle: int) -> tuple[int, int]:

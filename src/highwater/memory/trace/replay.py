@@ -45,7 +45,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Replayed(Record, frozen=True, kw_only=True):
-    """What the allocator would report of this rank."""
+    """The figures that the allocator would report on this rank."""
 
     fits: bool
     phase: str
@@ -208,7 +208,7 @@ def replay_trace(
     is_share: bool = False,
     workspaces_bytes: Sequence[int] = CUBLAS_WORKSPACES_BYTES,
 ) -> tuple[Replayed, int]:
-    """What ``replay`` finds, but for what is alive at the peak; and the number of events before."""
+    """The result of ``replay`` but for ``alive``, and the number of events before the peak."""
     device = CachingAllocator(
         is_expandable=allocator == "expandable", capacity_bytes=capacity_bytes, is_share=is_share
     )
@@ -268,7 +268,7 @@ def replay_trace(
 
 
 def ran_out(least_bytes: int) -> Replayed:
-    """What is known without a replay of a step that has more alive at once than there is room."""
+    """The result, without a replay, for a step that has more alive at once than there is room."""
     return Replayed(
         fits=False,
         phase="",
@@ -281,7 +281,7 @@ def ran_out(least_bytes: int) -> Replayed:
 
 
 def alive_at(trace: ScaledTrace, tokens: int, number: int) -> tuple[Alive, ...]:
-    """What the first ``number`` events have allocated and not freed."""
+    """The tensors that the first ``number`` events have allocated and not freed, by kind."""
     phase = "setup"
     living: dict[int, tuple[int, str]] = {}
     count = 0
