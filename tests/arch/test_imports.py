@@ -136,9 +136,6 @@ def test_what_goes_up_or_sideways_or_to_the_other_plane_is_told():
 BY_NAME = {
     "__init__.py": "importlib.import_module(_PUBLIC[name])",
     "nouns/trainer.py": "import_module(f'highwater.trainers.{REGISTRY[name].module}')",
-    "engine/tracer/tracer.py": (
-        "importlib.import_module(f'highwater.engine.tracer.{order.trainer}_step')"
-    ),
 }
 """The package's public names, and the registry of trainers: imported when they are asked for."""
 

@@ -12,7 +12,7 @@ from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module
 from highwater.engine.models.requirements import prove_rows
-from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.model.families import PLAIN, LogitTransform
 from layer import measure as measure_layer
 from loss import CONTENDERS, TOLERANCE, compare, measure
 

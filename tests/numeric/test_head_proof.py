@@ -22,8 +22,7 @@ from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta
 from highwater.engine.models.requirements import prove_head
 from highwater.errors import ModelError
-from highwater.model.families import TRAINED
-from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
+from highwater.model.families import PLAIN, TRAINED, LogitTransform, logit_transform_of
 from highwater.model.model_config import refuse_features
 from tables import table
 

@@ -21,7 +21,7 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.engine.training import objectives
 from highwater.engine.training.objectives import sft, sft_logprob_gradient
 from highwater.engine.training.step import Training, backward_of
-from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.model.families import PLAIN, LogitTransform
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
 """Norm-relative against float64 on the same inputs; bfloat16 keeps 8 bits and rounds logits and

@@ -20,7 +20,7 @@ from highwater.engine.models import loss as loss_module
 from highwater.engine.models.loss import token_statistics
 from highwater.engine.models.requirements import prove_rows
 from highwater.errors import MachineError
-from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of
+from highwater.model.families import PLAIN, LogitTransform, logit_transform_of
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative: the order of summation alone differs."""

@@ -11,9 +11,8 @@ import pytest
 
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
-from highwater.model.families import FAMILY_ROWS, TRAINED, family_row
+from highwater.model.families import FAMILY_ROWS, TRAINED, family_row, logit_transform_of
 from highwater.model.footprint import matrices
-from highwater.model.logit_transform import logit_transform_of
 from highwater.model.model import load_model, shape_of
 from highwater.model.model_config import MIN_FIELDS
 from highwater.model.rope import unscalable, yarn

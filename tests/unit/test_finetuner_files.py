@@ -24,11 +24,11 @@ from highwater.trainers.files import (
     Finetuner,
     FinetunerFiles,
     FinetunerTrial,
-    OwnFile,
     TrialPlace,
     finetuner_base,
     trial_files,
 )
+from highwater.trainers.foreign import OwnFile
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.logs import steps_of
 from highwater.trainers.ms_swift import MS_SWIFT

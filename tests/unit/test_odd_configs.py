@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, ModelError
 from highwater.model import rope_block
-from highwater.model.families import TRAINED
-from highwater.model.logit_transform import PLAIN, LogitTransform, logit_transform_of, transforms
+from highwater.model.families import PLAIN, TRAINED, LogitTransform, logit_transform_of, transforms
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
 from tiny_models import TINY, write_model

@@ -16,10 +16,10 @@ from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
+from highwater.trainers.files import FinetunerTrial, TrialPlace
+from highwater.trainers.foreign import OwnFile
 from highwater.trainers.logs import steps_of
 from highwater.trainers.trl.trial import (
-    Base,
-    Launched,
     TrialFiles,
     batch_of,
     document_tokens,
@@ -40,18 +40,15 @@ def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
 
 def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:
     model = load_model(spec.model_directory)
-    launched = Launched(
+    launched = FinetunerTrial(
         spec=spec,
-        model=model.shape,
+        shape=model.shape,
+        place=TrialPlace(Path("/models/one"), Path("/trial"), Path("/trial/output")),
         yarn=yarn(model, length_tokens=spec.length_tokens),
-        model_directory=Path("/models/one"),
-        documents=Path("/trial/documents.jsonl"),
-        output=Path("/trial/output"),
-        launcher=Path("/trial/accelerate.yaml"),
         has_flash=has_flash,
     )
     launcher = base.pop("launcher", {})
-    return trial_files(launched, Base(config=base, launcher=launcher, source="base.yaml"))
+    return trial_files(launched, OwnFile(config=base, launcher=launcher, source="base.yaml"))
 
 
 def test_a_trial_has_its_length_batch_steps_data_and_output():

@@ -196,18 +196,15 @@ def guide(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.answer_json(guide_rows(made))
         return _exit_code(made)
-    console.answer(_shown(made, is_written=output is not None))
+    if output is None:
+        console.answer(guide_markdown(made).rstrip("\n"))
+    else:
+        reached = (
+            f"{t.device_name}, {t.gpus_in_words}, {t.training}: {summary(t)}" for t in made.tables
+        )
+        console.answer("\n".join(reached))
     console.next_command(_after_guide(arguments))
     return _exit_code(made)
-
-
-def _shown(made: Guide, *, is_written: bool) -> str:
-    """The guide; where it is written into a file, how far each model gets."""
-    if not is_written:
-        return guide_markdown(made).rstrip("\n")
-    return "\n".join(
-        f"{t.device_name}, {t.gpus_in_words}, {t.training}: {summary(t)}" for t in made.tables
-    )
 
 
 def _after_guide(arguments: argparse.Namespace) -> str:

@@ -3,7 +3,6 @@ now and then elsewhere.
 """
 
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -21,7 +20,7 @@ from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.answer_tables import capacity_text, memory_only_text, provenance
-from highwater.pages.study_commands import request_line
+from highwater.pages.study_commands import TRIED, request_line
 from highwater.pages.table import TextTable, terminal_table
 from highwater.pages.text import plain
 from highwater.search.budget import outlook
@@ -46,9 +45,6 @@ _SHOWN_AFTER_S = 2.0
 """Seconds after which a trial that runs gets a line of its own on a terminal."""
 _SPARSE_S = 60.0
 """Seconds between lines about a trial that runs, in a log or a pipe."""
-_ASKED = re.compile(r"Tried to allocate (\d[\d.]* [KMGT]iB)")
-"""How torch says what it had no room for."""
-
 _REASON_WIDTH = 100
 """Characters of a reason in a line about a trial, at most; the final table has the whole reason."""
 
@@ -351,7 +347,7 @@ def _why(spec: TrialSpec, result: TrialResult) -> str:
         told = request_line(result, spec.settings, spec.layout)
         if told is not None:
             return told.partition(";")[0]
-        asked = _ASKED.search(result.reason)
+        asked = TRIED.search(result.reason)
         if asked is not None:
             return f"no room for {asked[1]}"
     return shorten(plain(result.reason), _REASON_WIDTH)

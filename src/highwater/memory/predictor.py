@@ -30,7 +30,7 @@ where any length fits. The rest may be left out where it takes replays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class PredictedPeak:
     """Predicted: what one length takes of the fullest GPU, in the room that was named."""
 
     footprint: Footprint
@@ -59,7 +59,7 @@ class Predictor(Protocol):
         """
         ...
 
-    def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
+    def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
         """The peak of one length on a GPU with this much for training; None: without end."""
         ...
 
@@ -87,7 +87,7 @@ class FormulaPredictor:
         del room_bytes
         return likely
 
-    def at(self, length_tokens: int, room_bytes: int | None = None) -> Peak:
+    def at(self, length_tokens: int, room_bytes: int | None = None) -> PredictedPeak:
         """Bytes by term; outside the allocator as measured on the user's own GPUs, if so."""
         question, limit, settings = self.question, self.memory_limit, self.cell.settings
         place = question.model.shape, settings, self.cell.layout
@@ -99,7 +99,7 @@ class FormulaPredictor:
             found = found.with_libraries(outside, sum(limit.cublas_workspaces_bytes))
         needed_bytes = found.needed_bytes
         fits = room_bytes is None or needed_bytes <= room_bytes
-        return Peak(footprint=found, needed_bytes=needed_bytes, fits=fits)
+        return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
     @property
     def fits_host(self) -> bool:
@@ -167,7 +167,7 @@ class ReplayPredictor:
             return longest(self.formula, room_bytes)
         return self.aim(longest(self.formula, room_bytes)) if likely is None else likely
 
-    def at(self, length_tokens: int, room_bytes: int | None) -> Peak:
+    def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:
         """The peak of a replay: near the end of its room an allocator takes less than elsewhere."""
         footprint = self.formula.at(length_tokens).footprint
         if self.outside is not None:
@@ -175,7 +175,7 @@ class ReplayPredictor:
         outside_bytes = footprint.outside_bytes
         capacity_bytes = None if room_bytes is None else room_bytes - outside_bytes
         replayed, peak_at = self.replay(length_tokens, capacity_bytes)
-        return Peak(
+        return PredictedPeak(
             footprint=footprint,
             needed_bytes=replayed.peak_reserved_bytes + outside_bytes,
             fits=replayed.fits,

@@ -14,11 +14,12 @@ from highwater.model.families import (
     EXPERT_COUNTS,
     EXPERTS_PER_TOKEN,
     family_row,
+    logit_transform_of,
     refuse_untrained,
+    transforms,
     value_of,
 )
 from highwater.model.layer_kind import AttentionKind, refuse_missing_window, slides
-from highwater.model.logit_transform import logit_transform_of, transforms
 from highwater.nouns.codec import digest
 from highwater.nouns.files import CONFIG_BYTES, read_file
 

@@ -427,15 +427,15 @@ class Study(Record, frozen=True, kw_only=True):
         place = cell.layout, cell.settings
         return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
 
-    def longest_fit_tokens(self, cell: Cell, outcome: Outcome = Outcome.FIT) -> int | None:
+    def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
         """Longest length of the cell that counts as a fit so far; None before the first. Only
-        trials of this outcome are looked at.
+        trials of this outcome are looked at; None: whether it fit in full or memory-only.
         """
         fits = (
             trial.spec.length_tokens
             for trial in self.trials_of(cell)
             if trial.result is not None
-            and trial.result.outcome is outcome
+            and outcome in (None, trial.result.outcome)
             and self.question.counts_as_fit(trial.result)
         )
         return max(fits, default=None)

@@ -98,11 +98,6 @@ def answer_table(study: Study) -> TextTable:
     """
     question = study.question
     memory = peak_name(question.device, question.foreign)
-    answers = {answer.cell: answer for answer in study.answers}
-    rows = (
-        _answer_row(answers[cell], question) if cell in answers else _unfinished_row(cell, study)
-        for cell in question.cells
-    )
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
         columns=(
@@ -110,7 +105,7 @@ def answer_table(study: Study) -> TextTable:
             *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
             *("ended by", memory, "headroom", "tokens/s", "MFU"),
         ),
-        rows=tuple(rows),
+        rows=tuple(_answer_row(cell, study) for cell in question.cells),
         footnotes=tuple(_footnotes(study)),
     )
 
@@ -153,52 +148,31 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     )
 
 
-def _request_lines(answer: CellAnswer, study: Study) -> Iterator[str]:
-    """Say why the shortest length that did not fit ran out, by its last trial."""
-    for trial in reversed(study.trials_of(answer.cell)):
-        if trial.result is not None and trial.spec.length_tokens == answer.does_not_fit_tokens:
-            line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
-            if line is not None:
-                yield f"{format_tokens(trial.spec.length_tokens)} tokens, {line}"
-                return
-
-
-def _answer_row(answer: CellAnswer, question: Question) -> tuple[str, ...]:
-    proofs = (capacity_text(question, answer),)
-    if question.proof == "memory":
-        proofs += (memory_only_text(question, answer),)
-    ended = _LIMITS[answer.limit]
-    if answer.does_not_fit_tokens is not None:
-        ended = f"{format_tokens(answer.does_not_fit_tokens)}: {ended}"
-    return (
-        *(*_names(answer.cell), *proofs, ended),
-        *(format_bytes(answer.peak_reserved_bytes), format_bytes(answer.headroom_bytes)),
-        *(format_rate(answer.tokens_per_s), format_share(answer.mfu)),
-    )
-
-
-def _unfinished_row(cell: Cell, study: Study) -> tuple[str, ...]:
-    """The row of a cell without an answer that trials bear out. The longest length that fit so far,
-    ``≥36,864``, is at most its capacity.
+def _answer_row(cell: Cell, study: Study) -> tuple[str, ...]:
+    """The row of a cell; without an answer that trials bear out, the longest length that fit so
+    far, ``≥36,864``, is at most its capacity.
     """
-    trained, memory_only = (
-        study.longest_fit_tokens(cell, outcome)
-        for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
-    )
-    proofs = ("?" if trained is None else _at_least(study.question, trained),)
-    if study.question.proof == "memory":
-        beyond = memory_only if (memory_only or 0) > (trained or 0) else None
-        proofs += ("-" if beyond is None else f"{_at_least(study.question, beyond)} memory-only",)
-    ended = "not finished" if study.trials_of(cell) else "not searched yet"
-    return (*_names(cell), *proofs, "unproven" if study.unproven_of(cell) else ended, *"----")
-
-
-def _names(cell: Cell) -> tuple[str, str, str]:
-    return short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing
-
-
-def _at_least(question: Question, length_tokens: int) -> str:
-    return f"≥{length_text(question, length_tokens)}"
+    question, answer = study.question, study.answer_of(cell)
+    if answer is None:
+        trained, memory_only = (
+            study.longest_fit_tokens(cell, outcome)
+            for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+        )
+        proofs = ["?" if trained is None else f"≥{length_text(question, trained)}", "-"]
+        if memory_only is not None and memory_only > (trained or 0):
+            proofs[1] = f"≥{length_text(question, memory_only)} memory-only"
+        ended = "not finished" if study.trials_of(cell) else "not searched yet"
+        figures = ("unproven" if study.unproven_of(cell) else ended, *"----")
+    else:
+        proofs = [capacity_text(question, answer), memory_only_text(question, answer)]
+        fails = answer.does_not_fit_tokens
+        ended = f"{'' if fails is None else f'{format_tokens(fails)}: '}{_LIMITS[answer.limit]}"
+        figures = (
+            *(ended, format_bytes(answer.peak_reserved_bytes), format_bytes(answer.headroom_bytes)),
+            *(format_rate(answer.tokens_per_s), format_share(answer.mfu)),
+        )
+    names = (short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing)
+    return (*names, *proofs[: 1 + (question.proof == "memory")], *figures)
 
 
 def _saves(result: TrialResult) -> str:
@@ -219,7 +193,7 @@ def _footnotes(study: Study) -> list[str]:
     notes: list[str] = []
     if question.foreign is not None:
         notes.append(f"trained by {question.foreign.title}{_typed(question.foreign)}; {_SAMPLED}")
-    elif any(tokens > native for tokens in _lengths_shown(study)):
+    elif any(_reached(study, cell) > native for cell in question.cells):
         notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
     if question.margin_bytes:
         notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
@@ -231,9 +205,13 @@ def _footnotes(study: Study) -> list[str]:
     )
     notes += [f"the trials ran under several versions: {plain(mixed)}"] if mixed else []
     for answer in study.answers:
-        name = answer.cell.label_on(question.device)
-        lines = list(_request_lines(answer, study)) or [plain(brief(answer.reason))]
-        notes.extend(f"{name}: {line}" for line in lines)
+        name, why = answer.cell.label_on(question.device), plain(brief(answer.reason))
+        for trial in study.trials_of(answer.cell):
+            tokens = trial.spec.length_tokens
+            if trial.result is not None and tokens == answer.does_not_fit_tokens:
+                line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
+                why = why if line is None else f"{format_tokens(tokens)} tokens, {line}"
+        notes.append(f"{name}: {why}")
         notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
     notes.extend(_memory_only_notes(study))
     notes.extend(_high_water_mark(study))
@@ -244,26 +222,17 @@ def _typed(foreign: ForeignTrainer) -> str:
     return f": {plain(foreign.typed)}" if foreign.typed else ""
 
 
-def _lengths_shown(study: Study) -> Iterator[int]:
-    """Every length that a row says fit, by either proof."""
-    answers = {answer.cell: answer for answer in study.answers}
-    for cell in study.question.cells:
-        if cell in answers:
-            yield answers[cell].reach_tokens or 0
-        else:
-            yield from (
-                study.longest_fit_tokens(cell, outcome) or 0
-                for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
-            )
+def _reached(study: Study, cell: Cell) -> int:
+    """The longest length that a row says fits, by either proof; 0: none does."""
+    answer = study.answer_of(cell)
+    return (study.longest_fit_tokens(cell, None) if answer is None else answer.reach_tokens) or 0
 
 
 def _high_water_mark(study: Study) -> Iterator[str]:
     """The longest length of all cells; with ``≥`` where its cell is not finished."""
+    longest = {cell: study.longest_fit_tokens(cell) for cell in study.question.cells}
     capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
-    longest = {
-        cell: capacities[cell] if cell in capacities else study.longest_fit_tokens(cell)
-        for cell in study.question.cells
-    }
+    longest |= capacities
     best = max(longest, key=lambda cell: longest[cell] or 0)
     if longest[best]:
         figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])}"
@@ -271,48 +240,39 @@ def _high_water_mark(study: Study) -> Iterator[str]:
         yield f"high-water mark: {figure} tokens ({best.label_on(study.question.device)}), {label}"
 
 
-def _memory_only_notes(study: Study) -> list[str]:
+def _memory_only_notes(study: Study) -> Iterator[str]:
     """Say what each memory-only proof shows, and which length was also trained in full."""
-    notes: list[str] = []
     for answer in study.answers:
         proof = answer.memory_only
         if proof is not None:
             capacity, headroom = answer.capacity_tokens, format_bytes(proof.headroom_bytes)
             trained = f"{format_tokens(capacity)} tokens" if capacity else "no length"
             peak = format_bytes(proof.peak_reserved_bytes)
-            notes.append(
+            yield (
                 f"{answer.cell.label_on(study.question.device)}: memory-only proof of "
                 f"{format_tokens(proof.length_tokens)} tokens, {peak} at the peak, {headroom} of "
                 "headroom: attention over whole documents in the last layer only, nothing trained; "
                 f"trained in full: {trained}"
             )
-    return notes
 
 
-def _budgets(study: Study) -> list[str]:
+def _budgets(study: Study) -> Iterator[str]:
     """Say how the budget was divided on each number of GPUs; nothing on the CPU."""
-    if study.question.device == "cpu":
-        return []
     budgets: dict[int, MemoryBudget] = {}
-    for trial in study.trials:
+    for trial in study.trials if study.question.device != "cpu" else ():
         for rank in trial.result.ranks if trial.result else ():
             if rank.budget is not None:
                 budgets.setdefault(trial.spec.layout.gpus, rank.budget)
-    return [
-        f"{counted_ranks(gpus, 'cuda')}: {_division(budget)}"
-        for gpus, budget in sorted(budgets.items())
-    ]
+    for gpus, budget in sorted(budgets.items()):
+        yield f"{counted_ranks(gpus, 'cuda')}: {_division(budget)}"
 
 
 def _division(budget: MemoryBudget) -> str:
-    parts = (
-        budget.budget_bytes,
-        budget.context_bytes,
-        budget.nccl_bytes,
-        budget.allocator_cap_bytes,
+    whole, context, nccl = budget.budget_bytes, budget.context_bytes, budget.nccl_bytes
+    return (
+        f"{format_bytes(whole)} = {format_bytes(context)} context + {format_bytes(nccl)} NCCL + "
+        f"{format_bytes(budget.allocator_cap_bytes)} for the allocator"
     )
-    whole, context, nccl, cap = map(format_bytes, parts)
-    return f"{whole} = {context} context + {nccl} NCCL + {cap} for the allocator"
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:

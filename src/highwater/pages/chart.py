@@ -172,11 +172,6 @@ class MemoryPicture(NamedTuple):
     left_out: int
     """Trials that are not drawn: only those of the edges are where there are many."""
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether a trial was drawn that asked for more than there was."""
-        return any(row.asked is not None for row in self.rows)
-
 
 def memory_picture(report: StudyReport) -> MemoryPicture | None:
     """Draw the memory of each trial (allocated, reserved and device used), its limit, and its

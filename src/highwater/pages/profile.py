@@ -40,19 +40,17 @@ def answer(profile: MemoryProfile) -> str:
     )
 
 
-def total(profile: MemoryProfile) -> str:
-    """Say how much was alive, and when."""
-    when = "at the peak" if profile.moment == "peak" else "when memory ran out"
-    return f"{plain(profile.name)}: {format_bytes(profile.allocated_bytes)} {when}"
-
-
 def _in(profile: MemoryProfile) -> str:
     return f", in {plain(profile.phase)}" if profile.phase else ""
 
 
 def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
     """A row for each category that was alive; for two profiles with the difference."""
-    notes = [line for profile in profiles for line in _notes(profile, named=len(profiles) > 1)]
+    notes = [
+        f"{plain(profile.name)}: {line}" if len(profiles) > 1 else line
+        for profile in profiles
+        for line in _notes(profile)
+    ]
     if len(profiles) == 1:
         (profile,) = profiles
         return table_of(
@@ -75,7 +73,11 @@ def category_table(profiles: Sequence[MemoryProfile]) -> TextTable:
     }
     sizes["all of it"] = [profile.allocated_bytes for profile in profiles]
     return TextTable(
-        title="; ".join(map(total, profiles)),
+        title="; ".join(
+            f"{plain(each.name)}: {format_bytes(each.allocated_bytes)} "
+            f"{'at the peak' if each.moment == 'peak' else 'when memory ran out'}"
+            for each in profiles
+        ),
         columns=("category", *names, "difference"),
         rows=tuple(
             (name, *map(format_bytes, each), _difference(*each[:2])) for name, each in sizes.items()
@@ -90,18 +92,6 @@ def _difference(one: int, other: int) -> str:
     return f"{sign}{format_bytes(abs(other - one))}"
 
 
-def memory_lines(profile: MemoryProfile) -> Iterator[str]:
-    """Reserved, free and the largest free block, as far as they were recorded."""
-    if profile.reserved_bytes is not None:
-        said = f"{format_bytes(profile.reserved_bytes)} were reserved by the allocator"
-        if profile.free_bytes is not None:
-            said += f", of which {format_bytes(profile.free_bytes)} were free, the largest block "
-            said += format_bytes(profile.largest_free_bytes)
-        yield said
-    if profile.device_free_bytes is not None:
-        yield f"{format_bytes(profile.device_free_bytes)} were free on the device"
-
-
 def advice(profile: MemoryProfile) -> Advice | None:
     """The setting to try first."""
     is_expandable = profile.allocator_settings.get("expandable_segments") == "True"
@@ -113,18 +103,19 @@ def advice(profile: MemoryProfile) -> Advice | None:
     )
 
 
-def _notes(profile: MemoryProfile, *, named: bool) -> Iterator[str]:
-    lines = list(memory_lines(profile))
+def _notes(profile: MemoryProfile) -> Iterator[str]:
+    """What was reserved and free, the setting to try first, and what the file does not tell."""
+    if profile.reserved_bytes is not None:
+        said = f"{format_bytes(profile.reserved_bytes)} were reserved by the allocator"
+        if profile.free_bytes is not None:
+            said += f", of which {format_bytes(profile.free_bytes)} were free, the largest block "
+            said += format_bytes(profile.largest_free_bytes)
+        yield said
+    if profile.device_free_bytes is not None:
+        yield f"{format_bytes(profile.device_free_bytes)} were free on the device"
     found = advice(profile)
     if found is not None:
-        lines.append(f"try first: {found}: {ADVICE[found]}")
-    lines += what_is_not_known(profile)
-    for line in lines:
-        yield f"{plain(profile.name)}: {line}" if named else line
-
-
-def what_is_not_known(profile: MemoryProfile) -> Iterator[str]:
-    """Say what the file does not tell, and why."""
+        yield f"try first: {found}: {ADVICE[found]}"
     if profile.is_traced:
         yield (
             "predicted: traced, nothing was trained; gradients that stay are counted with the "

@@ -167,7 +167,9 @@ def reason(candidate: Candidate) -> str:
 
 
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
-    budget = chosen.token_budget_tokens
+    budget, environment = chosen.token_budget_tokens, "nothing to set"
+    if chosen.cell.settings.allocator == "expandable":
+        environment = f"{ENV_IN_WORDS}, before any process starts; {ENV_BEFORE_IN_WORDS}"
     rows = (
         ("settings", f"{short_settings(chosen.cell.settings)}{_degrees(chosen)}, {_by(chosen)}"),
         ("headroom", _headroom(chosen)),
@@ -175,7 +177,7 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
         ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
         ("step", _step_in_words(chosen.step_time)),
         ("costs", "; ".join(costs(chosen, found)) or "nothing"),
-        ("environment", _environment(chosen)),
+        ("environment", environment),
         ("positions", _positions(found.yarn, found)),
     )
     return TextTable(title=_title(found), columns=(), rows=rows, left_columns=2)
@@ -303,12 +305,6 @@ def _headroom(chosen: Candidate) -> str:
     measured = "" if at is None else f": measured at {format_tokens(at)} tokens"
     sure = "" if chosen.risk is None else f": {chosen.risk}"
     return f"{format_bytes(chosen.headroom_bytes)} of each GPU{sure}{measured}"
-
-
-def _environment(candidate: Candidate) -> str:
-    if candidate.cell.settings.allocator != "expandable":
-        return "nothing to set"
-    return f"{ENV_IN_WORDS}, before any process starts; {ENV_BEFORE_IN_WORDS}"
 
 
 def _positions(yarn: Yarn | None, found: Recommendation) -> str:

@@ -37,12 +37,14 @@ def prediction_answer(
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     is_scaled = tokens > prediction.native_length_tokens
     how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
+    limit = prediction.memory_limit
+    figures = _figures(answer, host_memory_bytes=limit.host_bytes, usual_host=limit.usual_host)
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} with {how}: {_of_prediction(prediction, answer)}. Predicted."
+        return f"{first} on {where} with {how}: {figures}. Predicted."
     may = "trains" if answer.capacity_tokens else "may train"
     said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
-    return f"{said}{_of_prediction(prediction, answer)}. Predicted.{_beside(prediction, answer)}"
+    return f"{said}{figures}. Predicted.{_beside(prediction, answer)}"
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -63,14 +65,8 @@ def recommendation_answer(found: Recommendation) -> str:
         is_scaled=found.yarn is not None,
     )
     by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
-    of_host = _of_host(found.host_memory_bytes, found.usual_host, chosen.cell.settings)
-    step = chosen.step_time
     figures = _figures(
-        chosen.risk,
-        left_bytes=chosen.headroom_bytes,
-        host_bytes=chosen.host_bytes,
-        of_host=of_host,
-        speed=None if step is None else (step.tokens_per_s, step.time_s),
+        chosen, host_memory_bytes=found.host_memory_bytes, usual_host=found.usual_host
     )
     after = f": {figures}" if figures else ""
     return (
@@ -163,35 +159,25 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
-def _of_prediction(prediction: Prediction, predicted: CellPrediction) -> str:
-    limit, step = prediction.memory_limit, predicted.step
-    return _figures(
-        predicted.risk,
-        left_bytes=predicted.headroom_bytes,
-        host_bytes=predicted.footprint.host_bytes,
-        of_host=_of_host(limit.host_bytes, limit.usual_host, predicted.cell.settings),
-        speed=None if step is None else (step.tokens_per_s, step.time_s),
-    )
-
-
 def _figures(
-    risk: Risk | None,
-    *,
-    left_bytes: int | None,
-    host_bytes: int | None,
-    of_host: str,
-    speed: tuple[float, float] | None,
+    found: CellPrediction | Candidate, *, host_memory_bytes: int | None, usual_host: str | None
 ) -> str:
-    """How sure it is, what is left of a GPU, what it takes of the host (``of_host``: of how much),
-    and how fast it is: tokens per second, and seconds a step.
+    """How sure it is, what is left of a GPU, what it takes of how much host memory, and how fast it
+    is.
     """
-    said = [] if risk is None else [str(risk)]
-    if left_bytes is not None:
-        said.append(f"{format_bytes(max(0, left_bytes))} of each GPU left")
+    if isinstance(found, Candidate):
+        host_bytes, step = found.host_bytes, found.step_time
+    else:
+        host_bytes, step = found.footprint.host_bytes, found.step
+    said = [] if found.risk is None else [str(found.risk)]
+    if found.headroom_bytes is not None:
+        said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
     if host_bytes is not None:
+        of_host = _of_host(host_memory_bytes, usual_host, found.cell.settings)
         said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
-    if speed is not None:
-        said.append(f"about {speed[0]:,.0f} tokens/s ({format_seconds(speed[1])} a step)")
+    if step is not None:
+        each = format_seconds(step.time_s)
+        said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
     return ", ".join(said)
 
 

@@ -18,14 +18,11 @@ def study_answer(study: Study) -> str:
     """How far the model trains, by what trials found so far."""
     question = study.question
     answer = max(study.answers, key=_reach, default=None)
-    unfinished = max(
-        (cell for cell in question.cells if study.answer_of(cell) is None),
-        key=partial(_longest_so_far, study),
-        default=None,
-    )
-    so_far = 0 if unfinished is None else _longest_so_far(study, unfinished)
-    if unfinished is not None and so_far > (0 if answer is None else _reach(answer)):
-        return _at_least(study, unfinished, so_far)
+    unanswered = [cell for cell in question.cells if study.answer_of(cell) is None]
+    so_far = {cell: study.longest_fit_tokens(cell, None) or 0 for cell in unanswered}
+    unfinished = max(unanswered, key=lambda cell: so_far[cell], default=None)
+    if unfinished is not None and so_far[unfinished] > (0 if answer is None else _reach(answer)):
+        return _at_least(study, unfinished, so_far[unfinished])
     if answer is None or answer.reach_tokens is None:
         return f"Not known yet: no trial of {plain(question.model.name)} told what fits."
     if answer.reach_tokens == 0:
@@ -149,16 +146,6 @@ def _sentence(*parts: str) -> str:
 
 def _reach(answer: CellAnswer) -> int:
     return -1 if answer.reach_tokens is None else answer.reach_tokens
-
-
-def _longest_so_far(study: Study, cell: Cell) -> int:
-    """The longest length of an unfinished cell that fit, by either kind of trial; 0: none."""
-    fit = (
-        trial.spec.length_tokens
-        for trial in study.trials_of(cell)
-        if trial.result is not None and study.question.counts_as_fit(trial.result)
-    )
-    return max(fit, default=0)
 
 
 _MOST_LINES = 12

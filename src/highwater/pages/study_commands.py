@@ -20,10 +20,11 @@ from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.model import Model, load_model
 from highwater.nouns.capacities import published_grid
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import words_of
 from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.layout import Layout, flags_of
 from highwater.nouns.profiling import coordinates
-from highwater.nouns.request import setting_flags
+from highwater.nouns.request import DECLARED, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer, Question, Study
 from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
@@ -76,7 +77,7 @@ def _anew(study: Study) -> tuple[str, ...]:
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
         return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
-    typed = (*_without(typed, _PROMPT_FLAG), *_prompt(study.question))
+    typed = (*_without(typed, _PROMPT_FLAG), *_words(prompt_tokens=_prompt_tokens(study.question)))
     if limit_s == study.question.timeout_s:
         return _with_its_proof(study.question, typed)
     kept = _without(_without(typed, _TIMEOUT_FLAG), _PROOF_FLAG)
@@ -131,20 +132,19 @@ def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
 
 def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
     """``highwater try`` with the very trial of a specification."""
-    depth = spec.attention_depth
     return (
-        *("highwater", "try", _model_word(model), "--length", str(spec.length_tokens)),
+        *("highwater", "try", _model_word(model), *_words(length=spec.length_tokens)),
         *_place(spec, spec.layout.flags),
-        *_told(spec.foreign, setting_flags(spec.settings)),
+        *_setting_flags([spec.settings], spec.foreign),
         *spec.hyperparameters.flags,
         *_steps(spec),
-        *(() if depth is None else ("--attention-depth", str(depth))),
+        *_words(attention_depth=spec.attention_depth),
     )
 
 
 def find_words(question: Question) -> tuple[str, ...]:
     """``highwater find`` with the very question, for a study that was asked from Python."""
-    grid, cells, limit_s = question.grid, question.cells, question.timeout_s
+    grid, limit_s = question.grid, question.timeout_s
     usual = published_grid(grid.native_length_tokens)
     steps = (grid.step_tokens, grid.beyond_step_tokens)
     is_published = steps == (usual.step_tokens, usual.beyond_step_tokens)
@@ -153,17 +153,20 @@ def find_words(question: Question) -> tuple[str, ...]:
         proof = (_PROOF_FLAG, question.proof, _TIMEOUT_FLAG, f"{limit_s:g}s")
     return (
         *("highwater", "find", _model_word(question.model)),
-        *_place(question, flags_of(cell.layout for cell in cells)),
-        *_rung_flags(list(dict.fromkeys(cell.settings for cell in cells)), question.foreign),
+        *_place(question, flags_of(cell.layout for cell in question.cells)),
+        *_setting_flags([cell.settings for cell in question.cells], question.foreign),
         *question.hyperparameters.flags,
-        *("--start-length", str(grid.start_tokens), "--max-length", str(grid.max_tokens)),
-        *(() if is_published else ("--resolution", str(grid.step_tokens))),
-        *("--method", question.method),
-        *(("--confirm", str(question.confirm)) if question.confirm else ()),
-        *(("--headroom", str(question.margin_bytes)) if question.margin_bytes else ()),
+        *_words(
+            start_length=grid.start_tokens,
+            max_length=grid.max_tokens,
+            resolution=None if is_published else grid.step_tokens,
+            method=question.method,
+            confirm=question.confirm or None,
+            headroom=question.margin_bytes or None,
+        ),
         *_steps(question),
         *proof,
-        *(("--dry-run",) if question.simulated else ()),
+        *_words(dry_run=question.simulated or None),
     )
 
 
@@ -173,33 +176,13 @@ def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...
     return ("--device", asked.device, *layout, *_memory(asked.memory_budget_bytes), *foreign)
 
 
-def _told(foreign: ForeignTrainer | None, words: Sequence[str]) -> Sequence[str]:
-    """The flags that who trains can be told, with their values, where they have any."""
-    if foreign is None:
-        return words
-    told: list[str] = []
-    is_known = False
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            is_known = name in FOREIGN[foreign.trainer].settings
-        told += [word] if is_known else []
-    return told
-
-
-def _rung_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
-    """Flags that all rungs share. Allocator and loss are among them only where they are the same on
-    all: the ladder has the others.
+def _setting_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
+    """Flags that all rungs share and that who trains can be told. Allocator and loss are among them
+    only where they are the same on all: the ladder has the others.
     """
-    words = iter(_told(foreign, setting_flags(rungs[0])))
-    kept: list[str] = []
-    for word in words:
-        if word in ("--allocator", "--loss"):
-            value, name = next(words), word.removeprefix("--")
-            kept += [word, value] if all(getattr(rung, name) == value for rung in rungs) else []
-        else:
-            kept.append(word)
-    return tuple(kept)
+    apart = (name for name in ("allocator", "loss") if len({getattr(r, name) for r in rungs}) > 1)
+    refused = () if foreign is None else FOREIGN[foreign.trainer].refused(DECLARED)
+    return setting_flags(rungs[0], but_not={*apart, *refused})
 
 
 def _model_word(model: Model) -> str:
@@ -222,20 +205,23 @@ def _memory(budget_bytes: int | None) -> tuple[str, ...]:
 
 
 def _steps(asked: TrialSpec | Question) -> tuple[str, ...]:
-    return (
-        *(("--steps", str(asked.steps)) if asked.steps != 2 else ()),
+    return _words(
+        steps=None if asked.steps == 2 else asked.steps,
         # one alone is told by the flags of the settings
-        *(("--micro-batches", str(asked.micro_batches)) if asked.micro_batches > 2 else ()),
-        *(("--data", asked.data) if asked.data is not None else ()),
-        *_prompt(asked),
+        micro_batches=asked.micro_batches if asked.micro_batches > 2 else None,
+        data=asked.data,
+        prompt_tokens=_prompt_tokens(asked),
     )
 
 
-def _prompt(asked: TrialSpec | Question) -> tuple[str, ...]:
+def _prompt_tokens(asked: TrialSpec | Question) -> int | None:
     """The prompt of its sequences, that of a record from before one could be named, too."""
-    if not asked.prompt_tokens or asked.foreign is not None:
-        return ()
-    return _PROMPT_FLAG, str(asked.prompt_tokens)
+    return asked.prompt_tokens or None if asked.foreign is None else None
+
+
+def _words(**values: object) -> tuple[str, ...]:
+    """The flags that set these fields, less those that are None."""
+    return tuple(words_of({name: value for name, value in values.items() if value is not None}))
 
 
 def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
@@ -268,7 +254,7 @@ _SHORT: Mapping[Category, str] = {
 }
 """The categories in a line's words."""
 _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
-_TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
+TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
 """The caching allocator's own words."""
 _ADVICE = re.compile(r"(Tried to allocate \d+(?:\.\d+)? [KMG]iB)\. .*", re.DOTALL)
 """What follows them: other figures, and what to set, which the log has."""
@@ -314,7 +300,7 @@ def requested_bytes(result: TrialResult) -> int | None:
         return None
     if failure.alive is not None and failure.alive.requested_bytes is not None:
         return failure.alive.requested_bytes
-    said = _TRIED.search(failure.text)
+    said = TRIED.search(failure.text)
     return None if said is None else parse_bytes(said[1])
 
 

@@ -189,14 +189,6 @@ def _counted(count: int | None) -> str:
     return "-" if count is None else str(count)
 
 
-def failure_heading(failed: FailedTrial) -> str:
-    """A heading that says which trial it was, and how it ended."""
-    return (
-        f"Trial {failed.trial}: {failed.cell}, {format_tokens(failed.length_tokens)} tokens, "
-        f"{OUTCOMES[failed.outcome]}"
-    )
-
-
 def failure_lines(failed: FailedTrial) -> str:
     """A line that says where the trial was, and where its log is."""
     where = "No rank said where"

@@ -20,7 +20,9 @@ surrogates and line separators."""
 def plain(text: str) -> str:
     """``text`` on one line, every character that a terminal would act upon shown as its escape."""
     return "".join(
-        _escaped(character) if unicodedata.category(character) in _UNSAFE else character
+        character.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(character) in _UNSAFE
+        else character
         for character in text
     )
 
@@ -47,10 +49,6 @@ def ascii_json(text: str) -> str:
     return "".join(
         character if character.isascii() else _escaped_in_json(character) for character in text
     )
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def _escaped_in_json(character: str) -> str:

@@ -2,7 +2,8 @@
 GPUs, a larger one, another technique); and what studies found of trainers that no formula knows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -39,35 +40,53 @@ _RESTRICTIONS = (
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
 
+_Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
+"""A change to try: in words, flags to add, flags to leave out, and the goal that it makes."""
+
+
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
-    """Find one alternative of each kind, where there is one."""
+    """Find one alternative of each kind, where there is one: its first change that fits."""
     found = (
-        more_gpus(goal, rollout_gpus=rollout_gpus),
-        larger_gpu(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus),
-        more_host_memory(goal),
-        technique(goal),
+        _first("more GPUs", _more_gpus(goal, rollout_gpus)),
+        _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
+        _more_host_memory(goal),
+        _first("technique", _techniques(goal)) or _needed_technique(goal),
     )
     return tuple(alternative for alternative in found if alternative is not None)
 
 
-def more_gpus(goal: Goal, *, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the fewest GPUs of the same kind that train the length. Counts within one machine come
-    first, then twice a machine's GPUs, and twice that: in copies that a machine holds, where copies
-    were named. Of a model in NF4 each GPU has a copy.
+def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | None:
+    for what, flags, without, goal in changes:
+        with suppress(UsageError):  # where named degrees make no layout here
+            found = first_fit(goal)
+            if found is not None:
+                return Alternative(
+                    kind=kind,
+                    what=what,
+                    flags=flags,
+                    without=without,
+                    label=found.label,
+                    cell=found.cell,
+                    headroom_bytes=found.headroom_bytes,
+                    host_bytes=found.host_bytes,
+                )
+    return None
+
+
+def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
+    """More GPUs of the same kind, the fewest first. Counts within one machine come before twice a
+    machine's GPUs, and twice that: in copies that a machine holds, where copies were named. Of a
+    model in NF4 each GPU has a copy.
     """
     for where in _larger_clusters(goal):
         copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
         limit = with_usual_host(goal.memory_limit, where)
         settings = {**goal.settings, **copies}
-        changed = replace(goal, where=where, memory_limit=limit, settings=settings)
-        found = _first_fit_if_any_layout(changed)
-        if found is not None:
-            what = f"{where.gpus} x {where.device_name}"
-            if where.is_several_machines:
-                what += " on several machines (nobody has measured that)"
-            flags = (*_gpu_flags(where, rollout_gpus), *words_of(copies))
-            return _alternative("more GPUs", what, found, flags)
-    return None
+        what = f"{where.gpus} x {where.device_name}"
+        if where.is_several_machines:
+            what += " on several machines (nobody has measured that)"
+        flags = (*_gpu_flags(where, rollout_gpus), *words_of(copies))
+        yield what, flags, (), replace(goal, where=where, memory_limit=limit, settings=settings)
 
 
 def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
@@ -86,10 +105,10 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
             yield msgspec.structs.replace(where, gpus=gpus, may_shard_across=not has_copies)
 
 
-def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) -> Alternative | None:
-    """Find the smallest kind of GPU in the catalog of which as many train the length. Of two kinds
-    with the same memory the first in the catalog is taken; AMD's are named where the GPUs in
-    question are AMD's.
+def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
+    """As many of each larger kind in the catalog, the smallest first. Of two kinds with the same
+    memory the first in the catalog comes first; AMD's are named where the GPUs in question are
+    AMD's.
     """
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
@@ -112,57 +131,41 @@ def larger_gpu(goal: Goal, *, reserved_bytes: int = 0, rollout_gpus: int = 0) ->
         memory_limit = with_usual_host(limit, where)
         if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
             memory_limit = limit
-        found = first_fit(replace(goal, where=where, memory_limit=memory_limit))
-        if found is not None:
-            flags = _gpu_flags(where, rollout_gpus)
-            alternative = _alternative("a larger GPU", f"{where.gpus} x {kind.name}", found, flags)
-            return msgspec.structs.replace(alternative, without=("--gpu-memory",))
-    return None
+        larger = replace(goal, where=where, memory_limit=memory_limit)
+        flags = _gpu_flags(where, rollout_gpus)
+        yield f"{where.gpus} x {kind.name}", flags, ("--gpu-memory",), larger
 
 
-def more_host_memory(goal: Goal) -> Alternative | None:
+def _more_host_memory(goal: Goal) -> Alternative | None:
     """The host memory with which the same GPUs train the length; None where that is not it."""
     if goal.memory_limit.host_bytes is None:
         return None
     limit = msgspec.structs.replace(goal.memory_limit, host_bytes=None, usual_host=None)
-    found = first_fit(replace(goal, memory_limit=limit))
+    found = _first("more host memory", [("", (), (), replace(goal, memory_limit=limit))])
     if found is None or found.host_bytes is None:
         return None
-    size = f"{-(-found.host_bytes // GIB)}GiB"
-    what = f"{size.replace('GiB', ' GiB')} of host memory"
-    return _alternative("more host memory", what, found, ("--host-memory", size))
+    size = -(-found.host_bytes // GIB)
+    flags = ("--host-memory", f"{size}GiB")
+    return msgspec.structs.replace(found, what=f"{size} GiB of host memory", flags=flags)
 
 
-def technique(goal: Goal) -> Alternative:
-    """The first change of settings that is predicted to fit, or what takes most where none does."""
-    for what, flags, without, changed in _changes(goal):
-        found = _first_fit_if_any_layout(changed)
-        if found is not None:
-            alternative = _alternative("technique", what, found, flags)
-            return msgspec.structs.replace(alternative, without=without)
+def _needed_technique(goal: Goal) -> Alternative:
+    """What takes most of the nearest, where no change of settings is predicted to fit."""
     question, _ = goal.question(goal.budgets[-1], length_tokens=goal.length_tokens)
     cells = predict_by_formula(question, goal.memory_limit, goal.trainer, goal.known(question))
     nearest = min(cells, key=lambda predicted: predicted.lacks_bytes or 0)
+    largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
+    size = format_bytes(largest.bytes)
+    what = f"one that shrinks `{largest.name}`, {size} of the nearest; none here does"
     if nearest.binding == "host" and goal.memory_limit.usual_host is None:
         least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
         needs = f"{format_bytes(least)} at least"
-        return Alternative(
-            kind="technique", what=f"more host memory than `--host-memory` says: {needs}"
-        )
-    largest = max(nearest.footprint.peak.terms, key=lambda term: term.bytes)
-    what = (
-        f"one that shrinks `{largest.name}`, {format_bytes(largest.bytes)} of the nearest; none "
-        "here does"
-    )
+        what = f"more host memory than `--host-memory` says: {needs}"
     return Alternative(kind="technique", what=what)
 
 
-_Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
-"""A change to try: in words, flags to add, flags to leave out, and the goal that it makes."""
-
-
-def _changes(goal: Goal) -> Iterator[_Change]:
-    """Changes to try, one after another."""
+def _techniques(goal: Goal) -> Iterator[_Change]:
+    """Changes of settings to try, one after another."""
     for name in _RESTRICTIONS:
         if name in goal.settings:
             flag = flag_of(name)
@@ -205,35 +208,14 @@ def _rings(goal: Goal) -> Iterator[_Change]:
     divisors = [degree for degree in range(1, gpus + 1) if gpus % degree == 0]
     heads = [degree for degree in divisors if heads_obstacle(shape, degree) is None]
     every: dict[str, object] = {"ulysses": heads, "ring": divisors[1:]}
-    found = _first_fit_if_any_layout(replace(goal, settings={**goal.settings, **every}))
-    if found is not None:
+    shared = replace(goal, settings={**goal.settings, **every})
+    found = _first("technique", [("", (), (), shared)])
+    if found is not None and found.cell is not None:
         layout = found.cell.layout
         degrees = {"ulysses": [layout.ulysses_degree], "ring": [layout.ring_degree]}
         what = f"a ring, so that {layout.context_degree} GPUs share each sequence"
         changed = replace(goal, settings={**goal.settings, **degrees})
         yield what, tuple(words_of(degrees)), (), changed
-
-
-def _first_fit_if_any_layout(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits; None too where named degrees make no layout here."""
-    try:
-        return first_fit(goal)
-    except UsageError:
-        return None
-
-
-def _alternative(
-    kind: AlternativeKind, what: str, found: Candidate, flags: tuple[str, ...]
-) -> Alternative:
-    return Alternative(
-        kind=kind,
-        what=what,
-        flags=flags,
-        label=found.label,
-        cell=found.cell,
-        headroom_bytes=found.headroom_bytes,
-        host_bytes=found.host_bytes,
-    )
 
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:

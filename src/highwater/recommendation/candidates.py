@@ -20,6 +20,7 @@ from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import Cluster, nameless
+from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Query, StepTime, order
@@ -40,9 +41,28 @@ def trainer_question(
     """What ``predicted_question`` gives, less what the trainer's own configuration has no words
     for, which the notes say; raises UsageError, as a trial does, where nothing is left.
     """
-    question, notes = predicted_question(model, where, trainer, length_tokens, settings)
-    question, skipped = _expressible(question, trainer)
-    return question, (*notes, *skipped)
+    question, said = predicted_question(model, where, trainer, length_tokens, settings)
+    refuse = MEMORY[trainer].refuse
+    if refuse is None:
+        return question, said
+    for cell in question.cells:
+        refuse_several_machines(cell.layout, question.device_name)
+    kept: list[Cell] = []
+    refused: list[UsageError] = []
+    notes = list(said)
+    for cell in question.cells:
+        try:
+            spec = question.trial(cell, question.grid.start_tokens)
+            refuse(spec, question.model.shape)
+        except UsageError as error:
+            refused.append(error)
+            ranks = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
+            notes.append(f"{ranks} is skipped: {error.problem}")
+        else:
+            kept.append(cell)
+    if not kept:
+        raise refused[0]
+    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,17 +238,15 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         words += ["--offload"] if settings.offloads_model else []
         words += ["--sequences-per-micro-batch", str(settings.sequences_per_micro_batch)]
         words += [] if settings.rope == "auto" else ["--rope", settings.rope]
-    limits = {
-        "--reserved": where.device_bytes - memory_limit.device_bytes,
-        "--host-memory": 0 if memory_limit.usual_host else memory_limit.host_bytes or 0,
+    more = {
+        "reserved": where.device_bytes - memory_limit.device_bytes or None,
+        "host_memory": None if memory_limit.usual_host else memory_limit.host_bytes or None,
+        "headroom": question.margin_bytes if "headroom" in goal.settings else None,
+        "prompt_tokens": question.prompt_tokens if goal.settings.get("prompt_tokens") else None,
+        "length": goal.length_tokens,
     }
-    words += [word for flag, value in limits.items() if value for word in (flag, str(value))]
-    if "headroom" in goal.settings:
-        words += ["--headroom", str(question.margin_bytes)]
-    if goal.settings.get("prompt_tokens"):
-        words += ["--prompt-tokens", str(question.prompt_tokens)]
-    words += ["--length", str(goal.length_tokens), *cell.layout.degree_flags]
-    return shlex.join(words)
+    words += words_of({name: value for name, value in more.items() if value is not None})
+    return shlex.join((*words, *cell.layout.degree_flags))
 
 
 _RECOMMENDED = ("allocator", "loss", "offload")
@@ -325,32 +343,3 @@ def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...]
         if len(values) == 1 and getattr(default, field) not in values:
             found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)
-
-
-def _expressible(question: Question, trainer: TrainerName) -> tuple[Question, tuple[str, ...]]:
-    """The question with those of its cells that a predicted trainer can be told, and a note for
-    each that it cannot.
-
-    Raises the UsageError of the first where it can be told none.
-    """
-    refuse = MEMORY[trainer].refuse
-    if refuse is None:
-        return question, ()
-    for cell in question.cells:
-        refuse_several_machines(cell.layout, question.device_name)
-    kept: list[Cell] = []
-    refused: list[UsageError] = []
-    notes: list[str] = []
-    for cell in question.cells:
-        try:
-            spec = question.trial(cell, question.grid.start_tokens)
-            refuse(spec, question.model.shape)
-        except UsageError as error:
-            refused.append(error)
-            where = f"{counted_ranks(cell.layout.gpus, question.device)}{cell.layout.suffix}"
-            notes.append(f"{where} is skipped: {error.problem}")
-        else:
-            kept.append(cell)
-    if not kept:
-        raise refused[0]
-    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))

@@ -23,7 +23,7 @@ from highwater.nouns.declaration import MOST_GPUS
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
-from highwater.nouns.request import TOPICS, Request
+from highwater.nouns.request import DECLARED, TOPICS, Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trainer import OURS
@@ -32,10 +32,6 @@ from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.recommend import recommend
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
-
-_OF_WHAT_IS_TRAINED = tuple(row.name for row in TOPICS["trial"] if row.says_what)
-"""Settings that say what is trained, not how: those that are named beside ``--settings``."""
-
 
 _TOKEN_OF_A_ROW_BYTES = 200
 """Bytes of a token in a row that waits for its turn, measured over 2 to 64 rows of 4,096 tokens."""
@@ -122,17 +118,21 @@ def _on_one_machine(request: Request) -> Request:
     return msgspec.structs.replace(request, nodes=1, launcher=None, rendezvous=None, **shares)
 
 
-def named_settings(request: Request) -> tuple[str, ...]:
-    """The settings of a rung that a request names and that say how, not what, is trained."""
+def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
+    """Settings that a request names and that say how, or with ``says_what`` what, is trained."""
     usual = Request(model=request.model)
     rung = set(Settings.__struct_fields__)
     return tuple(
         row.name
         for row in TOPICS["trial"]
-        if (row.rung_field in rung or row.name in ("ulysses", "ring", "copies"))
-        and row.name not in _OF_WHAT_IS_TRAINED
-        and row.name != "micro_batches"
-        and getattr(request, row.name) != getattr(usual, row.name)
+        if getattr(request, row.name) != getattr(usual, row.name)
+        and (
+            row.says_what
+            if says_what
+            else not row.says_what
+            and row.name != "micro_batches"
+            and (row.rung_field in rung or row.name in ("ulysses", "ring", "copies"))
+        )
     )
 
 
@@ -212,12 +212,6 @@ class _Training:
         if self.spec.device == "cpu":
             return self.simplest_here()
         request, asked, gpus = self.request, self.asked, self.spec.layout.gpus
-        usual = Request(model=request.model)
-        of_what = {
-            name: getattr(request, name)
-            for name in _OF_WHAT_IS_TRAINED
-            if getattr(request, name) != getattr(usual, name)
-        }
         total_bytes = min(gpu.memory_total_bytes for gpu in self.machine.gpus[:gpus])
         found = recommend(
             request.model,
@@ -226,7 +220,7 @@ class _Training:
             reserved=max(0, total_bytes - (self.spec.memory_budget_bytes or total_bytes)),
             host_memory=self.machine.host_memory_total_bytes,
             micro_batches=1 if asked.rows and asked.rows < 2 * gpus else 2,
-            **of_what,
+            **{name: getattr(request, name) for name in named_settings(request, says_what=True)},
         )
         for candidate in sorted(found.candidates, key=lambda each: each.order):
             if not candidate.fits or candidate.is_lowered:
@@ -374,16 +368,13 @@ def _of_study(
 
 def _trains_what_is_named(measured: Settings, named: Settings, request: Request) -> bool:
     """Whether what a study trained is what is named beside it; the objective counts in any case."""
-    usual = Request(model=request.model)
     fields = {
-        row.rung_field
-        for row in TOPICS["trial"]
-        if row.name in _OF_WHAT_IS_TRAINED
-        and row.name not in ("lora_merged", "save_hf")
-        and row.rung_field in Settings.__struct_fields__
-        and getattr(request, row.name) != getattr(usual, row.name)
+        DECLARED[name].rung_field
+        for name in named_settings(request, says_what=True)
+        if name not in ("lora_merged", "save_hf")
     }
-    return all(getattr(measured, f) == getattr(named, f) for f in {*fields, "objective"})
+    fields = {"objective", *fields.intersection(Settings.__struct_fields__)}
+    return all(getattr(measured, field) == getattr(named, field) for field in fields)
 
 
 def training_notes(

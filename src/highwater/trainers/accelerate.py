@@ -45,7 +45,7 @@ from highwater.trainers.foreign import (
     HasFlash,
     TrialHome,
     TrialStart,
-    own_fields,
+    own_file,
     write_files,
 )
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
@@ -492,9 +492,9 @@ def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tup
 
 
 def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> LauncherFile:
-    base, source = own_fields(foreign, "name the file that `accelerate config` wrote")
+    own = own_file(foreign, "name the file that `accelerate config` wrote")
     shape = load_model(spec.model_directory).shape
-    return launcher_file(spec, shape, base, source=source or FILE)
+    return launcher_file(spec, shape, own.config, source=own.source if own.config else FILE)
 
 
 def _opens_model(foreign: ForeignTrainer) -> bool:

@@ -44,9 +44,10 @@ from highwater.trainers.foreign import (
     QUIET,
     ForeignCommand,
     HasFlash,
+    OwnFile,
     TrialHome,
     TrialStart,
-    own_fields,
+    own_file,
     path_of,
     refuse_no_program,
     write_files,
@@ -117,15 +118,6 @@ class FinetunerTrial(NamedTuple):
     def has_named_recomputation(self) -> bool:
         """Whether somebody named how to recompute, as far as that shows: it is not the default."""
         return self.spec.settings.recompute != Settings().recompute
-
-
-class OwnFile(NamedTuple):
-    """The user's own configuration."""
-
-    config: Mapping[str, Any] = MappingProxyType({})
-    """Its fields; empty: there is none."""
-    source: str = "the configuration"
-    """What it is called, for readers."""
 
 
 class FinetunerFiles(NamedTuple):
@@ -379,30 +371,30 @@ def _prepare(
     check_finetuner(trainer, spec, foreign, home.has_flash)
     folder = home.folder
     words = foreign.command or (trainer.program,)
-    launched = _launched(spec, folder, has_flash=home.has_flash(words[0]))
-    files = trial_files(trainer, launched, finetuner_base(trainer, foreign))
+    trial = launched(spec, _place(spec, folder), has_flash=home.has_flash(words[0]))
+    files = trial_files(trainer, trial, finetuner_base(trainer, foreign))
     documents = DocumentOrder(
         path=str(folder / DOCUMENTS),
         kind="text",
         length_tokens=spec.length_tokens + trainer.more_tokens,
-        count=(spec.steps + _MORE_STEPS) * launched.step_sequences,
+        count=(spec.steps + _MORE_STEPS) * trial.step_sequences,
     )
     model = home.prepared(documents)
-    launched.place.model_directory.symlink_to(model, target_is_directory=True)
+    trial.place.model_directory.symlink_to(model, target_is_directory=True)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
     write_files({trainer.file: files.config, **files.beside}, said, folder)
     return ForeignCommand(
-        words=trainer.start(launched, words),
+        words=trainer.start(trial, words),
         environment={
             **QUIET,
             "DO_NOT_TRACK": "1",
             "HF_DATASETS_CACHE": str(folder / "datasets"),
             "PATH": path_of(words[0]),
-            **trainer.environment(launched),
+            **trainer.environment(trial),
         },
         steps_done=partial(
             steps_of,
-            step_tokens=launched.step_sequences * spec.length_tokens,
+            step_tokens=trial.step_sequences * spec.length_tokens,
             shared_by=spec.layout.context_degree,
             counted=COUNTED,
         ),
@@ -419,7 +411,7 @@ def check_finetuner(
     program = (foreign.command or (trainer.program,))[0]
     files = trial_files(
         trainer,
-        _launched(spec, Path("there"), has_flash=has_flash(program)),
+        launched(spec, _place(spec, Path("there")), has_flash=has_flash(program)),
         finetuner_base(trainer, foreign),
     )
     refuse_no_program(program, trainer.words.name, trainer.package, trainer.program)
@@ -427,19 +419,13 @@ def check_finetuner(
 
 
 def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of a trainer.
-
-    Raises UsageError for a file that cannot be read, or is no YAML of named fields.
-    """
-    hint = f"name the file that `{trainer.program} {trainer.subcommand}` takes"
-    config, source = own_fields(foreign, hint)
-    return OwnFile() if source is None else OwnFile(config=config, source=source)
+    """The user's own configuration of a trainer."""
+    return own_file(foreign, f"name the file that `{trainer.program} {trainer.subcommand}` takes")
 
 
-def _launched(spec: TrialSpec, folder: Path, *, has_flash: bool) -> FinetunerTrial:
+def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> FinetunerTrial:
+    """What a trial's processes are given, at its place."""
     model = load_model(spec.model_directory)
-    # Some know a model by what its directory is called.
-    place = TrialPlace(folder / Path(spec.model_name).name, folder, folder / OUTPUT)
     return FinetunerTrial(
         spec=spec,
         shape=model.shape,
@@ -447,3 +433,8 @@ def _launched(spec: TrialSpec, folder: Path, *, has_flash: bool) -> FinetunerTri
         yarn=yarn(model, length_tokens=spec.length_tokens, rope=spec.settings.rope),
         has_flash=has_flash,
     )
+
+
+def _place(spec: TrialSpec, folder: Path) -> TrialPlace:
+    # Some know a model by what its directory is called.
+    return TrialPlace(folder / Path(spec.model_name).name, folder, folder / OUTPUT)

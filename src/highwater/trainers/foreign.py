@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import yaml
@@ -84,13 +85,28 @@ def path_of(program: str) -> str:
     return path if found is None else f"{Path(found).absolute().parent}{os.pathsep}{path}"
 
 
-def own_fields(foreign: ForeignTrainer, hint: str) -> tuple[dict[str, Any], str | None]:
-    """The fields of the user's own configuration, and its file's name; none where none is named."""
+class OwnFile(NamedTuple):
+    """The user's own configuration."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    """Its fields; empty: there is none."""
+    source: str = "the configuration"
+    """What it is called, for readers."""
+    launcher: Mapping[str, Any] = MappingProxyType({})
+    """Fields of accelerate's file, which it names."""
+
+
+def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
+    """The user's own configuration of a trainer.
+
+    Raises UsageError, with this hint, for a file that cannot be read, or is no YAML of named
+    fields.
+    """
     content = base_config(foreign)
     if content is None or foreign.base_config_path is None:
-        return {}, None
+        return OwnFile()
     path = Path(foreign.base_config_path)
-    return yaml_fields(content, path, hint=hint), path.name
+    return OwnFile(yaml_fields(content, path, hint=hint), path.name)
 
 
 def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:

@@ -41,9 +41,9 @@ from highwater.trainers.files import (
     FinetunerFiles,
     FinetunerTrial,
     FineTuning,
-    OwnFile,
     trial_start,
 )
+from highwater.trainers.foreign import OwnFile
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.9.5"

@@ -40,10 +40,10 @@ from highwater.trainers.files import (
     FinetunerFiles,
     FinetunerTrial,
     FineTuning,
-    OwnFile,
     of_recomputation,
     trial_start,
 )
+from highwater.trainers.foreign import OwnFile
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "4.6.0"

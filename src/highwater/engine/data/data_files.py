@@ -250,7 +250,7 @@ def records(file: DataFile) -> Iterator[DataRecord]:
         for row, fields in _ROW_READERS[file.kind](file):
             name = file.name if file.kind == "text" else f"{file.name}:{row}"
             whole = {field: _without_nulls(value) for field, value in fields.items()}
-            yield DataRecord(whole, row, name, file, set())
+            yield DataRecord(whole, row, name, file.number, file.command_without, set())
     except OSError as error:
         raise MachineError(
             f"{file.name} could not be read past record {row}: {error}",

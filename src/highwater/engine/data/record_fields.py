@@ -8,9 +8,9 @@ and is refused.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from highwater.engine.data.batches import UNTRAINED
 from highwater.engine.data.micro_batches import seen
 from highwater.errors import UsageError
-
-if TYPE_CHECKING:
-    from highwater.engine.data.data_files import DataFile
 
 
 class DataRecord(NamedTuple):
@@ -33,7 +30,10 @@ class DataRecord(NamedTuple):
     """The line in its file, or the row, from 1."""
     name: str
     """``data.jsonl:17``, and further in: ``data.jsonl:17: message 2 of `messages```."""
-    file: "DataFile"
+    file: int
+    """The number of its file among those of the corpus."""
+    command_without: Callable[[Sequence[str]], str]
+    """A command that writes its file anew without fields of these names."""
     read: set[str]
     """Names of the fields that somebody has read."""
 
@@ -182,7 +182,7 @@ class DataRecord(NamedTuple):
                 f"{self.fields_read} would be trained without regard to "
                 + " and ".join(f"`{name}`" for name in unread),
                 hint="write it into a field that is read, or leave it out: "
-                f"`{self.file.command_without(unread)}`",
+                f"`{self.command_without(unread)}`",
             )
 
     @property

@@ -263,11 +263,11 @@ def _write(
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
             read, made = counted(count, "record"), counted(writer.tokens, "token")
-            where = f", file {record.file.number + 1} of {files}" if files > 1 else ""
+            where = f", file {record.file + 1} of {files}" if files > 1 else ""
             on_phase(f"tokenising: {read}, {made}{where}")
         for unit in units:
             for fitting in limit(unit, name=record.name):
-                writer.add(fitting, file=record.file.number, row=record.row)
+                writer.add(fitting, file=record.file, row=record.row)
 
 
 def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.model.families import PLAIN, LogitTransform
 from highwater.units import MIB
 
 _LOGITS_BYTES = 16 * MIB

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from highwater.model.logit_transform import LogitTransform
+from highwater.model.families import LogitTransform
 
 _BLOCK = 4096
 _WARPS = 8

@@ -32,7 +32,7 @@ from highwater.engine.models.weights import names_in_model
 from highwater.engine.parallel.fsdp1 import shard_flat
 from highwater.engine.parallel.fsdp2 import shard
 from highwater.errors import ModelError
-from highwater.model.logit_transform import PLAIN, logit_transform_of
+from highwater.model.families import PLAIN, logit_transform_of
 from highwater.model.weight_files import unties
 from highwater.nouns.lora import Lora
 from highwater.nouns.settings import Loss, Recompute, Rope, Strategy

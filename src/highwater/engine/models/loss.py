@@ -17,7 +17,7 @@ from torch import Tensor
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.kernels.rows import RowStatistics
 from highwater.engine.models.fused.adapted_linear import WeightGradient
-from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.model.families import PLAIN, LogitTransform
 from highwater.nouns.layout import CHUNK_BYTES
 from highwater.nouns.settings import Loss
 

@@ -23,7 +23,7 @@ from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.kernels.rows import transformed
 from highwater.engine.models.fused.fused import PROOF_TOLERANCE
 from highwater.errors import MachineError, ModelError
-from highwater.model.logit_transform import PLAIN, LogitTransform
+from highwater.model.families import PLAIN, LogitTransform
 from highwater.model.model_config import ATTENTION_LAYERS
 
 

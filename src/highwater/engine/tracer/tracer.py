@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -30,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from highwater.engine.data.micro_batches import batches
 from highwater.engine.models.build import read_config
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.tracer import fake_cuda, kernel_stubs
+from highwater.engine.tracer import fake_cuda, highwater_step, kernel_stubs, trinity_step
 from highwater.engine.tracer.allocation_recorder import (
     WORKSPACES,
     AllocationRecorder,
@@ -44,9 +45,16 @@ from highwater.engine.training.rank_run import rehearsal_batch
 from highwater.engine.training.step import train_step
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.hardware import Kernel
+from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import TrialSpec
 
 aten: Any = torch.ops.aten
+STEPS: Mapping[TrainerName, TracedTrainer] = {
+    "highwater": highwater_step.TRACED,
+    "trinity": trinity_step.TRACED,
+}
+"""The traced step of each trainer that has one. Imported here: traces are kept by what this file
+imports."""
 
 
 def main() -> None:
@@ -95,8 +103,7 @@ def trace(order: TraceOrder) -> EventLog:
     recorder.hidden = WORKSPACES | {
         aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
     }
-    module = importlib.import_module(f"highwater.engine.tracer.{order.trainer}_step")
-    trainer: TracedTrainer = module.TRACED
+    trainer = STEPS[order.trainer]
     trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)

@@ -23,13 +23,13 @@ from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprin
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
+from highwater.model.families import reads_a_transform
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
     layer_input_bytes,
     policy_parameters,
 )
-from highwater.model.logit_transform import reads_a_transform
 from highwater.model.model import ModelShape
 from highwater.nouns.capacities import PUBLISHED_SETTINGS
 from highwater.nouns.codec import Record, from_json

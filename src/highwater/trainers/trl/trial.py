@@ -9,12 +9,10 @@ nothing, is refused by name. Names: as in ``trainers/trl.py``.
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
-from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.files import SETTINGS_BYTES, read_file
@@ -36,13 +34,15 @@ from highwater.trainers.accelerate import (
     sharing_of,
 )
 from highwater.trainers.emitted import nested
+from highwater.trainers.files import DOCUMENTS, FinetunerTrial, TrialPlace, launched
 from highwater.trainers.foreign import (
     OUTPUT,
     QUIET,
     ForeignCommand,
     HasFlash,
+    OwnFile,
     TrialHome,
-    own_fields,
+    own_file,
     refuse_no_program,
     write_files,
     yaml_fields,
@@ -52,7 +52,6 @@ from highwater.trainers.trl.words import COMMANDS, TrlTraining, refuse_other_sha
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
-_DOCUMENTS = "documents.jsonl"
 TRIED: Mapping[Objective, DocumentKind] = {"sft": "text", "grpo": "prompt"}
 """Objectives whose trials are written, and the documents that each is given."""
 PROMPT_TOKENS = 16
@@ -86,33 +85,6 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """What is emitted where the user has no configuration, and left to TRL where there is one."""
-
-
-class Launched(NamedTuple):
-    """What a trial's processes are given."""
-
-    spec: TrialSpec
-    model: ModelShape
-    yarn: Yarn | None
-    """The scaling of the positions that the length needs."""
-    model_directory: Path
-    documents: Path
-    output: Path
-    launcher: Path
-    """Where accelerate's file will be."""
-    has_flash: bool
-    """Whether the trainer's Python has the package flash-attn."""
-
-
-class Base(NamedTuple):
-    """The user's own configuration."""
-
-    config: Mapping[str, Any] = MappingProxyType({})
-    """TRL's; empty: there is none."""
-    launcher: Mapping[str, Any] = MappingProxyType({})
-    """Accelerate's, which TRL's names."""
-    source: str = "the configuration"
-    """What TRL's is called, for readers."""
 
 
 class TrialFiles(NamedTuple):
@@ -193,7 +165,7 @@ def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
     return spec.length_tokens
 
 
-def trial_files(launched: Launched, base: Base) -> TrialFiles:
+def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     """TRL's file and accelerate's for one trial, over the user's own fields.
 
     Raises UsageError for what cannot be.
@@ -237,17 +209,17 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
     return [name for name in names if name in emitted]
 
 
-def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
+def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
     """What is emitted for these settings, as far as it is not left to TRL."""
     spec = launched.spec
     cell = Cell(settings=spec.settings, layout=spec.layout)
-    sharing = sharing_of(spec.layout, launched.model)
+    sharing = sharing_of(spec.layout, launched.shape)
     values: dict[str, Any] = trl_values(
         TrlTraining(
             cell=cell,
             length_tokens=spec.length_tokens,
             sharing=sharing,
-            model_path=str(launched.model_directory),
+            model_path=str(launched.place.model_directory),
             yarn=launched.yarn,
         )
     )
@@ -267,17 +239,17 @@ def _emitted(launched: Launched, *, has_base: bool) -> dict[str, Any]:
     return values
 
 
-def _own(launched: Launched, base: Base) -> dict[str, Any]:
+def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
     """What is the trial's own, whatever the user has."""
     spec, batch = launched.spec, batch_of(launched.spec, base.config)
     own: dict[str, Any] = {
-        "model_name_or_path": str(launched.model_directory),
-        "datasets": [{"path": "json", "data_files": str(launched.documents)}],
+        "model_name_or_path": str(launched.place.model_directory),
+        "datasets": [{"path": "json", "data_files": str(launched.place.folder / DOCUMENTS)}],
         "per_device_train_batch_size": batch.rows,
         "gradient_accumulation_steps": batch.micro_batches,
         "max_steps": spec.steps,
-        "output_dir": str(launched.output),
-        "accelerate_config": str(launched.launcher),
+        "output_dir": str(launched.place.output),
+        "accelerate_config": str(launched.place.folder / FILE),
         "use_cpu": spec.device == "cpu",
         **ENDS,
     }
@@ -296,14 +268,14 @@ def _own(launched: Launched, base: Base) -> dict[str, Any]:
 
 
 def _launcher(
-    launched: Launched, base: Mapping[str, Any]
+    launched: FinetunerTrial, base: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Accelerate's file, over the user's own, and what is said of it."""
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
     cell = Cell(settings=spec.settings, layout=spec.layout)
-    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.model)))
+    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.shape)))
     ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
     theirs, mode = base.get("distributed_type"), ours["distributed_type"]
     if theirs in (None, "NO", "MULTI_GPU", mode):
@@ -322,7 +294,7 @@ def _launcher(
     return {**base, **processes, "main_process_port": 0}, (said,)
 
 
-def _notes(base: Base, own: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes(base: OwnFile, own: Mapping[str, Any]) -> tuple[str, ...]:
     """Which of the user's fields say something else in the trial, or nothing."""
     others = {**ENDS, **own}
     has = base.config
@@ -348,8 +320,9 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
     check(spec, foreign, home.has_flash)
     folder, base, words = home.folder, own_files(foreign), foreign.command or (_PROGRAM,)
     model = home.prepared(_documents(spec, base, folder))
-    launched = _launched(spec, model, folder, has_flash=home.has_flash(words[0]))
-    files = trial_files(launched, base)
+    place = TrialPlace(model, folder, folder / OUTPUT)
+    trial = launched(spec, place, has_flash=home.has_flash(words[0]))
+    files = trial_files(trial, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
     write_files({CONFIG: files.config, FILE: files.launcher}, said, folder)
     step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
@@ -369,8 +342,8 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
-    nowhere = Path("there")
-    files = trial_files(_launched(spec, nowhere, nowhere, has_flash=has_flash(program)), base)
+    nowhere = TrialPlace(Path("there"), Path("there"), Path("there"))
+    files = trial_files(launched(spec, nowhere, has_flash=has_flash(program)), base)
     batch = batch_of(spec, base.config)
     attention = files.config.get("attn_implementation", "what TRL takes by itself")
     said = [*files.notes, f"attention is {attention}"]
@@ -385,46 +358,30 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
     return tuple(said)
 
 
-def _launched(spec: TrialSpec, model_directory: Path, folder: Path, *, has_flash: bool) -> Launched:
-    model = load_model(spec.model_directory)
-    return Launched(
-        spec=spec,
-        model=model.shape,
-        yarn=yarn(model, length_tokens=spec.length_tokens, rope=spec.settings.rope),
-        model_directory=model_directory,
-        documents=folder / _DOCUMENTS,
-        output=folder / OUTPUT,
-        launcher=folder / FILE,
-        has_flash=has_flash,
-    )
-
-
-def own_files(foreign: ForeignTrainer) -> Base:
+def own_files(foreign: ForeignTrainer) -> OwnFile:
     """The user's own configuration of TRL, and accelerate's that it names by a path.
 
     Raises UsageError for files that cannot be read, or are no YAML of named fields.
     """
     hint = "name the file that `trl sft --config` takes"
-    config, source = own_fields(foreign, hint)
-    named = config.get("accelerate_config")
-    if source is None or foreign.base_config_path is None:
-        return Base()
-    if named is None:
-        return Base(config=config, source=source)
+    own = own_file(foreign, hint)
+    named = own.config.get("accelerate_config")
+    if named is None or foreign.base_config_path is None:
+        return own
     beside = Path(foreign.base_config_path).parent / str(named)
     if not beside.is_file():
         raise UsageError(
-            f"{source} names accelerate's configuration {named}, which is no file beside it",
+            f"{own.source} names accelerate's configuration {named}, which is no file beside it",
             hint="leave `accelerate_config` out: a trial says how processes share the work",
         )
     launcher = yaml_fields(read_file(beside, most_bytes=SETTINGS_BYTES), beside, hint=hint)
-    return Base(config=config, launcher=launcher, source=source)
+    return own._replace(launcher=launcher)
 
 
-def _documents(spec: TrialSpec, base: Base, folder: Path) -> DocumentOrder:
+def _documents(spec: TrialSpec, base: OwnFile, folder: Path) -> DocumentOrder:
     end = base.config.get("eos_token")
     return DocumentOrder(
-        path=str(folder / _DOCUMENTS),
+        path=str(folder / DOCUMENTS),
         kind=TRIED[spec.settings.objective],
         length_tokens=document_tokens(spec, base.config),
         count=spec.steps * batch_of(spec, base.config).sequences,
