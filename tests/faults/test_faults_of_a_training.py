@@ -161,7 +161,7 @@ def frozen(trained: Trained, mark: str, output: Path, *more: str) -> Frozen:
     (rank,) = (
         process
         for pid in marked(mark)
-        if "highwater.engine.training.training_worker" in (process := psutil.Process(pid)).cmdline()
+        if "highwater.engine.training.worker" in (process := psutil.Process(pid)).cmdline()
         and "highwater.trials.reaper" not in process.cmdline()
     )
     rank.suspend()

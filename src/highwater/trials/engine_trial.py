@@ -94,13 +94,13 @@ class StartedRanks:
         self._log, self._log_began_at = log, log.tell()
         self._failed_at: float | None = None
         if isinstance(spec, TrainingSpec):
-            trial, worker, grace_s = spec.trial, "training_worker", _SAVE_S
+            trial, kind, grace_s = spec.trial, ("training",), _SAVE_S
         else:
-            trial, worker, grace_s = spec, "worker", None
+            trial, kind, grace_s = spec, (), None
         order, reports = path / SPEC_FILE, path / REPORTS
         order.write_text(to_json(spec), encoding="utf-8")
         reports.mkdir()
-        of_rank = module(f"highwater.engine.training.{worker}", str(order), str(reports))
+        of_rank = module("highwater.engine.training.worker", str(order), str(reports), *kind)
         remove = [trial.checkpoint_directory] if trial.checkpoint_directory else []
         of_all = partial(under_reaper, remove=remove, inherit=[path], grace_s=grace_s)
         if across is None:

@@ -1,5 +1,5 @@
-"""Worker: one rank's process in a trial, from its memory limit to its report. Started with the
-paths of the spec and of the reports.
+"""Worker: one rank's process in a trial or a training run, from its memory limit to its report.
+Started with the paths of the spec and of the reports.
 
 This is a process edge: whatever stops a trial is recorded whole in the report, and the exit status
 says that it failed. torch is imported only after the limits are set, so that they bound it too.
@@ -11,7 +11,6 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import msgspec
 
 from highwater.errors import HighwaterError
 from highwater.nouns.oom import exhausted_memory
-from highwater.nouns.protocols import OnPhase, leave, tell_phase
+from highwater.nouns.protocols import leave, tell_phase
 from highwater.nouns.secrets import LOGGED, kept
 from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB
@@ -35,28 +34,29 @@ gets it did not fail for lack of memory."""
 
 
 def main() -> None:
-    """Run one rank of a trial: ``python -m highwater.engine.training.worker SPEC REPORTS``."""
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TrialSpec)
+    """Run one rank: ``python -m highwater.engine.training.worker SPEC REPORTS [training]``."""
+    text, reports = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
+    training = None
+    if sys.argv[3:]:
+        from highwater.nouns.training import TrainingSpec
 
-    def made(on_phase: OnPhase) -> "RankRun":
-        from highwater.engine.training.trial import Trial
-
-        return Trial(spec, on_phase=on_phase)
-
-    run_rank(spec, made, Path(sys.argv[2]))
-
-
-def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Path) -> None:
-    """Run what ``made`` returns under the memory limit of ``spec``, and write the report. Only
-    ``made`` imports torch, so that the limit bounds that too.
-    """
+        training = msgspec.json.decode(text, type=TrainingSpec)
+    spec = msgspec.json.decode(text, type=TrialSpec) if training is None else training.trial
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if spec.device == "cpu":
         assert spec.memory_budget_bytes is not None
         resource.setrlimit(resource.RLIMIT_DATA, (spec.memory_budget_bytes, before[1]))
     run = None
     try:
-        run = made(partial(_tell, reports))
+        # torch is imported here, so that the limit bounds that too
+        if training is None:
+            from highwater.engine.training.trial import Trial
+
+            run = Trial(spec, on_phase=partial(_tell, reports))
+        else:
+            from highwater.engine.training.training_run import TrainingRun
+
+            run = TrainingRun(training, on_phase=partial(_tell, reports))
         run.run()
         _write(reports, run.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
