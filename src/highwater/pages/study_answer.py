@@ -115,14 +115,12 @@ def _provenance(question: Question) -> str:
 
 def _left(question: Question, headroom_bytes: int | None) -> str:
     each = RANK_WORDS[question.device][0]
-    if headroom_bytes is not None and headroom_bytes < 0:  # of a trainer that is bounded in part
+    if headroom_bytes is None:
+        return ""
+    if headroom_bytes < 0:  # of a trainer that is bounded in part
         over = f"{format_bytes(-headroom_bytes)} more of each {each} was taken"
         return f"{over} than it was given, outside PyTorch's allocator"
-    return (
-        f"{format_bytes(headroom_bytes)} of each {each} is left"
-        if headroom_bytes is not None
-        else ""
-    )
+    return f"{format_bytes(headroom_bytes)} of each {each} is left"
 
 
 def _speed(answer: CellAnswer) -> str:
