@@ -229,14 +229,14 @@ def _reached(study: Study, cell: Cell) -> int:
 
 def _high_water_mark(study: Study) -> Iterator[str]:
     """The longest length of all cells; with ``≥`` where its cell is not finished."""
-    longest = {cell: study.longest_fit_tokens(cell) for cell in study.question.cells}
+    question = study.question
+    longest = {cell: study.longest_fit_tokens(cell) for cell in question.cells}
     capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
     longest |= capacities
     best = max(longest, key=lambda cell: longest[cell] or 0)
     if longest[best]:
-        figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])}"
-        label = "simulated" if study.question.simulated else "measured"
-        yield f"high-water mark: {figure} tokens ({best.label_on(study.question.device)}), {label}"
+        figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])} tokens"
+        yield f"high-water mark: {figure} ({best.label_on(question.device)}), {question.figures}"
 
 
 def _memory_only_notes(study: Study) -> Iterator[str]:

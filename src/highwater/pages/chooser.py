@@ -213,7 +213,6 @@ def places(made: Guide) -> tuple[ChooserPlace, ...]:
 
 
 def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
-    """Key of what is answered together."""
     where = own[0].model_name, table.device_name, table.gpus
     query = _query(made, [(table, own)])
     if query is None:
@@ -313,7 +312,6 @@ def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Re
 
 
 def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
-    """Answers of the table itself."""
     table, own = group[0]
     others = [
         each

@@ -224,7 +224,6 @@ def _star(prediction: Prediction) -> tuple[str, ...]:
 
 
 def _explanations(prediction: Prediction) -> Iterator[str]:
-    """All that is known of the predictions of a table."""
     limit = prediction.memory_limit
     yield from _star(prediction)
     yield RISK_IN_WORDS
