@@ -40,7 +40,7 @@ from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, pack
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training import low_bit
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.engine.training.out_of_memory import _stored
+from highwater.engine.training.out_of_memory import stored
 from highwater.engine.training.step import clip
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
@@ -250,7 +250,7 @@ def test_what_was_alive_counts_codes_and_scales(name):
         own = [
             part.untyped_storage().nbytes()
             for each in MEANS
-            for part in _stored(optimizer.state[parameter][each])
+            for part in stored(optimizer.state[parameter][each])
         ]
         assert sum(own) == OPTIMIZERS[name].moments_bytes(parameter.numel())
 

@@ -149,7 +149,8 @@ class CellOutcomes:
             return "inconclusive", reason
         if self._bracket.is_proven:
             at_end = self._results_at(end)
-            no = next(r for r in at_end if r.outcome.is_memory or self._lacks_headroom(r))
+            counts = self._question.counts_as_fit
+            no = next(r for r in at_end if r.outcome.tells and not counts(r))
             return self._why_not(no, self._named(end))
         if end > self._question.size_of(self._cell):
             on_grid = end <= self._question.grid.size
@@ -177,10 +178,6 @@ class CellOutcomes:
             had = f"{format_bytes(no.headroom_bytes)} of headroom"
         asked = format_bytes(self._question.margin_bytes)
         return "memory", f"{tokens} fit with {had}; {asked} is asked for"
-
-    def _lacks_headroom(self, result: TrialResult) -> bool:
-        has_told = result.outcome.tells and not result.outcome.is_memory
-        return has_told and not self._question.counts_as_fit(result)
 
     def _contradictions(self) -> tuple[str, ...]:
         """Contradictory trials, in words; with a token budget a longer length may pack less."""

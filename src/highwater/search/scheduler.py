@@ -134,14 +134,14 @@ class _Search:
     def _movable(self) -> CellSearch | None:
         """Return the first open search that can go on now; None if there is none."""
         flying = {id(flight.search) for flight in self._in_flight}
-        idle = (search for search in self._open if id(search) not in flying)
-        return next(filter(self._can_move, idle), None)
-
-    def _can_move(self, search: CellSearch) -> bool:
-        asked = search.ask()
-        if asked is None or self._recorded(asked) is not None:
-            return True
-        return self._runner.has_room(asked.spec)
+        for search in self._open:
+            if id(search) not in flying:
+                asked = search.ask()
+                if asked is None or self._recorded(asked) is not None:
+                    return search
+                if self._runner.has_room(asked.spec):
+                    return search
+        return None
 
     def _move(self, search: CellSearch) -> Iterator[SearchEvent]:
         """Close a finished search, or take its next trial: its recorded result, or a new start."""
@@ -300,20 +300,16 @@ def recorded_search(
             predicted = expectation(event.cell)
             if predicted is not None:
                 journal.cell_expected(predicted)
-        _record(event, journal)
+        match event:
+            case TrialStarted():
+                # Written before the trial begins: if it crashes the machine, the journal names it.
+                journal.trial_started(event.spec, attempt=event.attempt, repeat=event.repeat)
+            case TrialFinished(is_recorded=False):
+                journal.trial_finished(
+                    event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+                )
+            case CellAnswered():
+                journal.cell_answered(event.answer)
+            case _:
+                pass
         yield event
-
-
-def _record(event: SearchEvent, journal: Journal) -> None:
-    match event:
-        case TrialStarted():
-            # Written before the trial begins: if it crashes the machine, the journal names it.
-            journal.trial_started(event.spec, attempt=event.attempt, repeat=event.repeat)
-        case TrialFinished(is_recorded=False):
-            journal.trial_finished(
-                event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
-            )
-        case CellAnswered():
-            journal.cell_answered(event.answer)
-        case _:
-            return

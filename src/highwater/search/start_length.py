@@ -271,11 +271,6 @@ def read_prediction(path: Path, question: Question) -> Prediction:
     )
     what = "a prediction of this version"
     found = record_in(path, Prediction, called="prediction", what=what, hint=hint)
-    _refuse_other_trials(found, question, path, hint)
-    return found
-
-
-def _refuse_other_trials(found: Prediction, question: Question, path: Path, hint: str) -> None:
     is_engine = found.trainer == OURS and found.schema_version == PREDICTION_SCHEMA_VERSION
     if found.length_tokens is not None or not is_engine:
         raise UsageError(f"{path} does not say the longest lengths of this engine", hint=hint)
@@ -292,6 +287,7 @@ def _refuse_other_trials(found: Prediction, question: Question, path: Path, hint
         raise UsageError(problem, hint=f"predict with `--gpu-memory {memory_bytes}`")
     if not _likely_lengths(found.cells).keys() & set(question.cells):
         raise UsageError(f"{path} says nothing of {question.cells[0].label}", hint=hint)
+    return found
 
 
 def expectation(

@@ -110,7 +110,13 @@ def build(
         else:  # cut without storage, which the shards alone then get
             shard(model, list(layers), **how)
             if lora is not None and lora.base == "nf4":
-                _fill_packed(model, fill, device=device)
+                # packed one layer after the other: the whole model is never in memory unpacked
+                cut = (isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
+                assert not any(cut), "each rank has all of a model that is packed"
+                table = scale_table(device)
+                for unit in (*model.layers, model):
+                    fill.one_unit(unit)
+                    pack(unit, table)
             else:
                 model.to_empty(device="cpu" if offload else device)
                 fill.values(model)
@@ -118,16 +124,6 @@ def build(
     are_wide = (p.dtype == wide for p in model.parameters() if p.requires_grad)
     assert all(are_wide), "master parameters keep their dtype"
     return model.train()
-
-
-def _fill_packed(model: Decoder, fill: Fill, *, device: torch.device) -> None:
-    """Fill and pack one layer after the other: the model is never in memory unpacked as a whole."""
-    cut = (isinstance(p, DTensor) and not p.requires_grad for p in model.parameters())
-    assert not any(cut), "each rank has all of a model that is packed"
-    table = scale_table(device)
-    for unit in (*model.layers, model):
-        fill.one_unit(unit)
-        pack(unit, table)
 
 
 def build_on_meta(

@@ -127,7 +127,8 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
     prefix = causal_lm.base_model_prefix
     if prefix not in dict(causal_lm.named_children()) or not isinstance(head, nn.Linear):
         raise _refusal(causal_lm, f"it is not a backbone called {prefix} and a head")
-    hidden_1TE = torch.randn(1, _TOKENS, head.in_features, generator=_generator())
+    generator = torch.Generator().manual_seed(0)
+    hidden_1TE = torch.randn(1, _TOKENS, head.in_features, generator=generator)
     backbone = _Answering(hidden_1TE)
     family, small = _around(causal_lm, backbone, head)
     ids = torch.arange(_TOKENS)[None]
@@ -145,7 +146,13 @@ def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) ->
         raise _refusal(causal_lm, "its backbone is not what its head is applied to")
     off = PROOF_TOLERANCE
     if logits.shape != expected.shape or not torch.allclose(logits, expected, rtol=off, atol=off):
-        raise _refusal(causal_lm, _what_it_does(causal_lm))
+        between = [name for name, _ in causal_lm.named_children() if name != prefix]
+        config = vars(causal_lm.config)
+        names = [name for name in config if name.startswith(("logit", "final_logit"))]
+        values = ", ".join(f"{name} = {config[name]}" for name in names if config[name])
+        said = f"; its config has {values}" if values else ""
+        what = "its logits are not its head's product with the last hidden states"
+        raise _refusal(causal_lm, f"{what} (beside its backbone: {', '.join(between)}){said}")
 
 
 class _Answering(nn.Module):
@@ -203,7 +210,7 @@ def _around(
     }
     for part in (family, *family.children()):
         part.to_empty(device="cpu", recurse=part is not family)
-    generator = _generator()
+    generator = torch.Generator().manual_seed(0)
     for tensor in (*family.parameters(), *family.buffers()):
         if tensor.is_floating_point():
             tensor.data = torch.randn(tensor.shape, generator=generator)
@@ -213,25 +220,8 @@ def _around(
     return family.eval(), head
 
 
-def _what_it_does(causal_lm: PreTrainedModel) -> str:
-    prefix, config = causal_lm.base_model_prefix, causal_lm.config
-    between = [name for name, _ in causal_lm.named_children() if name != prefix]
-    names = [name for name in vars(config) if name.startswith(("logit", "final_logit"))]
-    fields = {name: value for name in names if (value := getattr(config, name))}
-    values = ", ".join(f"{name} = {value}" for name, value in fields.items())
-    said = f"; its config has {values}" if fields else ""
-    return (
-        "its logits are not its head's product with the last hidden states "
-        f"(beside its backbone: {', '.join(between)}){said}"
-    )
-
-
 def _refusal(causal_lm: PreTrainedModel, why: str) -> ModelError:
     return ModelError(
         f"{causal_lm.config.model_type} cannot be trained: {why}",
         hint="use a family whose head alone makes the logits, for example Qwen3 or Llama",
     )
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

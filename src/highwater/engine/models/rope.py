@@ -119,8 +119,15 @@ class DocumentRope(nn.Module):
         return tuple(torch.cat(each, dim=1) for each in zip(*found, strict=True))
 
     def _telling(self, layer_type: str | None, part: Part) -> int | None:
-        config = cast(PreTrainedConfig, self.theirs.config)
-        return _telling_length(self.kinds[layer_type], part.document_tokens, config, layer_type)
+        """Return a length with the frequencies of a document; None for the original ones."""
+        config: Any = self.theirs.config
+        tokens = part.document_tokens
+        if self.kinds[layer_type] != "longrope":
+            return tokens if tokens > config.max_position_embeddings else None
+        parameters: dict[str, Any] = config.rope_parameters
+        own = parameters if layer_type is None else parameters[layer_type]
+        border: int = own["original_max_position_embeddings"]
+        return border + 1 if tokens > border else None
 
     def _of_length(
         self, tokens: int | None, original_F: Tensor, layer_type: str | None, device: torch.device
@@ -212,15 +219,3 @@ def _kinds_in(config: PreTrainedConfig) -> tuple[str, ...]:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     blocks = [each for each in (parameters, *parameters.values()) if isinstance(each, dict)]
     return tuple(str(block["rope_type"]) for block in blocks if "rope_type" in block)
-
-
-def _telling_length(
-    kind: str, tokens: int, config: PreTrainedConfig, layer_type: str | None
-) -> int | None:
-    """Return a length with the frequencies of a document of ``tokens``; None for the original."""
-    if kind != "longrope":
-        return tokens if tokens > config.max_position_embeddings else None
-    parameters: dict[str, Any] = cast(Any, config).rope_parameters
-    own = parameters if layer_type is None else parameters[layer_type]
-    border: int = own["original_max_position_embeddings"]
-    return border + 1 if tokens > border else None

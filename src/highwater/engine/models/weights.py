@@ -62,10 +62,15 @@ _UNREADABLE = (
 class SavedWeights:
     """Open weights of a directory: tensors by name, read from disk when asked for."""
 
-    def __init__(self, directory: str, where: Mapping[str, Any]) -> None:
-        """``where``: the open file of every tensor, by the tensor's name."""
+    def __init__(
+        self, directory: str, where: Mapping[str, Any], written: Mapping[str, str] | None = None
+    ) -> None:
+        """``where``: the open file of every tensor, by the tensor's name; ``written``: the name
+        that it has there, if that is another.
+        """
         self.directory = directory
         self._where = where
+        self._written = {name: name for name in where} if written is None else written
 
     def has(self, name: str) -> bool:
         """True if a tensor of this name was saved."""
@@ -73,7 +78,7 @@ class SavedWeights:
 
     def has_same(self, name: str, other: str) -> bool:
         """True if two tensors have the same values."""
-        one, two = (self._where[n].get_slice(n) for n in (name, other))
+        one, two = self._slice(name), self._slice(other)
         if _shape(one) != _shape(two):
             return False
         # By rows, so that neither tensor is whole in memory.
@@ -93,8 +98,8 @@ class SavedWeights:
                     hint="remove one of them: save the model with transformers' save_pretrained, "
                     "and give that directory",
                 )
-        where = {names[name]: _Renamed(file, name) for name, file in self._where.items()}
-        return SavedWeights(self.directory, where)
+        where = {names[name]: file for name, file in self._where.items()}
+        return SavedWeights(self.directory, where, {names[name]: name for name in self._where})
 
     @property
     def names(self) -> Collection[str]:
@@ -141,7 +146,7 @@ class SavedWeights:
                 local_shard(parameter).detach().copy_(self._read(name, start, stop))
         for name, buffer in buffers.items():
             if name in self._where:
-                buffer.copy_(self._where[name].get_tensor(name))
+                buffer.copy_(self._tensor(name))
 
     def _names(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Return the tensors that make up a parameter; ModelError for a wrong shape or a lack."""
@@ -165,25 +170,27 @@ class SavedWeights:
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         if name in self._where:
-            return self._where[name].get_slice(name)[start:stop]
+            return self._slice(name)[start:stop]
         if name + MXFP4_BLOCKS in self._where:
-            parts = [
-                self._where[p].get_slice(p) for p in (name + MXFP4_BLOCKS, name + MXFP4_SCALES)
-            ]
+            parts = [self._slice(name + kind) for kind in (MXFP4_BLOCKS, MXFP4_SCALES)]
             rows = range(start, stop)
             return torch.cat([dequantised(*(part[n : n + 1] for part in parts)) for n in rows])
         fused = cast(re.Match[str], _FUSED_EXPERTS.fullmatch(name))
         # One row of a fused parameter is one expert, whose matrices are separate in the files.
-        experts = [
-            [self._where[n].get_tensor(n) for n in _expert_names(fused, expert)]
-            for expert in range(start, stop)
-        ]
-        return torch.stack([torch.cat(parts) for parts in experts])
+        experts = [_expert_names(fused, expert) for expert in range(start, stop)]
+        return torch.stack([torch.cat([*map(self._tensor, names)]) for names in experts])
+
+    def _tensor(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(self._written[name])
+
+    def _slice(self, name: str) -> Any:
+        """Return safetensors' slice, which reads only the rows that it is asked for."""
+        return self._where[name].get_slice(self._written[name])
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self._where:
             raise self._lack(name)
-        found = _shape(self._where[name].get_slice(name))
+        found = _shape(self._slice(name))
         if found != expected:
             raise ModelError(
                 f"{name} in {self.directory} is of shape {found}, the config asks for {expected}",
@@ -209,22 +216,6 @@ class _Unpickled:
         return self._tensors[name]
 
     get_slice = get_tensor
-
-
-class _Renamed:
-    """A tensor of an open file, under another name than the file's."""
-
-    def __init__(self, file: Any, name: str) -> None:
-        self._file = file
-        self._name = name
-
-    def get_tensor(self, _: str) -> Tensor:
-        """Return the whole tensor."""
-        return self._file.get_tensor(self._name)
-
-    def get_slice(self, _: str) -> Any:
-        """Return safetensors' slice, which reads only the rows that it is asked for."""
-        return self._file.get_slice(self._name)
 
 
 @contextmanager
@@ -262,8 +253,7 @@ def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:
 
 
 def _expert_names(fused: re.Match[str], expert: int) -> list[str]:
-    parts = ("gate_proj", "up_proj") if fused[2] == "gate_up_proj" else ("down_proj",)
-    return [f"{fused[1]}.{expert}.{part}.weight" for part in parts]
+    return [f"{fused[1]}.{expert}.{part}.weight" for part in _PARTS[fused[2]]]
 
 
 def _shape(part: Any) -> tuple[int, ...]:

@@ -42,19 +42,15 @@ def put(kernel: Kernel) -> None:
         is_gpu = x.device.type == "cuda"
         return _RmsNormStub.apply(x, weight) if is_gpu else norm(x, list(shape), weight, eps)
 
-    def cudnn(
+    def attention(
         q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, **_: bool
     ) -> Tensor:
-        return aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, is_causal, False, scale=scale
-        )[0]
-
-    def flash(
-        q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, **_: bool
-    ) -> Tensor:
-        return aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, is_causal, False, scale=scale
-        )[0]
+        how = (0.0, is_causal, False)
+        if kernel == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, *how, scale=scale)[
+                0
+            ]
+        return aten._scaled_dot_product_flash_attention(q, k, v, *how, scale=scale)[0]
 
     def statistics(logits_NV: Tensor, *_: Any) -> tuple[Tensor, ...]:
         return torch.empty(3, len(logits_NV), dtype=torch.float32, device=logits_NV.device).unbind()
@@ -68,7 +64,7 @@ def put(kernel: Kernel) -> None:
 
     names: Any = F
     names.rms_norm = rms_norm
-    names.scaled_dot_product_attention = {"cudnn": cudnn, "flash": flash}[kernel]
+    names.scaled_dot_product_attention = attention
     loose: Any = (
         *(process_mesh, gate_kernels, rotary_kernels, row_kernels, model, fill),
         *(trinity_step, weights, transformers.masking_utils),

@@ -192,7 +192,6 @@ def on_fsdp1(
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     seed: int = 0,
-    use_orig_params: bool = False,
 ) -> Decoder:
     """Shard the actor by FSDP1, with recomputed layers; its parameters are FSDP1's vectors, as in
     verl. Weights are filled as in ``model.build``.
@@ -200,12 +199,10 @@ def on_fsdp1(
     recompute_layers(actor.layers)
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
-        how: dict[str, Any] = {
-            "mesh": mesh,
-            "compute_dtype": compute_dtype,
-            "use_orig_params": use_orig_params,
-        }
-        wrapped = shard_flat(actor, actor.layers, materialise=fill.one_unit, **how)
+        how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype}
+        wrapped = shard_flat(
+            actor, actor.layers, materialise=fill.one_unit, use_orig_params=False, **how
+        )
     fill.finish()
     return cast(Decoder, wrapped).train()
 

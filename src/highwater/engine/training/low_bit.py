@@ -74,7 +74,10 @@ class LowBitAdamW(torch.optim.Optimizer):
         # Numbers that change with the step are tensors: plain ones would compile anew each time.
         correction = (1 - beta2**step) ** 0.5
         changing = (1 - rate * group["weight_decay"], rate / (1 - beta1**step), correction)
-        with seeded(own.device, step, number, _shard_number(parameter)):
+        shard = 0  # the number of this rank's shard, the same in every copy
+        if isinstance(parameter, DTensor):
+            shard = parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)
+        with seeded(own.device, step, number, shard):
             update(
                 own,
                 local_shard(parameter.grad),
@@ -199,10 +202,3 @@ def seeded(device: torch.device, *numbers: int) -> Generator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
-
-
-def _shard_number(parameter: Tensor) -> int:
-    """Return the number of this rank's shard, the same in every copy."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    return parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1)

@@ -71,7 +71,8 @@ class MemoryProfiler:
         try:
             write_snapshot(self.path)
         finally:
-            _end()
+            _record(None)
+            _name_phase("")
         return self.path
 
     def __enter__(self) -> Self:
@@ -138,7 +139,8 @@ class TrialProfiler:
 
     def end(self) -> None:
         """Stop recording."""
-        _end()
+        _record(None)
+        _name_phase("")
 
     @property
     def _path(self) -> Path:
@@ -176,11 +178,6 @@ def _try(write: Callable[[], object], path: Path) -> None:
     except Exception as problem:  # noqa: BLE001 -- the failure is what is raised
         told = f"{type(problem).__name__}: {problem}"
         sys.stderr.write(f"no memory snapshot was written to {path}: {told}\n")
-
-
-def _end() -> None:
-    _record(None)
-    _name_phase("")
 
 
 def _record(

@@ -12,7 +12,6 @@ name.
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import FrameType, TracebackType
@@ -89,23 +88,6 @@ _PASSES = ("forward", "backward", "experience")
 """Phases in which activations are allocated."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moment:
-    """Readings of the allocator and the engine at the moment when a request found no room."""
-
-    requested_bytes: int
-    requested_by: str | None
-    device_free_bytes: int
-    allocated_bytes: int
-    reserved_bytes: int
-    largest_free_bytes: int
-    logits_bytes: int
-    gradients_bytes: int
-    communication_bytes: int
-    phase: str
-    layer: int | None
-
-
 class OutOfMemoryWatch:
     """Knows the tensors that live from step to step, and notes all else when memory runs out."""
 
@@ -117,7 +99,7 @@ class OutOfMemoryWatch:
         self._parameters_bytes = self._gradients_bytes = self._optimizer_bytes = 0
         self._lasting: set[int] = set()
         self._besides_bytes: int | None = None
-        self._moment: _Moment | None = None
+        self._noted: tuple[AliveMemory, str, int | None] | None = None
         if device.type == "cuda":
             attach: Any = torch._C._cuda_attach_out_of_memory_observer  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
             attach(self._note)
@@ -145,43 +127,14 @@ class OutOfMemoryWatch:
         """Note what else is allocated between two steps: workspaces and buffers."""
         if self._device.type == "cuda":
             allocated = torch.cuda.memory_allocated(self._device)
-            self._besides_bytes = max(0, allocated - self._lasting_bytes)
+            lasting = self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
+            self._besides_bytes = max(0, allocated - lasting)
 
     def alive(self, error: BaseException) -> tuple[AliveMemory, str, int | None]:
         """Return what was alive when ``error`` was raised, its phase and its layer."""
-        moment = self._moment
-        if moment is None:
-            return self._without_moment(error), self._where.phase, self._where.layer
-        lasting = self._lasting_bytes - self._gradients_bytes + moment.gradients_bytes
-        rest = moment.allocated_bytes - lasting - moment.logits_bytes - moment.communication_bytes
-        besides = rest if self._besides_bytes is None else min(rest, self._besides_bytes)
-        is_pass = moment.phase in _PASSES and self._besides_bytes is not None
-        activations = max(0, rest - besides) if is_pass else 0
-        return (
-            AliveMemory(
-                parameters_bytes=self._parameters_bytes,
-                gradients_bytes=moment.gradients_bytes,
-                optimizer_states_bytes=self._optimizer_bytes,
-                activations_bytes=activations,
-                logits_bytes=moment.logits_bytes,
-                communication_bytes=moment.communication_bytes,
-                unattributed_bytes=max(0, rest - activations),
-                allocated_bytes=moment.allocated_bytes,
-                reserved_bytes=moment.reserved_bytes,
-                largest_free_bytes=moment.largest_free_bytes,
-                requested_bytes=moment.requested_bytes,
-                requested_by=moment.requested_by,
-                device_free_bytes=moment.device_free_bytes,
-            ),
-            moment.phase,
-            moment.layer,
-        )
+        return self._noted or (self._unnoted(error), self._where.phase, self._where.layer)
 
-    @property
-    def _lasting_bytes(self) -> int:
-        return self._parameters_bytes + self._gradients_bytes + self._optimizer_bytes
-
-    def _without_moment(self, error: BaseException) -> AliveMemory:
+    def _unnoted(self, error: BaseException) -> AliveMemory:
         """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
         every = list(_frames_of(error.__traceback__))
@@ -214,22 +167,34 @@ class OutOfMemoryWatch:
                 if block["state"] == "inactive"
             )
             training = self._training
-            gradients = self._storages(
+            found = self._storages(
                 chain(_weight_gradients(frames), () if training is None else _gradients(training))
             )
-            self._moment = _Moment(
+            gradients = max(self._gradients_bytes, sum(found.values()))
+            logits = self._bytes(self._logits(frames))
+            communication = self._gathered_bytes(besides=found)
+            allocated = stats["allocated_bytes.all.current"]
+            lasting = self._parameters_bytes + gradients + self._optimizer_bytes
+            rest = allocated - lasting - logits - communication
+            activations = 0
+            if self._where.phase in _PASSES and self._besides_bytes is not None:
+                activations = max(0, rest - self._besides_bytes)
+            alive = AliveMemory(
+                parameters_bytes=self._parameters_bytes,
+                gradients_bytes=gradients,
+                optimizer_states_bytes=self._optimizer_bytes,
+                activations_bytes=activations,
+                logits_bytes=logits,
+                communication_bytes=communication,
+                unattributed_bytes=max(0, rest - activations),
+                allocated_bytes=allocated,
+                reserved_bytes=stats["reserved_bytes.all.current"],
+                largest_free_bytes=max(blocks, default=0),
                 requested_bytes=requested,
                 requested_by=_place(callers),
                 device_free_bytes=device_free,
-                allocated_bytes=stats["allocated_bytes.all.current"],
-                reserved_bytes=stats["reserved_bytes.all.current"],
-                largest_free_bytes=max(blocks, default=0),
-                logits_bytes=self._bytes(self._logits(frames)),
-                gradients_bytes=max(self._gradients_bytes, sum(gradients.values())),
-                communication_bytes=self._gathered_bytes(besides=gradients),
-                phase=self._where.phase,
-                layer=self._where.layer,
             )
+            self._noted = alive, self._where.phase, self._where.layer
         except Exception as error:  # noqa: BLE001 -- called by the allocator, which goes on to raise
             sys.stderr.write(f"what was alive cannot be told: {type(error).__name__}: {error}\n")
 
@@ -267,7 +232,7 @@ class OutOfMemoryWatch:
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, int]:
         """Bytes of the storages of the tensors that are on the device, by address."""
         storages: dict[int, int] = {}
-        for own in chain.from_iterable(map(_stored, tensors)):
+        for own in chain.from_iterable(map(stored, tensors)):
             if own.device.type == self._device.type:
                 storage = own.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -275,15 +240,14 @@ class OutOfMemoryWatch:
         return storages
 
 
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
+def stored(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors of this rank's shard: 8-bit moments are codes and scales."""
     own: Any = local_shard(tensor)
     if not is_traceable_wrapper_subclass(own):
         yield own
         return
-    names, _ = own.__tensor_flatten__()
-    for name in names:
-        yield from _stored(getattr(own, name))
+    for name in own.__tensor_flatten__()[0]:
+        yield from stored(getattr(own, name))
 
 
 def _models(training: Training) -> Iterator[nn.Module]:

@@ -71,7 +71,13 @@ def take_context(spec: TrialSpec) -> RankContext:
         )
     shape = load_model(spec.model_directory).shape
     if shape.window_tokens is not None and device.type == "cuda":
-        _prove_windows(device, shape.head_dim)
+        # proven before anything else is allocated: the proof's memory is freed again
+        if not computes_windows(device, compute_dtype(device), shape.head_dim):
+            sys.stdout.write(
+                f"flash attention computes no window for heads of {shape.head_dim} on this GPU: "
+                "layers that have one take the plain path, which is slower\n"
+            )
+        torch.cuda.empty_cache()
     kernel = select_kernel(
         device,
         compute_dtype(device),
@@ -100,16 +106,6 @@ def device_of(device: Device) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _prove_windows(device: torch.device, head_dim: int) -> None:
-    """Prove flash attention's windows on this GPU beforehand, and free the proof's memory."""
-    if not computes_windows(device, compute_dtype(device), head_dim):
-        sys.stdout.write(
-            f"flash attention computes no window for heads of {head_dim} on this GPU: layers that "
-            "have one take the plain path, which is slower\n"
-        )
-    torch.cuda.empty_cache()
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

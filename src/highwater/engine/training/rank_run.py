@@ -148,7 +148,20 @@ class RankRun(ABC):
     def assembled(self) -> tuple[Training, RankContext]:
         """Join the groups and build everything that lives as long as the training."""
         transformers_logging.set_verbosity_error()
-        context = self._take_context()
+        context = take_context(self.spec)
+        self.watch = MemoryWatch(context.device)
+        settings = allocator_settings(context.device)
+        asked = str(self.spec.settings.allocator == "expandable")
+        if settings.get("expandable_segments", asked) != asked:
+            raise RuntimeError(
+                f"the allocator runs with expandable_segments {settings['expandable_segments']}, "
+                f"asked for {asked}"
+            )
+        is_gpu = context.device.type == "cuda"
+        device_name = torch.cuda.get_device_name(context.device) if is_gpu else "CPU"
+        self.report = self.with_(
+            attention_kernel=context.kernel, allocator_settings=settings, device_name=device_name
+        )
         self.profiler = profiler_of(self.spec, self.report.rank)
         self.where = LayerWatch(None if self.profiler is None else self.profiler.enter)
         self.out_of_memory = OutOfMemoryWatch(context.device, self.where)
@@ -166,9 +179,8 @@ class RankRun(ABC):
                 f"random weights, of seed {self.spec.seed}: {self.spec.model_directory} has none\n"
             )
         if self.spec.statistics is not None:
-            name = self.report.device_name or ""
             self.statistics_log = StatisticsLog(
-                self.spec, self.spec.statistics, training, device_name=name
+                self.spec, self.spec.statistics, training, device_name=device_name
             )
         return training, context
 
@@ -221,24 +233,6 @@ class RankRun(ABC):
     def snapshot(self) -> RankReport:
         """Return the report as of now, memory peaks included."""
         return self.with_(memory=self.watch.peaks()) if self.watch else self.report
-
-    def _take_context(self) -> RankContext:
-        context = take_context(self.spec)
-        self.watch = MemoryWatch(context.device)
-        settings = allocator_settings(context.device)
-        asked = str(self.spec.settings.allocator == "expandable")
-        if settings.get("expandable_segments", asked) != asked:
-            raise RuntimeError(
-                f"the allocator runs with expandable_segments {settings['expandable_segments']}, "
-                f"asked for {asked}"
-            )
-        is_gpu = context.device.type == "cuda"
-        self.report = self.with_(
-            attention_kernel=context.kernel,
-            allocator_settings=settings,
-            device_name=torch.cuda.get_device_name(context.device) if is_gpu else "CPU",
-        )
-        return context
 
     def enter(self, phase: str) -> None:
         """Note that a phase of a step begins."""

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.engine.data.store import (
     MANIFEST_FILE,
@@ -32,9 +30,9 @@ from highwater.engine.data.store import (
     write_durably,
     write_manifest,
 )
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.parallel.mesh import copies
 from highwater.engine.training.checkpoint import load_sharded, save_sharded
+from highwater.engine.training.out_of_memory import stored
 from highwater.engine.training.rank_context import agreed, gathered
 from highwater.engine.training.shard_reader import INDEX_FILE
 from highwater.engine.training.step import Training
@@ -338,17 +336,8 @@ def checkpoint_bytes(training: Training) -> int:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 for each in (parameter.detach(), *optimizer.state.get(parameter, {}).values()):
-                    own += sum(part.nbytes for part in _stored(local_shard(each)))
+                    own += sum(part.nbytes for part in stored(each))
     return sum(gathered(own, training.mesh, kind=int)) // copies(training.mesh)
-
-
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tensor: 8-bit moments are codes and scales."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield getattr(tensor, name)
 
 
 def _own(partial: Path, rank: int) -> Iterator[Path]:

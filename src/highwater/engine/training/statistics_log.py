@@ -75,8 +75,16 @@ class StatisticsLog:
                 statistics.add(name, peak)
         numbers = statistics.export(most_documents=record.most_documents)
         if self._files is not None:
-            rates = self._rates(numbers) | {"statistics_time_s": time.perf_counter() - began}
-            told = numbers | rates
+            tokens, flops, time_s = (
+                numbers[name] for name in ("n_tokens", "model_flops", "step_time_s")
+            )
+            assert isinstance(tokens, int)
+            assert isinstance(flops, float)
+            assert isinstance(time_s, float)
+            told = numbers | {"tokens_per_s": tokens / time_s}
+            if self._flops_per_s is not None:
+                told["mfu"] = flops / time_s / self._flops_per_s
+            told["statistics_time_s"] = time.perf_counter() - began
             self._files.write(step, {name: told[name] for name in QUANTITIES if name in told})
 
     def write_evaluation(self, step: int, loss: float) -> None:
@@ -93,18 +101,6 @@ class StatisticsLog:
             for length, count in lengths.items()
         )
         return flops / self._statistics.coordinates.sharing
-
-    def _rates(self, numbers: Mapping[str, Reduced]) -> dict[str, Reduced]:
-        tokens, flops, time_s = (
-            numbers[name] for name in ("n_tokens", "model_flops", "step_time_s")
-        )
-        assert isinstance(tokens, int)
-        assert isinstance(flops, float)
-        assert isinstance(time_s, float)
-        rates: dict[str, Reduced] = {"tokens_per_s": tokens / time_s}
-        if self._flops_per_s is not None:
-            rates["mfu"] = flops / time_s / self._flops_per_s
-        return rates
 
 
 class _Files:

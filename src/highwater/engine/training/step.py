@@ -30,21 +30,12 @@ from highwater.engine.training.step_record import StepRecord
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
+from highwater.nouns.protocols import OnPhase, unheard
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
-EnterPhase = Callable[[str], None]
-"""Listener that is called with the name of each phase as it begins."""
 UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
 """Callback for a model and its optimizer, called once its gradients are complete."""
-
-
-def _nobody(phase: str) -> None:
-    """Ignore the phase."""
-
-
-def _leave(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Leave a model's gradients as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +93,7 @@ class Training:
 
 
 def train_step(
-    training: Training, micro_batches: Sequence[Batch], *, enter: EnterPhase = _nobody
+    training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase = unheard
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Train one step on this rank's micro-batches; returns the policy's loss over the whole batch,
     and the gradients' norms.
@@ -127,8 +118,8 @@ def backward_of(
     training: Training,
     micro_batches: Sequence[Batch],
     *,
-    enter: EnterPhase = _nobody,
-    then: UseGradients = _leave,
+    enter: OnPhase = unheard,
+    then: UseGradients = lambda _, __: None,
 ) -> Tensor:
     """Add the gradients of all micro-batches to the shards; returns this rank's share of the
     policy's loss.
@@ -406,7 +397,7 @@ def _critic_loss(
     )
 
 
-def _backward(share: Tensor, model: nn.Module, enter: EnterPhase) -> Tensor:
+def _backward(share: Tensor, model: nn.Module, enter: OnPhase) -> Tensor:
     enter("backward")
     with adding_up(model):
         share.backward()

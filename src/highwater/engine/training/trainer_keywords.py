@@ -56,36 +56,27 @@ def trial_of(
     step; its hint is in keywords.
     """
     try:
-        return _trial_of(model, length_tokens, settings, seed=seed)
+        _refuse_what_is_no_steps(settings)
+        device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+        request = request_from({"model": model, "device": device, **settings}, keywords=True)
+        device, ranks = request.device or device, int(os.environ.get("WORLD_SIZE", "1"))
+        request = msgspec.structs.replace(request, gpus=(ranks,), device=device, allow_busy=True)
+        _refuse_unsavable(request, length_tokens)
+        profiling, snapshots = request.memory_profiler, None
+        refuse_profiling(profiling, device=device)
+        spec = plan_trial(request, _machine(device, ranks), length_tokens)
     except HighwaterError as error:
         error.hint = in_keywords(error.hint)
         raise
+    if profiling is not None:  # a loop has no log for snapshots to lie beside
+        directory = Path(request.log_dir).resolve() / SNAPSHOTS
+        snapshots = SnapshotOrder(directory=str(directory), profiling=profiling)
+    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=snapshots), request
 
 
 def in_keywords(hint: str) -> str:
     """Rewrite a command line's hint with keywords in place of flags."""
     return _FLAGS.sub(_as_keywords, hint)
-
-
-def _trial_of(
-    model: str, length_tokens: int, settings: Mapping[str, Any], *, seed: int
-) -> tuple[TrialSpec, Request]:
-    _refuse_what_is_no_steps(settings)
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    request = request_from({"model": model, "device": device, **settings}, keywords=True)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    request = msgspec.structs.replace(
-        request, gpus=(ranks,), device=request.device or device, allow_busy=True
-    )
-    _refuse_unsavable(request, length_tokens)
-    assert request.device is not None
-    profiling, snapshots = request.memory_profiler, None
-    refuse_profiling(profiling, device=request.device)
-    spec = plan_trial(request, _machine(request.device, ranks), length_tokens)
-    if profiling is not None:  # a loop has no log for snapshots to lie beside
-        directory = Path(request.log_dir).resolve() / SNAPSHOTS
-        snapshots = SnapshotOrder(directory=str(directory), profiling=profiling)
-    return msgspec.structs.replace(spec, seed=seed, memory_snapshots=snapshots), request
 
 
 def _as_keywords(flags: re.Match[str]) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -71,7 +70,10 @@ class TrainingRun(RankRun):
         if self._saved_step != self._state.step:
             self._save(training)
         if self._state.step == spec.steps:
-            self._export(training)
+            self.where.enter("save")
+            self._say(phase="writing the model")
+            source, target = Path(self.spec.model_directory), Path(spec.model_directory)
+            export(training, target, source=source, merged=self.spec.settings.lora_merged)
         self.where.enter("report")
         self._say(phase="done" if self._state.step == spec.steps else "stopped")
 
@@ -85,9 +87,11 @@ class TrainingRun(RankRun):
         if state.run_digest != self._state.run_digest:
             raise UsageError(
                 f"{self.training_spec.output_directory} has checkpoints of another training",
-                hint=f"use `--output {self.training_spec.output_directory}-2`",
+                hint=f"use `{self._elsewhere}`",
             )
-        self._state = _without_other_best(state, self.training_spec)
+        self._state, evaluation = state, self.training_spec.evaluation
+        if evaluation and state.evaluation_digest not in (None, evaluation.digest):
+            self._state = msgspec.structs.replace(state, best_step=None, best_loss=None)
         self._keep_lines_up_to(state.step)
         sys.stdout.write(f"goes on after step {state.step}\n")
 
@@ -106,7 +110,7 @@ class TrainingRun(RankRun):
             with self.profiler.step(step - 1) if self.profiler else nullcontext():
                 self.step(training, own, number=step)
         except FloatingPointError as error:  # raised on all ranks, as they share losses and norms
-            raise self._refusal_of(str(error), _broken_in(training, batches), step) from error
+            raise self._refusal_of(str(error), *_broken_in(training, batches), step) from error
         loss = self.report.losses[-1]
         self._state = msgspec.structs.replace(
             self._state, step=step, losses=(*self._state.losses, loss), evaluation_loss=None
@@ -121,31 +125,36 @@ class TrainingRun(RankRun):
             seconds=self._progress.seconds + self.report.step_times_s[-1],
         )
 
-    def _refusal_of(self, what: str, found: "_Broken", step: int) -> UsageError:
+    def _refusal_of(
+        self, what: str, broken: Sequence[str], every: Sequence[str], step: int
+    ) -> UsageError:
         """Return the error for a step whose loss is not finite, with what to type."""
         kept = self._what_is_kept()
-        elsewhere = f"--output {self.training_spec.output_directory}-2"
-        if found.broken and set(found.broken) != set(found.every):
+        if broken and set(broken) != set(every):
             return UsageError(
-                f"{what}: it broke in {_some_of(found.broken)}; {kept}",
-                hint=f"look at what is there, leave it out of the data, and use `{elsewhere}`",
+                f"{what}: it broke in {_some_of(broken)}; {kept}",
+                hint="look at what is there, leave it out of the data, and use "
+                f"`{self._elsewhere}`",
             )
-        problem = f"{what}: the step had {_some_of(found.every)}; {kept}"
+        problem = f"{what}: the step had {_some_of(every)}; {kept}"
         if step == 1:
             return UsageError(
                 problem,
                 hint=f"the weights in {self.spec.model_directory} are broken, or all of these "
-                f"documents are: mend them, and use `{elsewhere}`",
+                f"documents are: mend them, and use `{self._elsewhere}`",
             )
         return self._too_fast(problem)
 
     def _too_fast(self, problem: str) -> UsageError:
         rate = self.spec.hyperparameters.learning_rate
         lower = min(rate / 10, Hyperparameters().learning_rate)
-        elsewhere = f"--output {self.training_spec.output_directory}-2"
         return UsageError(
-            problem, hint=f"train more slowly: `--learning-rate {lower:g} {elsewhere}`"
+            problem, hint=f"train more slowly: `--learning-rate {lower:g} {self._elsewhere}`"
         )
+
+    @property
+    def _elsewhere(self) -> str:
+        return f"--output {self.training_spec.output_directory}-2"
 
     def _what_is_kept(self) -> str:
         latest = self._checkpoints.latest()
@@ -194,16 +203,6 @@ class TrainingRun(RankRun):
         self._checkpoints.save(training, self._state)
         self._saved_step = self._state.step
 
-    def _export(self, training: Training) -> None:
-        self.where.enter("save")
-        self._say(phase="writing the model")
-        export(
-            training,
-            Path(self.training_spec.model_directory),
-            source=Path(self.spec.model_directory),
-            merged=self.spec.settings.lora_merged,
-        )
-
     def _stop(self, *_: object) -> None:
         self._is_told_to_stop = True
 
@@ -215,36 +214,23 @@ class TrainingRun(RankRun):
         self._on_progress(to_json(self._progress))
 
 
-class _Broken(NamedTuple):
-    """Names of the documents of a step whose loss is not finite."""
-
-    broken: tuple[str, ...]
-    """Documents with a trained token whose log-probability is not finite."""
-    every: tuple[str, ...]
-
-
-def _broken_in(training: Training, rows: Sequence[OwnRow]) -> _Broken:
-    """Find the documents whose loss is not finite, over all ranks."""
+def _broken_in(training: Training, rows: Sequence[OwnRow]) -> tuple[Sequence[str], Sequence[str]]:
+    """Name the documents with a trained token whose log-probability is not finite, and all
+    documents, over all ranks.
+    """
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
         broken += [row.names[each] for each in row.batch.documents_N[is_broken_N].unique().tolist()]
     every = [name for row in rows for name in row.names]
     of_all = gathered((broken, every), training.mesh, kind=tuple[list[str], list[str]])
-    return _Broken(*(tuple(dict.fromkeys(chain(*names))) for names in zip(*of_all, strict=True)))
+    all_broken, all_names = zip(*of_all, strict=True)
+    return list(dict.fromkeys(chain(*all_broken))), list(dict.fromkeys(chain(*all_names)))
 
 
 def _some_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return f"{', '.join(names[:_MOST_NAMED])}{more}"
-
-
-def _without_other_best(state: RunState, spec: TrainingSpec) -> RunState:
-    """Return the state to resume, without a best loss that is of another evaluation corpus."""
-    digest = None if spec.evaluation is None else spec.evaluation.digest
-    if digest is None or state.evaluation_digest in (None, digest):
-        return state
-    return msgspec.structs.replace(state, best_step=None, best_loss=None)
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:

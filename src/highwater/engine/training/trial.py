@@ -51,7 +51,11 @@ class Trial(RankRun):
                 self.step(training, own, number=step)
                 self._save_what_is_due(training, last=step == self.spec.steps)
         self.where.enter("report")
-        self._stay_within_budget()
+        assert self.watch is not None
+        if self.report.budget is not None:  # a trial that fit only by using more did not fit
+            why = past_budget(self.watch.peaks(), self.report.budget)
+            if why is not None:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
 
     def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
         """Raise UsageError if ranks that share a sequence were given different documents."""
@@ -100,11 +104,3 @@ class Trial(RankRun):
             raise OSError(error.errno, error.strerror, where) from error
         done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
         self.report = self.with_(saves=(*self.report.saves, done))
-
-    def _stay_within_budget(self) -> None:
-        """Raise OutOfMemoryError if the trial fit only by using more than its budget."""
-        assert self.watch is not None
-        if self.report.budget is not None:
-            why = past_budget(self.watch.peaks(), self.report.budget)
-            if why is not None:
-                raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")

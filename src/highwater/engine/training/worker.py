@@ -22,7 +22,7 @@ from highwater.errors import HighwaterError
 from highwater.nouns.oom import exhausted_memory
 from highwater.nouns.protocols import OnPhase, leave, tell_phase
 from highwater.nouns.secrets import LOGGED, kept
-from highwater.nouns.trial import AliveMemory, Failure, FailureKind, RankReport, TrialSpec
+from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec
 from highwater.units import MIB
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ def run_rank(spec: TrialSpec, made: Callable[[OnPhase], "RankRun"], reports: Pat
         _write(reports, run.snapshot())
     except BaseException as error:  # noqa: BLE001 -- the process edge: the whole error is recorded
         try:
-            kind = _kind(error, spec)
+            kind: FailureKind = "refused"
+            if not isinstance(error, HighwaterError):
+                spent = exhausted_memory(error, device=spec.device, is_spent=_is_spent)
+                kind = spent or "error"
             # under the limit there may be too little memory left for a report
             resource.setrlimit(resource.RLIMIT_DATA, before)
             try:  # the report first: the log's disk may be full
@@ -88,12 +91,6 @@ def _tell(reports: Path, phase: str) -> None:
         tell_phase(reports, phase)
 
 
-def _kind(error: BaseException, spec: TrialSpec) -> FailureKind:
-    if isinstance(error, HighwaterError):
-        return "refused"
-    return exhausted_memory(error, device=spec.device, is_spent=_is_spent) or "error"
-
-
 def _is_spent() -> bool:
     """True if this process can get no more memory."""
     try:
@@ -108,8 +105,11 @@ def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> R
     hint = error.hint if isinstance(error, HighwaterError) else None
     phase, layer = (run.where.phase, run.where.layer) if run else ("setup", None)
     alive = None
-    if run is not None and kind == "device_memory":
-        alive, phase, layer = _alive(run, error)
+    if run is not None and run.out_of_memory is not None and kind == "device_memory":
+        try:
+            alive, phase, layer = run.out_of_memory.alive(error)
+        except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
+            traceback.print_exc()
     failure = Failure(
         kind=kind,
         phase=phase,
@@ -120,16 +120,6 @@ def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> R
         alive=alive,
     )
     return msgspec.structs.replace(_last_report(run), failure=failure)
-
-
-def _alive(run: "RankRun", error: BaseException) -> tuple[AliveMemory | None, str, int | None]:
-    """Return what was alive when memory ran out, with phase and layer of the step."""
-    try:
-        if run.out_of_memory is not None:
-            return run.out_of_memory.alive(error)
-    except Exception:  # noqa: BLE001 -- the process edge: the failure itself is told all the same
-        traceback.print_exc()
-    return None, run.where.phase, run.where.layer
 
 
 def _text(error: BaseException) -> str:
