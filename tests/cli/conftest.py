@@ -20,6 +20,12 @@ BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
 
+SIMULATED_ON_THE_CPU = (
+    *("--device", "cpu", "--memory", "1GiB", "--dry-run", "--start-length", "256"),
+    *("--resolution", "256", "--max-length", "1k"),
+)
+"""The same of a few short lengths on processes of the CPU."""
+
 FORKED = {
     "highwater": "highwater.cli.app:main",
     "search_context_length_capacity": "highwater.cli.search_context_length_capacity:main",

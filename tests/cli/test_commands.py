@@ -13,7 +13,6 @@ from conftest import SIMULATED, Run, following, offered, refusal
 
 from highwater import study_report
 from highwater.api.search import open_study
-from highwater.cli.grammar import commands
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.study import Study
@@ -142,13 +141,6 @@ def test_the_published_schema_is_current(highwater):
     assert (ROOT / "docs" / "study.schema.json").read_text() == printed, (
         "`highwater schema > docs/study.schema.json` renews it"
     )
-
-
-@pytest.mark.parametrize("command", commands())
-def test_every_command_explains_itself(highwater, command):
-    done = highwater(command, "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: highwater {command}")
 
 
 def test_every_model_is_listed_with_its_id_and_its_source(highwater):

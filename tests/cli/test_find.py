@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from conftest import BIN, SIMULATED, following, refusal
 
 from highwater.cli.commands import exit_code
@@ -145,27 +144,13 @@ def test_a_hint_with_any_name_in_it_can_be_pasted_into_a_shell(highwater, tmp_pa
 
 def test_the_next_command_with_any_name_in_it_can_be_pasted_into_a_shell(highwater, tiny, tmp_path):
     model = tiny.rename(tmp_path / EVIL)
-    done = highwater(
-        "find",
-        str(model),
-        "--device",
-        "cuda",
-        "--memory",
-        "8 GiB",
-        "--dry-run",
-        "--study",
-        f"{EVIL}/s.jsonl",
-    )
-    assert typed(tmp_path, done.stderr.splitlines()[-1].removeprefix("next: ")).returncode == 0
-    done = highwater(
-        "try", str(model), "--length", "4k", "--device", "cuda", "--memory", "8 GiB", "--dry-run"
-    )
-    assert (
-        typed(
-            tmp_path, f"{done.stderr.splitlines()[-1].removeprefix('next: ')} --dry-run"
-        ).returncode
-        == 0
-    )
+    small = ("--device", "cuda", "--memory", "8 GiB", "--dry-run")
+    for words, more in (
+        (("find", str(model), *small, "--study", f"{EVIL}/s.jsonl"), ""),
+        (("try", str(model), "--length", "4k", *small), " --dry-run"),
+    ):
+        command = highwater(*words).stderr.splitlines()[-1].removeprefix("next: ")
+        assert typed(tmp_path, command + more).returncode == 0
     assert list(tmp_path.rglob("pwned")) == []
 
 
@@ -188,25 +173,6 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(hig
     assert "nothing set, 1 GPU" in answers[0]
     assert "2 GPUs" not in answers[0]
     assert "chunked" not in answers[0]
-
-
-def test_a_token_budget_of_the_flags_overrides_a_files_number_of_sequences_and_is_printed_alone(
-    highwater, tmp_path
-):
-    path = tmp_path / "study.yaml"
-    path.write_text("model: Qwen3-0.6B\nsequences_per_micro_batch: 4\n")
-    printed = highwater(
-        "find", "--config", "study.yaml", "--token-budget", "64k", "--print-config"
-    ).stdout
-    assert "token_budget: 64k\n" in printed
-    assert "sequences_per_micro_batch" not in printed
-    path.write_text(printed)
-    assert highwater("find", "--config", "study.yaml", "--print-config").stdout == printed
-    again = highwater(
-        "find", "--config", "study.yaml", "--sequences-per-micro-batch", "4", "--print-config"
-    ).stdout
-    assert yaml.safe_load(again)["sequences_per_micro_batch"] == 4
-    assert "token_budget" not in again
 
 
 def test_a_reader_that_goes_away_is_no_crash(highwater, tmp_path):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, following, offered, refusal
+from conftest import SIMULATED, SIMULATED_ON_THE_CPU, following, offered, refusal
 
 DATA = Path(__file__).parents[1] / "data"
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")
@@ -154,19 +154,7 @@ def test_a_file_that_is_no_source_is_refused_with_what_is_read(highwater, tmp_pa
 
 
 def test_a_search_on_the_cpu_is_refused(highwater):
-    small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
-    highwater(
-        "find",
-        "tiny",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        *small,
-        "--dry-run",
-        "--study",
-        "s.jsonl",
-    )
+    highwater("find", "tiny", *SIMULATED_ON_THE_CPU, "--study", "s.jsonl")
     problem, hint = refusal(highwater("guide", "s.jsonl"), 2)
     assert problem.startswith("s.jsonl ")
     assert highwater(*offered(hint)[0][1:], "--json").returncode == 0

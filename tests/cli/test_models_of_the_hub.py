@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from conftest import SIMULATED, offered, refusal
 from hub_server import TOKEN
 
@@ -87,18 +86,6 @@ def test_every_command_takes_an_id_of_the_hub(highwater, hub):
         done = highwater(*words, **hub.environment)
         assert done.returncode == 0, (words, done.stderr)
         assert "small-model-instruct" in done.stdout
-
-
-def test_a_configuration_for_another_trainer_has_the_id(highwater, hub):
-    model = "someone/small-model-instruct"
-    words = ("--length", "2k", *GPUS)
-    done = highwater("emit", "--for", "trl", model, *words, **hub.environment)
-    assert yaml.safe_load(done.stdout)["model_name_or_path"] == model, done.stderr
-    done = highwater("emit", "--for", "torchtitan", model, *words, **hub.environment)
-    assert f"hf_model='{model}'" in done.stdout, done.stderr
-    assert 'hf_assets_path=os.environ["MODEL_PATH"]' in done.stdout
-    done = highwater("emit", "--for", "trl", "Qwen/Qwen3-0.6B", *words)
-    assert yaml.safe_load(done.stdout)["model_name_or_path"] == "Qwen/Qwen3-0.6B", done.stderr
 
 
 def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater, hub):

@@ -108,49 +108,6 @@ def test_a_prediction_is_one_document(highwater):
     assert all(term["bytes"] >= 0 for phase in phases for term in phase["terms"])
 
 
-def test_each_prediction_is_an_interval_and_says_what_it_promises(highwater):
-    done = highwater("predict", "Qwen3-8B", *A100S, "--explain")
-    heading, row = done.stdout.splitlines()[4:6]
-    assert re.split(" {2,}", heading) == [
-        *("settings", "SP", "trains up to", "may reach", "a step", "tokens/s", "headroom"),
-        *("host memory", "ended by", "GPU memory", "peak in"),
-    ]
-    assert re.search(r"\d GiB to \d+\.\d\d GiB", row)
-    document = json.loads(highwater("predict", "Qwen3-8B", *A100S, "--json").stdout)
-    learned = document["calibration"]
-    assert learned["coverage"] == 0.95
-    assert learned["device_names"] == ["NVIDIA H200"]
-    assert learned["gpus"] == [1]
-    assert learned["objectives"] == ["grpo", "sft"]
-    assert learned["model_names"] == ["Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"]
-    assert learned["unlike"] == [
-        *("A100-80GB", "Qwen3-8B", "4 GPUs", "Ulysses", "offloaded states", "offload")
-    ]
-    notes = done.stdout.split("bytes by term")[0].splitlines()
-    (at,) = (index for index, note in enumerate(notes) if note.startswith("each end is to hold"))
-    promised, widened, unlike = notes[at : at + 3]
-    for factor in learned["factors"]:
-        ends = f"{factor['lower']:.3f} to {factor['upper']:.3f}"
-        assert f"{factor['allocator']}, {factor['residuals']} trials: {ends}" in promised
-        assert factor["allocator"] in widened
-    assert "95 %" in promised
-    for name in ("device_names", "model_names", "objectives"):
-        assert ", ".join(learned[name]) in promised
-    assert ", ".join(learned["unlike"]) in unlike
-    for cell in document["cells"]:
-        assert (
-            cell["interval"]["low_bytes"]
-            < cell["interval"]["high_bytes"]
-            <= document["room"]["device_bytes"]
-        )
-        assert (cell["interval"]["coverage"], cell["interval"]["is_widened"]) == (0.95, True)
-        assert (
-            cell["interval"]["residuals"]
-            == {"native": 15, "expandable": 14}[cell["cell"]["settings"]["allocator"]]
-        )
-        assert cell["capacity_tokens"] <= cell["likely_tokens"]
-
-
 def test_predictions_are_scored_against_a_table(highwater, tmp_path):
     heading, *rows = PUBLISHED_A100.read_text().splitlines()
     few = tmp_path / "few.csv"

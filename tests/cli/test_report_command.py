@@ -1,11 +1,8 @@
 """``highwater report`` as a user runs it."""
 
-import csv
-import io
-import json
 from pathlib import Path
 
-from conftest import following, refusal
+from conftest import SIMULATED_ON_THE_CPU, following, refusal
 
 ROOT = Path(__file__).parents[2]
 REAL = str(ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl")
@@ -24,32 +21,8 @@ def test_a_report_is_printed_or_written_and_the_next_command_works(highwater, tm
     assert highwater(*following(written)).returncode == 0
 
 
-def test_json_is_one_document_beside_a_file_too(highwater, tmp_path):
-    document = json.loads(highwater("report", REAL, "--json").stdout)
-    assert document["schema_version"] == 1
-    assert document["label"] == "measured"
-    assert len(document["trials"]) == 6
-    assert json.loads(highwater("report", REAL, "--json", "-o", "r.csv").stdout) == document
-    rows = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
-    assert [int(row["peak_reserved_bytes"]) for row in rows] == [
-        trial["peak_reserved_bytes"] for trial in document["trials"]
-    ]
-
-
 def test_a_search_on_the_cpu_is_reported_without_what_is_about_gpus(highwater):
-    small = ("--start-length", "256", "--resolution", "256", "--max-length", "1k")
-    highwater(
-        "find",
-        "tiny",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        *small,
-        "--dry-run",
-        "--study",
-        "s.jsonl",
-    )
+    highwater("find", "tiny", *SIMULATED_ON_THE_CPU, "--study", "s.jsonl")
     done = highwater("report", "s.jsonl")
     assert done.returncode == 0
     assert "trials ran on the CPU" in done.stdout

@@ -21,7 +21,6 @@ from highwater.cli.search_context_length_capacity import (
 )
 from highwater.nouns.environment import ignored_options
 from highwater.store.journal import read_study
-from highwater.units import GIB
 from tables import table
 from tiny_models import write_model
 
@@ -100,19 +99,6 @@ def test_allocator_options_that_no_trial_gets_are_named():
     assert ignored_options(recommended, "cuda", reads_mode=True) == ()
     assert len(ignored_options(recommended, "cuda")) == 1, "a search sets it by its settings"
     assert ignored_options({}, "cpu") == ()
-
-
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.parametrize("words", [("find", "--max-length", "512"), ("try", "--length", "128")])
-def test_find_and_try_ignore_them_with_the_same_note(highwater, tiny, words, name):
-    command, *more = words
-    usual = ("--device", "cpu", "--memory", "1GiB", "--dry-run")
-    start = ("--start-length", "256") if command == "find" else ()
-    done = highwater(
-        command, str(tiny), *usual, *start, *more, **{name: "expandable_segments:True"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "ignored in the environment: expandable_segments:True" in done.stderr
 
 
 @pytest.fixture
@@ -355,21 +341,6 @@ def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_be
     assert min(capacities(shorter)) >= 8192
 
 
-def test_a_start_length_that_fits_some_cells_answers_0_for_the_others_alone(simulated):
-    words = ("--start_length", "110000", "--test_gpu_num", "1", "8", "--test_sp_num", "1", "8")
-    done = simulated(*words)
-    assert done.returncode == 0, done.stderr
-    assert [tokens > 0 for tokens in capacities(done)] == [False, False, True]
-    assert done.stderr.count("start length itself") == 2
-
-
-def test_without_a_typed_start_length_a_search_begins_near_its_predicted_end(simulated, tmp_path):
-    done = simulated(*GPUS_AND_SP)
-    assert done.returncode == 0, done.stderr
-    tried = lengths_tried(tmp_path / "study.jsonl")
-    assert all(min(lengths) > 4096 for lengths in tried.values())
-
-
 def test_the_linear_method_is_the_published_scan(simulated, tmp_path):
     done = simulated("--method", "linear", "--start_length", "8192", "--test_gpu_num", "1", "2")
     assert done.returncode == 0, done.stderr
@@ -412,38 +383,6 @@ def test_typed_flags_are_above_a_file_and_a_file_is_above_the_usual_settings(sim
     assert (question.method, question.micro_batches) == ("bisect", 4)
 
 
-@pytest.mark.parametrize("sp", [("3", "1"), ("5", "1"), ("64", "7", "1")])
-def test_sp_values_that_cannot_be_are_skipped_with_a_note_where_others_can(simulated, sp):
-    done = simulated("--test_gpu_num", "1", "--test_sp_num", *sp)
-    assert done.returncode == 0, done.stderr
-    assert len(capacities(done)) == 1
-    for value in sp[:-1]:
-        assert f"SP={value} on 1 GPU is skipped: " in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("gpus", "sp"), [(("1",), "3"), (("1", "2"), "3"), (("3",), "3"), (("6",), "4"), (("5",), "5")]
-)
-def test_where_no_sp_can_be_one_sentence_says_why_and_the_hint_has_one_that_can(
-    simulated, tmp_path, gpus, sp
-):
-    problem, hint = refusal(simulated("--test_gpu_num", *gpus, "--test_sp_num", sp), 2)
-    for count in gpus:
-        assert f"SP={sp} on {count} GPU" in problem
-    ways = offered(hint)
-    assert ways
-    for way in ways:
-        done = simulated("--test_gpu_num", *gpus, *way)
-        assert done.returncode == 0, (way, done.stderr)
-        (tmp_path / "study.jsonl").unlink()
-
-
-def test_a_memory_that_is_typed_is_the_limit(simulated, tmp_path):
-    done = simulated("--test_gpu_num", "1", "--memory", "40GiB")
-    assert done.returncode == 0, done.stderr
-    assert read_study(tmp_path / "study.jsonl").question.memory_budget_bytes == 40 * GIB
-
-
 OWN_DATA = """
 import time
 
@@ -454,17 +393,6 @@ def waits(**_):
 def hungry(**_):
     raise MemoryError
     yield []
-
-def long(*, length_tokens, sequences, **_):
-    while True:
-        yield [{"input_ids": [7] * 256, "reward": float(each)} for each in range(sequences)]
-
-def rewarded(*, length_tokens, sequences, **_):
-    while True:
-        yield [
-            {"input_ids": [7 + each] * length_tokens, "reward": float(each)}
-            for each in range(sequences)
-        ]
 """
 
 
@@ -495,16 +423,6 @@ def test_a_function_that_is_not_there_is_refused_before_anything_starts(
 
 
 @pytest.mark.timeout(300)
-def test_documents_that_are_too_long_have_a_hint_that_can_be_typed(on_the_cpu, tmp_path):
-    done = on_the_cpu("long", "--start_length", "128")
-    assert done.returncode == 2, done.stderr
-    hint = done.stderr.splitlines()[-1]
-    (length,) = offered(hint)[-1]
-    (tmp_path / "study.jsonl").unlink()
-    assert on_the_cpu("long", "--start_length", length).returncode == 0
-
-
-@pytest.mark.timeout(300)
 def test_where_nothing_fits_it_is_said_in_plain_words(on_the_cpu, tmp_path):
     done = on_the_cpu("hungry", "--start_length", "128")
     assert (done.returncode, capacities(done)) == (1, [0]), done.stderr
@@ -532,14 +450,6 @@ def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_numbe
     assert shown.returncode == 4
     assert "?" not in shown.stdout
     assert "no line" in shown.stderr
-
-
-@pytest.mark.timeout(300)
-def test_sequences_of_a_users_own_are_trained(on_the_cpu, tmp_path):
-    done = on_the_cpu("rewarded", "--start_length", "256")
-    assert (done.returncode, capacities(done)) == (0, [256]), done.stderr
-    assert read_study(tmp_path / "study.jsonl").question.data == "own_sequences:rewarded"
-    assert "≥256: " in done.stderr
 
 
 @pytest.mark.timeout(1200)

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 UNPREDICTED = ("torchtitan", "accelerate", "axolotl", "llamafactory", "ms-swift")
 REPORTS = Path(__file__).parents[1] / "data" / "public_reports.csv"
@@ -68,37 +67,6 @@ def test_no_verdict_of_another_engine_is_told_of_a_trainer(highwater, tmp_path, 
     assert not VERDICT.search(page)
 
 
-FUSED = {
-    "axolotl": ("liger_fused_linear_cross_entropy", True),
-    "llamafactory": ("enable_liger_kernel", True),
-    "ms-swift": ("use_liger_kernel", True),
-}
-
-
-@pytest.mark.parametrize("target", FUSED)
-@pytest.mark.parametrize("model", ["Qwen3-8B", "gemma-2-2b"])
-def test_the_fused_loss_is_taken_without_being_asked_for(highwater, target, model):
-    words = (model, "--gpus", "8xH200-141GB", "--length", "8k")
-    done = highwater("emit", "--for", target, *words, "--json")
-    document = json.loads(done.stdout)
-    name, value = FUSED[target]
-    assert document["values"][name] == value
-    assert document["logits_bytes"] is None
-
-
-@pytest.mark.parametrize("model", ["granite-3.1-2b-base", "aya-23-8B"])
-def test_a_family_that_liger_does_not_know_has_axolotls_other_loss(highwater, model):
-    words = (model, "--gpus", "8xH200-141GB", "--length", "8k")
-    done = highwater("emit", "--for", "axolotl", *words)
-    assert done.returncode == 0, done.stderr
-    (plugin,) = yaml.safe_load(done.stdout)["plugins"]
-    assert plugin.endswith("CutCrossEntropyPlugin")
-    for target in ("llamafactory", "ms-swift", "accelerate"):
-        document = json.loads(highwater("emit", "--for", target, *words, "--json").stdout)
-        assert document["logits_bytes"]
-        assert "liger" not in str(document["values"])
-
-
 @pytest.mark.parametrize(
     ("target", "words", "tokens"),
     [
@@ -150,12 +118,3 @@ def test_a_length_that_no_chunks_divide_has_whole_logits_at_torchtitan(highwater
     document = json.loads(highwater("emit", "--for", "torchtitan", *words, "--json").stdout)
     assert document["logits_bytes"] == 10 * VOCABULARY["Qwen3-8B"] * 10_007
     assert "num_chunks" not in document["text"]
-
-
-def test_a_trainer_that_is_predicted_keeps_its_verdict(highwater):
-    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "16k")
-    for target in ("trinity", "verl", "trl"):
-        document = json.loads(highwater("emit", "--for", target, *words, "--json").stdout)
-        assert document["fits"] is True
-        assert "up to" in document["text"]
-        assert "Not predicted" not in document["text"]

@@ -154,17 +154,12 @@ def _backward(
                 )
                 / trained
             )
-        if asks_for_router_loss(model):
+        if getattr(model.config, "output_router_logits", False):
             loss = loss + len(ids) / tokens * router_loss(out.router_logits, model.config)
     loss.backward()
     return loss.detach(), nn.utils.clip_grad_norm_(
         model.parameters(), Hyperparameters().max_grad_norm
     )
-
-
-def asks_for_router_loss(model: nn.Module) -> bool:
-    """Whether transformers adds its auxiliary loss to this model's."""
-    return getattr(model.config, "output_router_logits", False)
 
 
 def router_loss(router_logits: tuple[Tensor, ...], config: Qwen3MoeConfig) -> Tensor:

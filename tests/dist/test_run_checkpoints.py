@@ -11,6 +11,7 @@ import torch
 from rank_groups import RankGroups
 from run_checkpoint_cases import CASES, LOSSY, SAVED, WAYS
 from safetensors.torch import load_file
+from test_checkpoints import deviation
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("run-checkpoints")]
@@ -28,10 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
     folder = tmp_path_factory.mktemp("run")
     ranks.run(SCRIPT, 2, "save", folder)
     return folder
-
-
-def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
-    return float((a - b).double().norm() / b.double().norm()) if b.norm() else float((a - b).norm())
 
 
 @pytest.mark.parametrize(

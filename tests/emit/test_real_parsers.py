@@ -96,6 +96,9 @@ RINGS: frozenset[Target] = frozenset(("trl", "accelerate"))
 """Trainers that pass keys and values round a ring whatever was predicted."""
 
 
+SHARDED: frozenset[Target] = RINGS | {"axolotl", "llamafactory", "ms-swift"}
+
+
 def python_of(target: str) -> Path:
     """The environment's; it is missing where nobody called ``make test-emit``."""
     python = ROOT / f".venv-emit-{target}" / "bin" / "python"
@@ -215,6 +218,14 @@ def test_the_trainers_own_parser_reads_what_was_recommended(target, name):
     assert parsed["gpus"] == found.gpus
     assert parsed.get("recompute", True) is True
     assert not parsed.get("recomputes_twice")
+    if target in EVERY_LAYER:
+        assert parsed["lora"] is None
+    if target in SHARDED:
+        assert parsed["strategy"] == "fsdp2"
+    if target in ("trinity", "verl"):
+        assert parsed["strategy"] == ("fsdp2" if case.offload else "fsdp")
+    if target == "areal":
+        assert parsed["rollout_gpus"] == 2
     if target != "accelerate":
         assert parsed["budget"] == chosen.token_budget_tokens
         assert parsed["length"] == found.length_tokens
@@ -271,43 +282,34 @@ def test_adapters_are_read_as_they_were_asked_for(target):
     assert parsed.get("strategy", "fsdp2") == "fsdp2"
 
 
-TORCHAOS: tuple[Target, ...] = ("trl", "axolotl", "llamafactory", "ms-swift")
+ADAPTERS, LIGERS = ("lora", 16), ("axolotl", "llamafactory", "ms-swift")
+FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
+    *((t, (("optimizer", "adamw-8bit"),), "optim", "adamw_torch_8bit") for t in ("trl", *LIGERS)),
+    *(
+        (target, (ADAPTERS, ("lora_base", "nf4")), "packed", packed)
+        for target, packed in {
+            "trl": [True, "nf4", True, "bfloat16"],
+            "axolotl": ["qlora", True],
+            "llamafactory": [4, "nf4", True],
+            "ms-swift": ["bnb", 4, "nf4"],
+        }.items()
+    ),
+    *((target, (("loss", "chunked"),), "chunked", True) for target in LIGERS),
+    *((target, (("recompute", "none"),), "recompute", False) for target in ("axolotl", "ms-swift")),
+]
+"""What is asked of a trainer, and the field in which its own parser has it."""
 
 
-@pytest.mark.parametrize("target", TORCHAOS)
-def test_moments_of_8_bits_are_an_optimizer_of_torchaos(target):
-    parsed = read_alone(target, Case(length="16k", asked=(("optimizer", "adamw-8bit"),)))
-    assert parsed["optim"] == "adamw_torch_8bit"
+@pytest.mark.parametrize(("target", "asked", "field", "value"), FIELDS)
+def test_what_is_asked_for_is_in_the_trainers_own_field(target, asked, field, value):
+    case = Case(gpus=1 if field == "packed" else 4, length="4k", asked=asked)
+    assert read_alone(target, case)[field] == value
 
 
-PACKED: Mapping[Target, list[Any]] = {
-    "trl": [True, "nf4", True, "bfloat16"],
-    "axolotl": ["qlora", True],
-    "llamafactory": [4, "nf4", True],
-    "ms-swift": ["bnb", 4, "nf4"],
-}
-
-
-@pytest.mark.parametrize("target", PACKED)
-def test_a_packed_model_is_the_trainers_to_load(target):
-    asked = (("lora", 16), ("lora_base", "nf4"))
-    parsed = read_alone(target, Case(gpus=1, length="16k", asked=asked))
-    assert parsed["packed"] == PACKED[target]
-
-
-@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "ms-swift"])
-def test_a_chunked_loss_is_ligers(target):
-    asked = (("loss", "chunked"),)
-    assert read_alone(target, Case(length="16k", asked=asked))["chunked"] is True
-    assert not any(parsed["chunked"] for parsed in read(target).values())
-
-
-def test_a_family_that_liger_does_not_know_has_cut_cross_entropy_at_axolotl():
+def test_a_loss_is_cut_by_what_each_trainer_has_for_a_family():
+    assert not any(parsed["chunked"] for target in LIGERS for parsed in read(target).values())
     case = Case(length="8k", asked=(("loss", "chunked"),), model="aya-23-8B")
     assert read_alone("axolotl", case)["cut"] is True
-
-
-def test_torchtitan_cuts_its_loss_into_chunks():
     case = Case(length="40k", asked=(("loss", "chunked"),), directory=None)
     assert read_alone("torchtitan", case)["chunks"] == 20
 
@@ -325,22 +327,11 @@ def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves():
     assert (cut & set(TRAINED)) - LIGER == CUT_CROSS_ENTROPY
 
 
-@pytest.mark.parametrize("target", ["axolotl", "ms-swift"])
-def test_recomputation_is_left_out_where_it_was_predicted_so(target):
-    parsed = read_alone(target, Case(length="4k", asked=(("recompute", "none"),)))
-    assert parsed["recompute"] is False
-
-
 @pytest.mark.parametrize("target", ["verl", "areal", "trl", "axolotl", "llamafactory", "ms-swift"])
 def test_layers_with_adapters_are_read_by_their_names(target):
     asked = (("lora", 16), ("lora_targets", "q_proj,v_proj"))
     parsed = read_alone(target, Case(length="16k", asked=asked))
     assert parsed["lora"]["targets"] == ["q_proj", "v_proj"]
-
-
-@pytest.mark.parametrize("target", EVERY_LAYER)
-def test_without_lora_there_are_no_adapters(target):
-    assert all(parsed["lora"] is None for parsed in read(target).values())
 
 
 def assert_rope(parsed: dict[str, Any], found: Recommendation) -> None:
@@ -389,14 +380,6 @@ def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(command, 
     assert {name: parsed[name] for name in names} == {name: emitted.values[name] for name in names}
 
 
-SHARDED: tuple[Target, ...] = ("trl", "accelerate", "axolotl", "llamafactory", "ms-swift")
-
-
-@pytest.mark.parametrize("target", SHARDED)
-def test_states_are_sharded_by_fsdp2_as_they_were_predicted(target):
-    assert {parsed["strategy"] for parsed in read(target).values()} == {"fsdp2"}
-
-
 @pytest.mark.parametrize("target", ["trl", "accelerate"])
 def test_heads_are_shared_by_zero_3_where_layers_have_windows(target):
     parsed = read_alone(target, WINDOWS)
@@ -415,12 +398,6 @@ def test_sequences_are_packed_but_where_several_of_them_are_shared(target):
         assert parsed["packs"] is not is_padded
 
 
-@pytest.mark.parametrize("target", ["trinity", "verl"])
-def test_verls_actor_offloads_by_fsdp2(target):
-    for name, parsed in read(target).items():
-        assert parsed["strategy"] == ("fsdp2" if CASES[name].offload else "fsdp")
-
-
 @pytest.mark.parametrize("target", ["trl", "areal", "ms-swift"])
 def test_the_allocators_mode_is_in_the_file(target):
     for name, parsed in read(target).items():
@@ -428,10 +405,6 @@ def test_the_allocators_mode_is_in_the_file(target):
         assert set(filter(None, parsed["environment"].values())) == (
             {"expandable_segments:True"} if is_set else set()
         )
-
-
-def test_areals_rollout_has_the_gpus_that_are_set_aside():
-    assert all(parsed["rollout_gpus"] == 2 for parsed in read("areal").values())
 
 
 @pytest.mark.parametrize(

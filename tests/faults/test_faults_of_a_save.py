@@ -162,22 +162,9 @@ def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.Comp
 def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
     on_a_small_disk, tiny, tmp_path, saved
 ):
-    words = [
-        "highwater",
-        "try",
-        "tiny",
-        "--length",
-        "32",
-        "--device",
-        "cpu",
-        "--memory",
-        "1GiB",
-        "--json",
-        *saved,
-    ]
-    done = on_a_small_disk(
-        *words, "--checkpoint-dir", "disk", "--data", "faulty_batches:filling_the_disk", fill=32
-    )
+    words = ("highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB")
+    words += ("--json", *saved, "--checkpoint-dir", "disk")
+    done = on_a_small_disk(*words, "--data", "faulty_batches:filling_the_disk", fill=32)
     result = json.loads(done.stdout)["result"]
     assert result["outcome"] == "CRASHED"
     assert f", save: OSError: [Errno {errno.ENOSPC}] " in result["reason"]

@@ -54,21 +54,8 @@ def test_a_trial_runs_nothing_that_lies_in_the_working_directory(sprung):
 
 
 def test_a_trace_runs_nothing_that_lies_in_the_working_directory(sprung):
-    predicted = done(
-        "highwater",
-        "predict",
-        "tiny",
-        "--gpus",
-        "1xH200-141GB",
-        "--length",
-        "64",
-        "--loss",
-        "full",
-        "--allocator",
-        "native",
-        "--exact",
-        XDG_CACHE_HOME="cache",
-    )
+    words = "highwater predict tiny --gpus 1xH200-141GB --length 64 --loss full --allocator native"
+    predicted = done(*words.split(), "--exact", XDG_CACHE_HOME="cache")
     assert predicted.returncode == 0, predicted.stderr
     assert not sprung.exists(), sprung.read_text()
 

@@ -20,11 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
     # Trials first: they want a GPU that nobody uses, and this process uses it once it has run a
     # kernel.
-    items.sort(key=_uses_the_gpu_itself)
-
-
-def _uses_the_gpu_itself(item: pytest.Item) -> bool:
-    return item.path.name not in TRIALS and "trial" not in item.name
+    items.sort(key=lambda item: item.path.name not in TRIALS and "trial" not in item.name)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ losses; the attention.
 import pytest
 import torch
 
+from closeness import deviation
 from highwater.engine.attention.dense import attend, select_kernel
 from highwater.engine.attention.reference import reference_attention
 from highwater.engine.kernels import gates as gate_kernels
@@ -199,10 +200,3 @@ def test_packed_attention_equals_the_textbook(document_lengths, query_heads, kv_
         torch.autograd.grad(ours, (q, k, v), upstream), wanted, strict=True
     ):
         assert deviation(gradient, exact_gradient) < TOLERANCE
-
-
-def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float(
-        (ours.detach().double() - expected.detach()).norm()
-        / expected.detach().norm().clamp_min(1e-300)
-    )

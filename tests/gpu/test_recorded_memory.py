@@ -2,12 +2,10 @@
 ranks that were killed are named, and what was alive is.
 """
 
-import os
 from pathlib import Path
 
 import pytest
 
-from highwater import find
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.nouns.profiling import Profiling
 from highwater.nouns.settings import Loss
@@ -96,45 +94,3 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(tmp_path, loss)
     assert alive.fragmented_bytes is not None
     assert (alive.largest_free_bytes or 0) <= alive.fragmented_bytes
     assert request_line(result, spec.settings, spec.layout)
-
-
-KILLED_IN_THE_SECOND_STEP = """
-import os, signal
-
-def batches(*, length_tokens, **_):
-    for _ in range(2):
-        yield [list(range(length_tokens))]
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_rank_that_was_killed_is_named_and_leaves_what_it_had_written(tmp_path, monkeypatch):
-    (tmp_path / "killed_batches.py").write_text(KILLED_IN_THE_SECOND_STEP)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    spec, result = recorded(tmp_path, 1024, data="killed_batches:batches")
-    assert result.outcome is Outcome.CRASHED, result.reason
-    assert "SIGKILL" in result.reason
-    first, ended = snapshot_lines(spec, result, PROFILING)
-    assert "1 of 1 ranks" in first
-    assert "step_0" in first
-    assert "rank 0 was ended" in ended
-
-
-def test_a_search_repeats_its_first_out_of_memory_once_with_its_memory_recorded(tmp_path):
-    asked = {
-        "memory": "20GiB",
-        "loss": "full",
-        "allocator": "native",
-        "start_length": "48k",
-        "max_length": "64k",
-        "resolution": "16k",
-        "log_dir": str(tmp_path),
-    }
-    study = find("Qwen3-0.6B", gpus=[1], **asked)
-    (path,) = tmp_path.rglob("memory_snapshots/*/snapshot_rank00_d0r0u0.pickle")
-    assert memory_profile(path).moment == "out of memory"
-    assert any("highwater profile" in note for note in study.notes)
-    launches = len(list(tmp_path.rglob("model_len-*.log")))
-    assert launches == study.finished_trials + 1
-    find("Qwen3-0.6B", gpus=[1], **asked)
-    assert len(list(tmp_path.rglob("model_len-*.log"))) == launches

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from closeness import deviation
 from highwater.engine.attention.dense import attend, select_kernel
 from highwater.engine.attention.kept import kept_in_recompute
 from highwater.engine.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
@@ -84,10 +85,6 @@ def test_what_is_not_computed_is_refused(arguments, said):
         )
 
 
-def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours - expected).detach().norm() / expected.detach().norm().clamp_min(1e-300))
-
-
 LONG = 32
 ROWS = [(33, 5), (5, 33, 7), (40, 71, 3), (1, 64, 2, 2, 39), (7, 5, 3), (64, 32, 1), (100, 37)]
 
@@ -122,10 +119,10 @@ def test_output_and_gradients_equal_the_textbook(
         else ours(*rows)
     )
     expected = reference_attention(*rows, document_lengths=lengths, scaling=0.3)
-    assert deviation_mixed_lengths(output, expected) < TOLERANCE
+    assert deviation(output, expected) < TOLERANCE
     wanted = torch.autograd.grad(expected, rows, upstream)
     for got, exact in zip(torch.autograd.grad(output, rows, upstream), wanted, strict=True):
-        assert deviation_mixed_lengths(got, exact) < TOLERANCE
+        assert deviation(got, exact) < TOLERANCE
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.sampled_from([None, 64, 4096]))
@@ -222,11 +219,7 @@ def test_in_pieces_a_long_document_is_computed_as_many_short_ones():
         in_pieces=True,
     )[0]
     expected = reference_attention(*rows, document_lengths=lengths, scaling=0.3)
-    assert deviation_mixed_lengths(output, expected) < 1e-5
+    assert deviation(output, expected) < 1e-5
     wanted = torch.autograd.grad(expected, rows, upstream)
     for got, exact in zip(torch.autograd.grad(output, rows, upstream), wanted, strict=True):
-        assert deviation_mixed_lengths(got, exact) < 1e-5
-
-
-def deviation_mixed_lengths(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours.detach() - expected.detach()).norm() / expected.detach().norm())
+        assert deviation(got, exact) < 1e-5

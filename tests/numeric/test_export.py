@@ -16,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from closeness import deviation
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.export import export
@@ -101,10 +102,6 @@ def read(model: Any) -> "torch.Tensor":
     if logits.ndim == 1:
         return logits
     return logits[:-1].log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-
-
-def deviation(a: "torch.Tensor", b: "torch.Tensor") -> float:
-    return float((a - b).norm() / b.norm())
 
 
 def test_an_exported_model_loads_in_transformers_with_the_same_logits(source, tmp_path):

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from closeness import deviation
 from highwater.engine.activations.recompute import PREFIX, recompute_layers
 from highwater.engine.attention.registry import register
 from highwater.engine.kernels import gates as gate_kernels
@@ -209,7 +210,3 @@ def test_the_norm_of_a_cpu_equals_the_formula_in_blocks(shape, dtype, monkeypatc
     wanted = torch.autograd.grad(expected, (wide, weight), upstream.double())
     for a, b in zip((ours, *mine), (expected, *wanted), strict=True):
         assert deviation(a, b) < TOLERANCE[dtype]
-
-
-def deviation(ours: "torch.Tensor", wanted: "torch.Tensor") -> float:
-    return float((ours.detach().double() - wanted.detach()).norm() / wanted.detach().norm())

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface
 
+from closeness import deviation
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
@@ -199,10 +200,3 @@ def randomise_norms(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, RmsNorm):
             nn.init.normal_(module.weight)
-
-
-def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float(
-        (ours.detach().double() - expected.detach()).norm()
-        / expected.detach().norm().clamp_min(1e-300)
-    )

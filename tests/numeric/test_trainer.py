@@ -130,20 +130,6 @@ def test_only_what_a_step_has_is_a_keyword():
     assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
-def test_on_the_cpu_which_keeps_no_history_a_profiler_is_refused_on_every_objective(
-    objective, model, tmp_path
-):
-    settings = {"objective": objective, "sequences_per_micro_batch": 2, "log_dir": str(tmp_path)}
-    with pytest.raises(UsageError, match="PyTorch keeps none of the CPU's memory") as refused:
-        Trainer(model, length=8, device="cpu", memory_profiler="0,1", **settings)
-    assert refused.value.hint.startswith("leave `memory_profiler` out;")
-    assert not dist.is_initialized()
-    assert not list(tmp_path.iterdir())
-    with Trainer(model, length=8, device="cpu", memory_profiler=None, **settings) as trainer:
-        assert trainer.spec.memory_snapshots is None
-
-
 @pytest.mark.parametrize(
     ("asked", "meant"),
     [

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from closeness import deviation
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.registry import Attention, register
@@ -65,12 +66,6 @@ def heads_of(
         torch.randn(count, tokens, size, dtype=dtype or torch.float64, requires_grad=True)
         for count in (heads[0], heads[1], heads[1])
     ]
-
-
-def deviation(ours: "torch.Tensor", expected: "torch.Tensor", beside: float = 0.0) -> float:
-    """Relative to the norm of what is expected, or to ``beside`` where that is 0."""
-    norm = max(float(expected.detach().norm()), beside, 1e-300)
-    return float((ours - expected).detach().norm()) / norm
 
 
 def assert_as_by_hand(

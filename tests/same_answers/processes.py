@@ -104,18 +104,8 @@ def trained(name: str, data: Path, words: list[str], runs: Path) -> Answers:
     if run.exists():
         run.rename(kept)
     typed = ["highwater", "train", str(runs / "small"), "--data", str(data), "--length", "128"]
-    typed += [
-        "--device",
-        "cpu",
-        "--memory",
-        "2GiB",
-        "--seed",
-        "7",
-        "--learning-rate",
-        "1e-3",
-        "--output",
-        str(run),
-    ]
+    typed += ["--device", "cpu", "--memory", "2GiB", "--seed", "7", "--learning-rate", "1e-3"]
+    typed += ["--output", str(run)]
     typed += [*words, *(() if "--gpus" in words else ("--gpus", "1")), "--json"]
     two = {**ended([*typed, "--steps", "2"], runs), "files": plain.files(run, runs)}
     if kept.exists():

@@ -43,20 +43,9 @@ _KINDS = {
     "bool": (bool,),
     "float": (float,),
     "any": (int, bool, float, str),
-} | dict.fromkeys(
-    (
-        *(
-            "str",
-            "SyncMethod",
-            "OptimizerNames",
-            "AttentionFunction",
-            "QuantizationMethod",
-            "ComputeEnvironment",
-            "DistributedType",
-        ),
-    ),
-    (str,),
-)
+    **dict.fromkeys(("str", "SyncMethod", "OptimizerNames", "AttentionFunction"), (str,)),
+    **dict.fromkeys(("QuantizationMethod", "ComputeEnvironment", "DistributedType"), (str,)),
+}
 
 
 def goal(

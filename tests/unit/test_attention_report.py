@@ -51,10 +51,6 @@ def answer(found: AttentionBench) -> str:
     return bench_document(found).answer
 
 
-def labels(found: AttentionBench) -> tuple[str, ...]:
-    return longest_table(found, attention_summary(found)).footnotes
-
-
 def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
     """Dense attention to 65,536 tokens and a block-sparse one beside it."""
     lengths = [length for length in (8192, *LENGTHS, 262_144) if length <= sparse_longest]
@@ -258,7 +254,10 @@ def test_the_report_has_all_its_sections_in_order_however_much_was_measured(coun
     markdown = attention_markdown(found)
     assert re.findall(r"^## (.*)$", markdown, re.MULTILINE) == SECTIONS
     assert "2026-02-03T04:05:06" in markdown
-    assert "not run: ring: it takes two GPUs" in labels(found)
+    assert (
+        "not run: ring: it takes two GPUs"
+        in longest_table(found, attention_summary(found)).footnotes
+    )
 
 
 def test_every_measured_figure_is_in_the_tables():

@@ -255,20 +255,6 @@ def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_
         assert answer.trials <= bound(longest // STEP) + HINT_COST + 1
 
 
-@pytest.mark.parametrize(("method", "expected"), [("linear", None), ("bisect", 0)])
-def test_a_token_budget_of_which_memory_holds_no_length_takes_two_trials(method, expected):
-    """The shortest, which fills it, and the one that leaves the most of it empty."""
-    question = ask(
-        cells=(Cell(layout=Layout(), settings=Settings(token_budget_tokens=60 * STEP)),),
-        method=method,
-    )
-    events = search_cells(
-        question, SimulatedRunner(packs_up_to(30 * STEP)), expected=lambda _: expected
-    )
-    tried = [event.spec.length_tokens for event in events if isinstance(event, TrialFinished)]
-    assert tried == [STEP, 31 * STEP]
-
-
 def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_did_not_is_reported():
     settings = Settings(token_budget_tokens=59 * STEP)
     law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE * STEP))

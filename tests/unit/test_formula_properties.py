@@ -95,14 +95,10 @@ def terms(result: Footprint, rung: Settings) -> dict[tuple[str, str], int]:
         (phase.name, term.name): term.bytes
         for phase in result.phases
         for term in phase.terms
-        if phase.name != LATE or (rung.keeps_gradients and not is_offloaded_by_fsdp1(rung))
+        if phase.name != LATE
+        or (rung.keeps_gradients and not (rung.offloads_model and rung.strategy == "fsdp"))
     }
     return phases | {("outside", term.name): term.bytes for term in result.outside}
-
-
-def is_offloaded_by_fsdp1(rung: Settings) -> bool:
-    """Its gradients are on the GPU until the backward pass ends."""
-    return rung.offloads_model and rung.strategy == "fsdp"
 
 
 def assert_no_term_shrinks(one: Footprint, other: Footprint, rung: Settings) -> None:
@@ -264,10 +260,6 @@ MEASURED = [
 ]
 
 
-def predicted(shape, settings=None) -> Footprint:
-    return footprint(Step(shape, settings or Settings(), Layout(), length_tokens=8192))
-
-
 def terms_formula(result: Footprint) -> dict[tuple[str, str], int]:
     return {(phase.name, term.name): term.bytes for phase in result.phases for term in phase.terms}
 
@@ -331,7 +323,10 @@ def test_what_lies_outside_the_allocator_is_known_to_a_few_steps_of_page_tables(
 
 def test_offloaded_states_are_on_the_host():
     shape = load_model("Qwen3-4B").shape
-    here, offloaded = (predicted(shape, Settings(offload=offload)) for offload in (False, True))
+    here, offloaded = (
+        footprint(Step(shape, Settings(offload=offload), Layout(), length_tokens=8192))
+        for offload in (False, True)
+    )
     assert terms_formula(here)["loss", "states"] == 16 * shape.parameters
     assert "states" not in {term for _, term in terms_formula(offloaded)}
     assert offloaded.host_bytes - here.host_bytes > 12 * shape.parameters

@@ -32,10 +32,6 @@ def package(folder: Path) -> Path:
     return folder / "own"
 
 
-def add_line(path: Path) -> None:
-    path.write_text(f"{path.read_text()}\n# another line\n")
-
-
 def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_types_need(tmp_path):
     own = package(tmp_path)
     found = {str(path.relative_to(own)) for path in imported_files("own.start", own)}
@@ -58,5 +54,5 @@ def test_a_trace_is_made_again_when_what_the_tracer_imports_has_changed(
     copy = shutil.copytree(SOURCE, tmp_path / "highwater")
     before = imported_digest(TRACER, SOURCE)
     assert imported_digest(TRACER, copy) == before, "wherever the package lies"
-    add_line(copy / name)
+    (copy / name).write_text(f"{(copy / name).read_text()}\n# another line\n")
     assert (imported_digest(TRACER, copy) != before) is is_of_a_trace

@@ -123,10 +123,6 @@ def test_steps_with_a_proof_beside_them_fit(log):
     assert judged(log, 1) == "inconclusive"
 
 
-def lost_as(text: str, *, before: str = "") -> str:
-    return f"step 1/2 loss 2.5\n{before}{FRAMES}{text}\n"
-
-
 NOT_MEMORYS = {
     "Java's": "java.lang.OutOfMemoryError: Java heap space",
     "Spark's": "pyspark.errors.exceptions.OutOfMemoryError: executor 3 lost",
@@ -147,7 +143,7 @@ NOT_MEMORYS = {
 
 @pytest.mark.parametrize("error", NOT_MEMORYS.values(), ids=NOT_MEMORYS)
 def test_an_error_that_is_not_of_the_trainings_memory_is_none(error):
-    assert judged(lost_as(error), 1) == "inconclusive"
+    assert judged(f"step 1/2 loss 2.5\n{FRAMES}{error}\n", 1) == "inconclusive"
 
 
 WENT_ON = {

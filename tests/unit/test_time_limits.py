@@ -110,19 +110,6 @@ def told(path: Path) -> set[tuple[str, int]]:
     }
 
 
-def test_what_memory_was_shown_to_hold_is_trained_in_full_as_far_as_more_time_allows(tmp_path):
-    path = tmp_path / "study.jsonl"
-    (first,) = search(path, within(300.0), Ran(100, 2e14, 300.0))
-    assert first.limit == "memory"
-    assert first.memory_only is not None
-    ran = Ran(100, 2e14, 3000.0)
-    (second,) = search(path, within(3000.0), ran)
-    assert second.reach_tokens == first.reach_tokens
-    assert second.does_not_fit_tokens == first.does_not_fit_tokens
-    assert (second.capacity_tokens or 0) > (first.capacity_tokens or 0)
-    assert not any(memory_only for _, memory_only in ran.tokens), "memory was shown already"
-
-
 def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_further(tmp_path):
     cells = tuple(Cell(layout=Layout(), settings=Settings(mlp_tiles=tiles)) for tiles in (1, 4))
 

@@ -148,7 +148,6 @@ def _needed_bytes(profile: MemoryProfile) -> int:
 
 
 def _named(others: Sequence[MemoryProfile]) -> str:
-    """What other ranks needed, by their files."""
     named = [
         f"{Path(each.path).name} {format_bytes(_needed_bytes(each))}"
         for each in others[:_MOST_RANKS]
@@ -208,7 +207,6 @@ def guide(arguments: argparse.Namespace) -> int:
 
 
 def _after_guide(arguments: argparse.Namespace) -> str:
-    """The file, and then its rows."""
     words = arguments.command_line
     if arguments.output is None:
         return shlex.join((*words, "-o", free_name("guide.md")))

@@ -209,7 +209,10 @@ class Progress:
         ]
         if len(self._running) == 1:
             return tuple(self._running_line(each) for _, each in shown)
-        return tuple(f"{self._name(cell)}: {self._running_line(each)}" for cell, each in shown)
+        return tuple(
+            f"{cell.label_on(self._question.device)}: {self._running_line(each)}"
+            for cell, each in shown
+        )
 
     def _running_line(self, trial: _Running) -> str:
         took_s = round(self._clock() - trial.started_at)
@@ -217,9 +220,6 @@ class Progress:
         of = "" if expected_s is None else f" of about {format_seconds(expected_s)}"
         took = f"{took_s} s" if took_s < 60 else format_seconds(float(took_s))
         return f"{format_tokens(trial.length_tokens)} tokens: {took}{of}, {trial.phase}"
-
-    def _name(self, cell: Cell) -> str:
-        return cell.label_on(self._question.device)
 
     def sparse_line(self, event: SearchEvent) -> str:
         """A line for a log or a pipe; empty about a trial that runs, but for once a minute."""
@@ -234,11 +234,11 @@ class Progress:
     def line(self, event: SearchEvent) -> str:
         """One line about an event, for a log or a pipe."""
         cell = event.answer.cell if isinstance(event, CellAnswered) else event.cell
-        name, trial = self._name(cell), self._running.get(cell)
+        name, trial = cell.label_on(self._question.device), self._running.get(cell)
         match event:
             case TrialStarted():
                 expected_s = None if trial is None else trial.expected_s
-                takes = "" if expected_s is None else _about(expected_s)
+                takes = "" if expected_s is None else f"about {format_seconds(expected_s)}"
                 told = ", ".join(filter(None, (takes, self._left())))
                 left = f" ({told})" if told else ""
                 return (
@@ -260,20 +260,13 @@ class Progress:
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=(
-                "settings",
-                RANK_WORDS[self._question.device][1],
-                "SP",
-                "now",
-                "longest that fit",
-                "trials",
+                *("settings", RANK_WORDS[self._question.device][1], "SP"),
+                *("now", "longest that fit", "trials"),
             ),
             rows=tuple(
                 (
-                    short_settings(cell.settings),
-                    str(cell.layout.gpus),
-                    cell.layout.sharing,
-                    self._states[cell],
-                    format_tokens(self._fits.get(cell)),
+                    *(short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing),
+                    *(self._states[cell], format_tokens(self._fits.get(cell))),
                     str(self._trials[cell]),
                 )
                 for cell in self._question.cells
@@ -302,11 +295,9 @@ class Progress:
 
     def _left(self) -> str:
         left_s = self.left_s
-        return "" if left_s is None else f"{_about(max(10, round(left_s, -1)))} left"
-
-
-def _about(seconds: float) -> str:
-    return f"about {format_seconds(seconds)}"
+        if left_s is None:
+            return ""
+        return f"about {format_seconds(max(10, round(left_s, -1)))} left"
 
 
 def words(outcome: Outcome) -> str:
@@ -455,8 +446,6 @@ def _line(said: TrainingProgress, done_steps: int) -> str:
     left = ""
     if steps > 0 and said.seconds:
         left_s = math.ceil(said.seconds / steps * (said.steps - said.step))
-        left = (
-            f", about {left_s} s left" if left_s < 60 else f", about {format_seconds(left_s)} left"
-        )
+        left = f", about {f'{left_s} s' if left_s < 60 else format_seconds(left_s)} left"
     figures = ", ".join(_figures(msgspec.structs.replace(said, evaluation_loss=None)))
     return f"step {said.step} of {said.steps}: {figures}{left}"

@@ -166,7 +166,7 @@ def _of_study(
         odd_tokens=_odd_tokens(study, cell, fits, fails),
         margin_bytes=question.margin_bytes,
         is_memory_only=is_memory_only,
-        source="simulated" if question.simulated else "measured",
+        source=question.figures,
         trainer=OURS if question.foreign is None else question.foreign.trainer,
         command=None if question.foreign is None else question.foreign.typed or None,
         found_in=study.path or "a search that was not recorded",

@@ -192,6 +192,11 @@ class Question(Record, frozen=True, kw_only=True):
             )
 
     @property
+    def figures(self) -> Literal["measured", "simulated"]:
+        """Where the figures of its trials are from."""
+        return "simulated" if self.simulated else "measured"
+
+    @property
     def memory_bytes(self) -> int | None:
         """Bytes that one GPU may hold, the margin included: the budget, or all of it."""
         return self.memory_budget_bytes or self.device_total_bytes

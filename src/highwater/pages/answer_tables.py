@@ -187,23 +187,23 @@ def _saves(result: TrialResult) -> str:
     )
 
 
-def _footnotes(study: Study) -> list[str]:
+def _footnotes(study: Study) -> Iterator[str]:
     question = study.question
     native = question.model.shape.native_length_tokens
-    notes: list[str] = []
     if question.foreign is not None:
-        notes.append(f"trained by {question.foreign.title}{_typed(question.foreign)}; {_SAMPLED}")
+        yield f"trained by {question.foreign.title}{_typed(question.foreign)}; {_SAMPLED}"
     elif any(_reached(study, cell) > native for cell in question.cells):
-        notes.append(f"* past the native length of {format_tokens(native)}: YaRN")
+        yield f"* past the native length of {format_tokens(native)}: YaRN"
     if question.margin_bytes:
-        notes.append(f"a length counts when it leaves {format_bytes(question.margin_bytes)}")
+        yield f"a length counts when it leaves {format_bytes(question.margin_bytes)}"
     if any(cell.settings.token_budget_tokens is not None for cell in question.cells):
-        notes.append(NOT_MONOTONE)
-    notes.extend(_budgets(study))
+        yield NOT_MONOTONE
+    yield from _budgets(study)
     mixed = "; ".join(
         f"{name} {' and '.join(found)}" for name, found in study.versions.items() if len(found) > 1
     )
-    notes += [f"the trials ran under several versions: {plain(mixed)}"] if mixed else []
+    if mixed:
+        yield f"the trials ran under several versions: {plain(mixed)}"
     for answer in study.answers:
         name, why = answer.cell.label_on(question.device), plain(brief(answer.reason))
         for trial in study.trials_of(answer.cell):
@@ -211,11 +211,10 @@ def _footnotes(study: Study) -> list[str]:
             if trial.result is not None and tokens == answer.does_not_fit_tokens:
                 line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
                 why = why if line is None else f"{format_tokens(tokens)} tokens, {line}"
-        notes.append(f"{name}: {why}")
-        notes.extend(f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
-    notes.extend(_memory_only_notes(study))
-    notes.extend(_high_water_mark(study))
-    return notes
+        yield f"{name}: {why}"
+        yield from (f"{name}: not monotone: {plain(text)}" for text in answer.contradictions)
+    yield from _memory_only_notes(study)
+    yield from _high_water_mark(study)
 
 
 def _typed(foreign: ForeignTrainer) -> str:
@@ -230,14 +229,14 @@ def _reached(study: Study, cell: Cell) -> int:
 
 def _high_water_mark(study: Study) -> Iterator[str]:
     """The longest length of all cells; with ``≥`` where its cell is not finished."""
-    longest = {cell: study.longest_fit_tokens(cell) for cell in study.question.cells}
+    question = study.question
+    longest = {cell: study.longest_fit_tokens(cell) for cell in question.cells}
     capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
     longest |= capacities
     best = max(longest, key=lambda cell: longest[cell] or 0)
     if longest[best]:
-        figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])}"
-        label = "simulated" if study.question.simulated else "measured"
-        yield f"high-water mark: {figure} tokens ({best.label_on(study.question.device)}), {label}"
+        figure = f"{'' if best in capacities else '≥'}{format_tokens(longest[best])} tokens"
+        yield f"high-water mark: {figure} ({best.label_on(question.device)}), {question.figures}"
 
 
 def _memory_only_notes(study: Study) -> Iterator[str]:

@@ -229,7 +229,6 @@ def _name(entry: Entry) -> str:
 
 
 def _use_case_line(case: UseCase) -> str:
-    """A line that says what to use for a range of lengths."""
     start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
     lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
     exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
@@ -320,7 +319,6 @@ def _estimate_table(summary: AttentionSummary) -> TextTable:
 
 
 def _efficiency_table(summary: AttentionSummary) -> TextTable:
-    """Speed and reach of several GPUs, compared with one."""
     return _table(
         "tokens/s and longest length of several GPUs, of one GPU's",
         summary.efficiencies,

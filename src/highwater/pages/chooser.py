@@ -213,7 +213,6 @@ def places(made: Guide) -> tuple[ChooserPlace, ...]:
 
 
 def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[object, ...]:
-    """Key of what is answered together."""
     where = own[0].model_name, table.device_name, table.gpus
     query = _query(made, [(table, own)])
     if query is None:
@@ -257,7 +256,7 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
         model_name=first.model_name,
         device_name=table.device_name,
         gpus=table.gpus,
-        basis=f"{', '.join((trained(first), *named))}: {sources}",
+        basis=f"{', '.join((*trained(first), *named))}: {sources}",
         answers=answers,
         longest_tokens=max((each.length_tokens for each in sure or fitting), default=None),
     )
@@ -288,18 +287,18 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
 
 def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
     """Answers of ``recommend`` for every length that it can be asked about, the longest too."""
-    gpus, model_name = group[0][0].gpus, group[0][1][0].model_name
+    gpus = group[0][0].gpus
     lengths = _lengths(group, apart=apart)
     found = list(_recommended(query, gpus, lengths))
     longest = max((c.capacity_tokens for each in found[:1] for c in each.candidates), default=0)
     found += _recommended(query, gpus, {longest} - {0, *lengths})
     found.sort(key=lambda each: each.length_tokens)
     return tuple(
-        Answer(
-            found=each,
+        _answer(
+            each,
+            group,
+            model=query.model,
             command=shlex.join(query.words(gpus=gpus, length_tokens=each.length_tokens)),
-            entries=_entries(group, each.length_tokens, model_name),
-            configurations=_configurations(each, query.model),
         )
         for each in found
     )
@@ -313,7 +312,6 @@ def _recommended(query: Query, gpus: int, lengths: Iterable[int]) -> Iterator[Re
 
 
 def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
-    """Answers of the table itself."""
     table, own = group[0]
     others = [
         each
@@ -325,21 +323,25 @@ def _known_answers(made: Guide, group: Sequence[_Own]) -> Iterator[Answer]:
     _, beyond = _ends([(table, own)])
     for length_tokens in (tokens for tokens, _ in table.rows if tokens <= beyond):
         found = known_recommendation(own, length_tokens, others=others)
-        yield Answer(
-            found=found,
-            command="",
-            entries=_entries(group, length_tokens, own[0].model_name),
-            configurations=_configurations(found, own[0].model_name),
-        )
+        yield _answer(found, group, model=own[0].model_name)
 
 
-def _entries(group: Sequence[_Own], length_tokens: int, model_name: str) -> tuple[str, ...]:
-    return tuple(
+def _answer(
+    found: Recommendation, group: Sequence[_Own], *, model: str, command: str = ""
+) -> Answer:
+    """The answer with what the tables say; ``model`` is what a command calls the model."""
+    entries = (
         f"{_IN_WORDS.get(choice.label, choice.entry)} ({table.source}; {table.training})"
-        for table, _ in group
+        for table, own in group
         for tokens, choices in table.rows
         for choice in choices
-        if tokens == length_tokens and choice.model_name == model_name
+        if tokens == found.length_tokens and choice.model_name == own[0].model_name
+    )
+    return Answer(
+        found=found,
+        command=command,
+        entries=tuple(entries),
+        configurations=_configurations(found, model),
     )
 
 

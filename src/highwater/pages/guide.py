@@ -129,21 +129,17 @@ def training(capacity: Capacity) -> str:
     """
     settings = capacity.cell.settings
     if predicted_traits(capacity.trainer) is None:
-        return trained(capacity)
+        return ", ".join(trained(capacity))
     count = settings.sequences_per_micro_batch
     packed = f"{counted(count, 'sequence')} per micro-batch"
     if settings.token_budget_tokens is not None:
         packed = f"a token budget of {settings.token_budget_tokens} per GPU"
-    whose, what, *others = _trained(capacity)
+    whose, what, *others = trained(capacity)
     return ", ".join((whose, what, packed, *others))
 
 
-def trained(capacity: Capacity) -> str:
-    """The same as ``training``, whatever is packed into a micro-batch."""
-    return ", ".join(_trained(capacity))
-
-
-def _trained(capacity: Capacity) -> tuple[str, ...]:
+def trained(capacity: Capacity) -> tuple[str, ...]:
+    """The parts of ``training``, but for what is packed into a micro-batch."""
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
     traits = predicted_traits(capacity.trainer)

@@ -194,7 +194,12 @@ def _bars(section: Section) -> list[Bar]:
 def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
     """The capacities of each rung, the simplest first, by number of GPUs and degree."""
     models = in_natural_order(each.model_name for each in capacities)
-    for settings in sorted({each.cell.settings for each in capacities}, key=_rung_order):
+
+    def order(settings: Settings) -> tuple[tuple[int, ...], str]:
+        simple = simplicity(Cell(layout=Layout(), settings=settings))
+        return simple, repr(msgspec.to_builtins(settings))
+
+    for settings in sorted({each.cell.settings for each in capacities}, key=order):
         own = [each for each in capacities if each.cell.settings == settings]
         found: dict[tuple[Layout, str], list[Capacity]] = {}
         for each in own:
@@ -213,11 +218,6 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
             ),
             left_columns=0,
         )
-
-
-def _rung_order(settings: Settings) -> tuple[tuple[int, ...], str]:
-    """Sort key of rungs, the simplest first."""
-    return simplicity(Cell(layout=Layout(), settings=settings)), repr(msgspec.to_builtins(settings))
 
 
 def _figure(capacities: Sequence[Capacity]) -> str:

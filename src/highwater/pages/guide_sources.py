@@ -151,7 +151,6 @@ def _check_models(
 
 
 def _read(path: Path) -> _Found:
-    """Read one file."""
     words = shlex.quote(str(path))
     if path.suffix == ".csv":
         capacities = table_capacities(path)

@@ -38,16 +38,12 @@ def without_folders(text: str) -> str:
     """
     if "/" not in text:
         return text
-    for folder, instead in _known_folders():
+    here, home = str(Path.cwd()), os.environ.get("HOME", "")
+    known = [(here, "")] if here != "/" else []  # what is nobody else's
+    known += [(home.rstrip("/"), "~/")] if home.count("/") and home != "/" else []
+    for folder, instead in known:
         text = re.sub(rf"(?<![\w.~/-]){re.escape(folder)}/", instead, text)
     return _ABSOLUTE.sub(_short, text)
-
-
-def _known_folders() -> list[tuple[str, str]]:
-    """The current folder and one's home, where these are nobody else's."""
-    here, home = str(Path.cwd()), os.environ.get("HOME", "")
-    known = [(here, "")] if here != "/" else []
-    return [*known, (home.rstrip("/"), "~/")] if home.count("/") and home != "/" else known
 
 
 def _short(match: re.Match[str]) -> str:

@@ -2,7 +2,7 @@
 many cells of a known table a prediction hits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import MachineConstants, Term
@@ -40,7 +40,8 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
-    is_timed, known = _is_timed(prediction), prediction.calibration
+    known = prediction.calibration
+    is_timed = any(each.step is not None for each in prediction.cells)
     cells, unlike = [each.cell for each in prediction.cells], () if known is None else known.unlike
     below = caveat(prediction.answer, cells, unlike=unlike, star=_star(prediction))
 
@@ -208,10 +209,6 @@ def _length(tokens: int, native_length_tokens: int) -> str:
     return f"{format_tokens(tokens)}{star}" if tokens else "none"
 
 
-def _is_timed(prediction: Prediction) -> bool:
-    return any(each.step is not None for each in prediction.cells)
-
-
 def _device_memory(predicted: CellPrediction) -> str:
     """The interval of the GPU's memory; without one the prediction itself."""
     ends = predicted.interval
@@ -226,27 +223,25 @@ def _star(prediction: Prediction) -> tuple[str, ...]:
     return star_of_yarn(longest, prediction.native_length_tokens)
 
 
-def _explanations(prediction: Prediction) -> list[str]:
-    """All that is known of the predictions of a table."""
-    notes = [*_star(prediction), RISK_IN_WORDS]
-    notes.append(
+def _explanations(prediction: Prediction) -> Iterator[str]:
+    limit = prediction.memory_limit
+    yield from _star(prediction)
+    yield RISK_IN_WORDS
+    yield (
         f"trains up to: with {format_bytes(prediction.margin_bytes)} of headroom, and at the "
         "pessimistic end of the prediction; may reach: where the prediction itself fits; headroom "
         "is what the prediction leaves of a GPU; GPU memory counts what the allocator only keeps, "
         "too, as far as there is room"
     )
-    limit = prediction.memory_limit
-    notes += assumed_host(limit.host_bytes, limit.usual_host)
+    yield from assumed_host(limit.host_bytes, limit.usual_host)
     if prediction.calibration is not None:
-        notes += learned(prediction.calibration)
-    if _is_timed(prediction):
-        steps = (each.step for each in prediction.cells if each.step is not None)
-        notes += dict.fromkeys(BASIS_IN_WORDS[step.basis] for step in steps)
-    if prediction.memory_limit.constants is not None:
-        notes.append(_constants(prediction.memory_limit.constants, prediction.gpus))
-    notes.append(prediction.accuracy)
-    notes.append(f"not in it: {', '.join(prediction.not_modelled)}")
-    return notes
+        yield from learned(prediction.calibration)
+    steps = (each.step for each in prediction.cells if each.step is not None)
+    yield from dict.fromkeys(BASIS_IN_WORDS[step.basis] for step in steps)
+    if limit.constants is not None:
+        yield _constants(limit.constants, prediction.gpus)
+    yield prediction.accuracy
+    yield f"not in it: {', '.join(prediction.not_modelled)}"
 
 
 def _constants(own: MachineConstants, gpus: int) -> str:
@@ -260,9 +255,8 @@ def _constants(own: MachineConstants, gpus: int) -> str:
     return plain(text)
 
 
-def learned(calibration: Calibration) -> list[str]:
+def learned(calibration: Calibration) -> Iterator[str]:
     """Say what the intervals promise, what they were learned from, and for what they were not."""
-    notes: list[str] = []
     what = "edges" if calibration.edges else "trials"
     each = [
         f"{factors.allocator}, {factors.residuals} {what}: {factors.lower:.3f} to "
@@ -276,20 +270,19 @@ def learned(calibration: Calibration) -> list[str]:
     )
     own = f", {calibration.own_trials} of them yours" if calibration.own_trials else ""
     coverage = f"{calibration.coverage:.0%}".replace("%", " %")
-    notes.append(
+    yield (
         f"each end is to hold for {coverage} of {what} like those it was learned from "
         f"({'; '.join(each)}{own}): {where}"
     )
     few = [factors.allocator for factors in calibration.factors if factors.is_widened]
     if few:
         needed = least_residuals(calibration.coverage)
-        notes.append(
+        yield (
             f"{', '.join(few)}: below {needed} {what} no count gives {coverage}, so the ends are "
             f"the extremes, widened"
         )
     if calibration.unlike:
-        notes.append(
+        yield (
             f"not among those {what}, so nobody knows its coverage there: "
             f"{plain(', '.join(calibration.unlike))}"
         )
-    return notes

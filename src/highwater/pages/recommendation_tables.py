@@ -329,7 +329,6 @@ def _star(found: Recommendation) -> tuple[str, ...]:
 
 
 def _explanations(found: Recommendation) -> Iterator[str]:
-    """All that is known of such answers."""
     yield from _star(found)
     yield RISK_IN_WORDS
     if found.rollout_gpus:

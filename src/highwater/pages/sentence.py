@@ -139,7 +139,6 @@ def _would_fit(
 
 
 def _lacking(prediction: Prediction) -> str:
-    """Say what the cell that is nearest to fitting lacks."""
     nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
     lacks_bytes = _lacking_bytes(nearest)
     if nearest.binding == "host":

@@ -33,7 +33,7 @@ def study_answer(study: Study) -> str:
 def _found(question: Question, answer: CellAnswer) -> str:
     """The longest length, what proves it, and what is known of it."""
     model, reach = plain(question.model.name), answer.reach_tokens or 0
-    where = f"on {_place(question, answer.cell)}, {_provenance(question)}"
+    where = f"on {_place(question, answer.cell)}, {question.figures}"
     how = _how(question, answer.cell, reach)
     proof, end, left = answer.memory_only, _end(answer), partial(_left, question)
     if proof is None:
@@ -57,7 +57,7 @@ def _nothing(study: Study) -> str:
     others = f" {left} of {len(question.cells)} searches are not finished." if left else ""
     return (
         f"No: {plain(question.model.name)} does not train at {shortest} tokens on "
-        f"{_place(question, cell)}, {_provenance(question)}, with any of the settings tried."
+        f"{_place(question, cell)}, {question.figures}, with any of the settings tried."
         f"{others}"
     )
 
@@ -73,7 +73,7 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
     end = "" if above is None else f", and does not at {format_tokens(above)}"
     return (
         f"{plain(question.model.name)} fits at {format_tokens(length_tokens)} tokens{end}, on "
-        f"{_place(question, cell)}, {_provenance(question)}, with "
+        f"{_place(question, cell)}, {question.figures}, with "
         f"{_how(question, cell, length_tokens)}; the search in between is not finished."
     )
 
@@ -109,20 +109,14 @@ def _place(question: Question, cell: Cell) -> str:
     return where if question.foreign is None else f"{where} by {question.foreign.title}"
 
 
-def _provenance(question: Question) -> str:
-    return "simulated" if question.simulated else "measured"
-
-
 def _left(question: Question, headroom_bytes: int | None) -> str:
     each = RANK_WORDS[question.device][0]
-    if headroom_bytes is not None and headroom_bytes < 0:  # of a trainer that is bounded in part
+    if headroom_bytes is None:
+        return ""
+    if headroom_bytes < 0:  # of a trainer that is bounded in part
         over = f"{format_bytes(-headroom_bytes)} more of each {each} was taken"
         return f"{over} than it was given, outside PyTorch's allocator"
-    return (
-        f"{format_bytes(headroom_bytes)} of each {each} is left"
-        if headroom_bytes is not None
-        else ""
-    )
+    return f"{format_bytes(headroom_bytes)} of each {each} is left"
 
 
 def _speed(answer: CellAnswer) -> str:

@@ -171,7 +171,6 @@ def find_words(question: Question) -> tuple[str, ...]:
 
 
 def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...]:
-    """Device, layout, memory and who trains."""
     foreign = () if asked.foreign is None else asked.foreign.flags
     return ("--device", asked.device, *layout, *_memory(asked.memory_budget_bytes), *foreign)
 
@@ -225,7 +224,6 @@ def _words(**values: object) -> tuple[str, ...]:
 
 
 def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
-    """The words less a flag and its value."""
     kept: list[str] = []
     rest = iter(words)
     for word in rest:

@@ -135,6 +135,11 @@ def _drawn(report: StudyReport, form: Literal["html", "md"]) -> str:
         parts=study_tables,
         shapes=[(shape, study_tables.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
         notes=report.study.notes,
+        odd=[
+            f"{cell.label}: {text}"
+            for cell in report.cells
+            for text in (cell.answer.contradictions if cell.answer else ())
+        ],
         brackets=[(cell, bracket_chart(cell, report)) for cell in report.cells],
         waiting=[cell.label for cell in report.cells if not cell.bracket],
         memory=memory_picture(report),

@@ -186,7 +186,7 @@ def assembled(
         cell = Cell(layout=trial.spec.layout, settings=trial.spec.settings)
         numbered.setdefault(cell, []).append((number, trial))
     return StudyReport(
-        label="simulated" if study.question.simulated else "measured",
+        label=study.question.figures,
         is_complete=study.complete,
         versions=study.versions,
         device_names=tuple(

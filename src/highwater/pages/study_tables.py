@@ -175,7 +175,12 @@ def memory_table(report: StudyReport) -> TextTable:
         ("device used", lambda trial: format_bytes(trial.device_used_bytes)) if is_gpu else None,
         ("limit", lambda trial: format_bytes(trial.limit_bytes)),
         ("headroom", lambda trial: format_bytes(trial.headroom_bytes)),
-        ("allocator retries", lambda trial: _counted(trial.allocator_retries)) if is_gpu else None,
+        (
+            "allocator retries",
+            lambda trial: "-" if trial.allocator_retries is None else str(trial.allocator_retries),
+        )
+        if is_gpu
+        else None,
         footnotes=(
             "of a trial that ran out of memory: the most before the allocation that failed, which "
             "says nothing of what it needs",
@@ -183,10 +188,6 @@ def memory_table(report: StudyReport) -> TextTable:
             "left of it",
         ),
     )
-
-
-def _counted(count: int | None) -> str:
-    return "-" if count is None else str(count)
 
 
 def failure_lines(failed: FailedTrial) -> str:
@@ -197,16 +198,6 @@ def failure_lines(failed: FailedTrial) -> str:
     known = "" if failed.out_of_memory is None else f" Out of memory: {failed.out_of_memory}."
     why = f"; {failed.log.reason}" if failed.log.reason else ""
     return f"{where}.{known} Log: {failed.log_path or 'none'}{why}."
-
-
-def not_monotone(report: StudyReport) -> tuple[str, ...]:
-    """Each observation that is not monotone."""
-    return tuple(
-        f"{cell.label}: {text}"
-        for cell in report.cells
-        if cell.answer
-        for text in cell.answer.contradictions
-    )
 
 
 def ordered_by(report: StudyReport) -> str:

@@ -226,9 +226,6 @@ def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
     return ("--gpus", every.typed)
 
 
-_ACCURACY = "by real trials; peaks are sampled from outside, and a shorter one is missed"
-
-
 def tried_recommendation(
     model: str,
     *,
@@ -280,7 +277,7 @@ def tried_recommendation(
         chosen=next((each for each in candidates if each.fits), None),
         candidates=candidates,
         yarn=None,
-        accuracy=_ACCURACY,
+        accuracy="by real trials; peaks are sampled from outside, and a shorter one is missed",
         notes=tuple(notes),
     )
 

@@ -128,7 +128,11 @@ def first_fit(goal: Goal) -> Candidate | None:
     ]
     known = [goal.known(question) for question in questions]
     cells = [
-        (order(cell, is_lowered=_is_lowered(goal, cell)), budget, cell)
+        (
+            order(cell, is_lowered=cell.settings.sequences_per_micro_batch < goal.sequences),
+            budget,
+            cell,
+        )
         for budget, question in enumerate(questions)
         for cell in question.cells
     ]
@@ -192,7 +196,7 @@ def _candidate(
         lacks_bytes = predicted.lacks_bytes
     return Candidate(
         cell=predicted.cell,
-        is_lowered=_is_lowered(goal, predicted.cell),
+        is_lowered=predicted.cell.settings.sequences_per_micro_batch < goal.sequences,
         token_budget_tokens=token_budget(predicted.cell, goal.length_tokens),
         fits=fits,
         risk=predicted.risk,
@@ -214,10 +218,6 @@ def _candidate(
             measured_length_tokens=None,
         ),
     )
-
-
-def _is_lowered(goal: Goal, cell: Cell) -> bool:
-    return cell.settings.sequences_per_micro_batch < goal.sequences
 
 
 def _command(goal: Goal, question: Question, cell: Cell) -> str:

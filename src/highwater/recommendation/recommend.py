@@ -29,7 +29,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
-from highwater.nouns.request import TOPICS, request_from
+from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
     OURS,
@@ -235,9 +235,6 @@ def _check(
             "the token budget is part of the answer",
             hint="name what it is to hold, for example `--sequences-per-micro-batch 2`",
         )
-    for row in TOPICS["lengths"]:
-        if row.name in settings:
-            raise UsageError(f"one length, and a {row.words}", hint=f"leave `{row.flag}` out")
 
 
 def _with_trials(

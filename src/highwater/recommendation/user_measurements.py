@@ -5,9 +5,8 @@ residuals are by formula, or by a trace of each.
 import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -109,58 +108,51 @@ def own_residuals(
         return ()
     if method == "formula":
         return tuple(residual for study in read for residual in learn(study, constants))
-    each = [_Traceable.of(study, on_trace) for study in read]
+    each = [_traceable(study, on_trace) for study in read]
     if on_calibrate is not None:
-        unmade: set[Path] = set()
-        for one in each:
-            unmade.update(one.tracer.unmade(one.spec_of(trial) for trial in one.trials))
-        on_calibrate(sum(len(one.trials) for one in each), len(unmade))
-    return tuple(residual for one in each for residual in one.residuals(constants))
+        unmade = {path for one in each for path in one.tracer.unmade(one.specs)}
+        on_calibrate(sum(len(one.specs) for one in each), len(unmade))
+    return tuple(residual for one in each for residual in _traced_residuals(one, constants))
 
 
-@dataclass(frozen=True, slots=True)
-class _Traceable:
+class _Traceable(NamedTuple):
     """A study, its trials that are traced, and the tracer for them."""
 
     study: Study
-    model: Model
-    """The study's model as it is on this machine."""
     trials: tuple[RecordedTrial, ...]
+    specs: list[TrialSpec]
+    """Those of the trials, with the model as it is on this machine."""
     tracer: CachedTracer
 
-    @classmethod
-    def of(cls, study: Study, on_trace: Callable[[TrialSpec], None] | None) -> "_Traceable":
-        refuse_silent(study)
-        trials = worth_tracing(study, study.question)
-        results = [trial.result for trial in trials if trial.result is not None]
-        kernels = [rank.attention_kernel for result in results for rank in result.ranks]
-        kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
-        if kernel is None:
-            raise tells_nothing(study)
-        tracer = CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace)
-        return cls(study, _model_here(study), trials, tracer)
 
-    def spec_of(self, trial: RecordedTrial) -> TrialSpec:
-        return msgspec.structs.replace(trial.spec, model_directory=self.model.directory)
+def _traceable(study: Study, on_trace: Callable[[TrialSpec], None] | None) -> _Traceable:
+    refuse_silent(study)
+    trials = worth_tracing(study, study.question)
+    results = [trial.result for trial in trials if trial.result is not None]
+    kernels = [rank.attention_kernel for result in results for rank in result.ranks]
+    kernel: Kernel | None = next((name for name in ("cudnn", "flash") if name in kernels), None)
+    if kernel is None:
+        raise tells_nothing(study)
+    tracer = CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace)
+    directory = _model_here(study).directory
+    specs = [msgspec.structs.replace(trial.spec, model_directory=directory) for trial in trials]
+    return _Traceable(study, trials, specs, tracer)
 
-    def residuals(self, constants: MachineConstants | None) -> list[Residual]:
-        """Trace the trials, two at once; the tracer is of no use afterwards."""
-        with ThreadPoolExecutor(max_workers=2) as pool, self.tracer:
-            each = pool.map(partial(self._residual, constants), self.trials)
-            found = [residual for residual in each if residual is not None]
-        if not found:
-            raise tells_nothing(self.study)
-        return found
 
-    def _residual(
-        self, constants: MachineConstants | None, trial: RecordedTrial
-    ) -> Residual | None:
-        spec = self.spec_of(trial)
+def _traced_residuals(one: _Traceable, own: MachineConstants | None) -> list[Residual]:
+    """Trace the trials, two at once; the tracer is of no use afterwards."""
+    shape = one.study.question.model.shape
+
+    def residual(trial: RecordedTrial, spec: TrialSpec) -> Residual | None:
         assert trial.result is not None, "worth_tracing chooses trials with a result"  # noqa: S101
-        log, shape = self.tracer(spec), self.study.question.model.shape
-        return traced_residual(
-            shape, trial.spec, trial.result, log, rank=fullest_rank(spec), own=constants
-        )
+        log, rank = one.tracer(spec), fullest_rank(spec)
+        return traced_residual(shape, trial.spec, trial.result, log, rank=rank, own=own)
+
+    with ThreadPoolExecutor(max_workers=2) as pool, one.tracer:
+        found = [each for each in pool.map(residual, one.trials, one.specs) if each is not None]
+    if not found:
+        raise tells_nothing(one.study)
+    return found
 
 
 def _model_here(study: Study) -> Model:
