@@ -154,17 +154,6 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_log
     assert deviation(read(model), told(own)) < FLOAT32
 
 
-def test_another_tokenizer_goes_along_alone(source, tmp_path):
-    other = tmp_path / "tokenizer"
-    other.mkdir()
-    (other / "tokenizer.json").write_text("{}")
-    export(trained(source), tmp_path / "model", source=source, tokenizer=other)
-    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
-    assert (tmp_path / "model" / "generation_config.json").is_file()
-    for name in ("vocab.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert not (tmp_path / "model" / name).exists()
-
-
 def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):
     own, out = trained(source), tmp_path / "model"
     out.mkdir()

@@ -166,8 +166,10 @@ class Budget:
 
     def allows(self, trial: NextTrial) -> bool:
         """True if there is time for a trial that has no recorded result."""
-        kept_s = self._edges_after(trial.cell) if trial.after_edge else 0.0
-        needed_s = trial_s(self._question, trial.spec) or 0.0
+        kept_s, needed_s = 0.0, trial_s(self._question, trial.spec) or 0.0
+        if trial.after_edge:  # the cells after this one are to find their edges
+            later = takewhile(lambda other: other != trial.cell, reversed(self.order))
+            kept_s = sum(self._edges_s[other] for other in later)
         return self.left_s - kept_s > needed_s
 
     def has_room(self, spec: TrialSpec) -> bool:
@@ -192,11 +194,6 @@ class Budget:
         predicted_s = trial_s(self._question, spec)
         most_s = self._budget_s / 2 if predicted_s is None else _TIMES_PREDICTED * predicted_s
         return max(self._timeout_s, most_s)
-
-    def _edges_after(self, cell: Cell) -> float:
-        """Seconds expected for finding the edges of the cells after this one."""
-        later = takewhile(lambda other: other != cell, reversed(self.order))
-        return sum(self._edges_s[other] for other in later)
 
 
 def _cut_short(trial: Future[TrialResult]) -> Future[TrialResult]:

@@ -13,8 +13,8 @@ schema continues without checksums.
 """
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -123,7 +123,7 @@ class JournalContent:
         """Today's key for each written key: a newer setting, at its default, changes no trial."""
         self._trials_of: dict[Cell, dict[LaunchKey, RecordedTrial]] = {}
         """Trials by cell."""
-        self._claims: dict[Cell, _Claim] = {}
+        self._claims: dict[Cell, tuple[CellAnswer, Callable[[], str | None]]] = {}
         self._answered_within_s: dict[Cell, float | None] = {}
         """Time limit under which each cell was answered."""
         self._ended_since: set[Cell] = set()
@@ -149,7 +149,7 @@ class JournalContent:
                 self._finish(line)
             case AnsweredLine():
                 cell = line.answer.cell
-                self._claims[cell] = _Claim(line.answer, self.trials_of(cell))
+                self._claims[cell] = line.answer, self._why_unproven(line.answer)
                 self._answered_within_s[cell] = self.question.timeout_s
                 self._ended_since.discard(cell)
 
@@ -205,15 +205,15 @@ class JournalContent:
 
     def answer(self, cell: Cell) -> CellAnswer | None:
         """Return the recorded answer for a cell; None if there is none that its trials support."""
-        claim = self._claims.get(cell)
-        return None if claim is None or self._why_unproven(claim) else claim.answer
+        answer, why = self._claims.get(cell, (None, lambda: None))
+        return None if why() else answer
 
-    def _why_unproven(self, claim: "_Claim") -> str | None:
-        """Say why the trials before an answer do not support it; None if they do. Judged once."""
-        if not claim.is_judged:
-            claim.why = unsupported(self.question, claim.answer, claim.trials)
-            claim.is_judged = True
-        return claim.why
+    def _why_unproven(self, answer: CellAnswer) -> Callable[[], str | None]:
+        """Return what says, once asked, why the trials until now do not support an answer, or None
+        if they do. A trial that is run again later may differ then.
+        """
+        trials = self.trials_of(answer.cell)
+        return cache(lambda: unsupported(self.question, answer, trials))
 
     def answered_within_s(self, cell: Cell) -> float | None:
         """Time limit of a cell's answer; None without an answer, or if a trial ended since."""
@@ -248,7 +248,7 @@ class JournalContent:
     def unproven(self) -> tuple[UnprovenAnswer, ...]:
         """Answers that trials do not support, in the order of the question's cells."""
         claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
-        whys = ((claim.answer, self._why_unproven(claim)) for claim in claims)
+        whys = ((answer, why()) for answer, why in claims)
         return tuple(UnprovenAnswer(answer=each, why=why) for each, why in whys if why is not None)
 
     @property
@@ -256,17 +256,6 @@ class JournalContent:
         """Time limit of each of ``answers``; empty if the question has none."""
         limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
         return tuple(limit_s for limit_s in limits if limit_s is not None)
-
-
-@dataclass(slots=True)
-class _Claim:
-    """An answer in the file, and whether its trials support it."""
-
-    answer: CellAnswer
-    trials: tuple[RecordedTrial, ...]
-    """The cell's trials when the answer was written; a trial run again later may differ now."""
-    is_judged: bool = False
-    why: str | None = None
 
 
 def _cell_of(trial: RecordedTrial) -> Cell:

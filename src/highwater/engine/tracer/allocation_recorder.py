@@ -98,8 +98,6 @@ WORKSPACES: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
 }
 """Bytes that an operator allocates for itself and frees before it returns, by operator."""
 
-
-aten: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 
 
@@ -262,12 +260,13 @@ class AllocationRecorder(TorchDispatchMode):
             is_traceable_wrapper_subclass_type(kind) for kind in types if kind is not FakeTensor
         ):
             return NotImplemented  # a DTensor: its local operators come here by themselves
-        if func is aten._local_scalar_dense.default and _is_unknown(args[0]):
-            if _device_of(args[0]).type == "cuda":
+        if func is aten._local_scalar_dense.default:
+            is_on_device = _device_of(args[0]).type == "cuda"
+            if is_on_device:
                 self.wait()
-            return (
-                True if args[0].dtype is torch.bool else 1
-            )  # the number is unknown, and no memory depends on it
+            # a number on the device, or a fake without a value, like an optimizer's step
+            if is_on_device or (isinstance(args[0], FakeTensor) and args[0].constant is None):
+                return True if args[0].dtype is torch.bool else 1  # no memory depends on it
         if func in _QUADRATIC and args[0].ndim > 2:  # a router's is tokens x experts
             raise RuntimeError(
                 f"{func} would hold tokens x tokens numbers: a fused attention runs on the GPUs "
@@ -396,12 +395,6 @@ def _key(storage: torch.UntypedStorage) -> int:
 
 def _device_of(tensor: Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
-def _is_unknown(number: Tensor) -> bool:
-    """True if a number is on the device, or a fake without a value, like an optimizer's step."""
-    is_valueless = isinstance(number, FakeTensor) and number.constant is None
-    return is_valueless or _device_of(number).type == "cuda"
 
 
 def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:

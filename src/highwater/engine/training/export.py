@@ -20,21 +20,16 @@ from highwater.engine.data.store import make_durable
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype
+from highwater.engine.training.run_checkpoints import PARTIAL, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.units import format_bytes
 
-PARTIAL = ".partial"
 TEMPLATES = "additional_chat_templates"
 """Folder of chat templates other than the first."""
 _OF_MODEL = "generation_config.json"
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _OWN_FILE = re.compile(
     r"model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json"
     r"|adapter_model\.safetensors|adapter_config\.json|README\.md"
@@ -48,15 +43,14 @@ def export(
     directory: Path,
     *,
     source: Path,
-    tokenizer: Path | None = None,
     merged: bool = False,
 ) -> int:
     """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else in
     its compute dtype; returns the bytes on disk, on all ranks.
 
     For a model with adapters only these are written, in their own dtype; with ``merged`` the model
-    plus its adapters. ``source`` is the directory that the model came from, ``tokenizer`` one with
-    another tokenizer. The export is written under another name and renamed at the end.
+    plus its adapters. ``source`` is the directory that the model came from. The export is written
+    under another name and renamed at the end.
 
     Raises UsageError for a directory that exists already, MachineError if the disk cannot take it;
     both on all ranks.
@@ -84,7 +78,7 @@ def export(
             if failure is not None:
                 raise failure
             if is_first:
-                _copy_beside(partial, tokenizer or source)
+                _copy_beside(partial, source)
                 _settle(partial, directory)
         except OSError as error:
             _remove_partial(partial)
@@ -108,12 +102,7 @@ def _remove_partial(partial: Path) -> None:
     """Remove what an interrupted export left; UsageError if there are other files among it."""
     if not partial.exists():
         return
-    others = [
-        path
-        for path in partial.rglob("*")
-        if not path.is_dir() and _OWN_FILE.fullmatch(str(path.relative_to(partial))) is None
-    ]
-    if others or not partial.is_dir() or partial.is_symlink():
+    if not is_ours(partial, _OWN_FILE.fullmatch):
         name = shlex.quote(str(partial))
         raise UsageError(
             f"{partial} is in the way of a model, and has files that are none of one",
@@ -128,16 +117,14 @@ def _dtype_of(source: Path) -> torch.dtype | None:
     return _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")))
 
 
-def _copy_beside(partial: Path, tokenizer: Path) -> None:
-    """Copy the tokenizer's files into the export, and remove those of any other tokenizer."""
+def _copy_beside(partial: Path, source: Path) -> None:
+    """Copy the tokenizer's files into the export."""
     for name in COPIED:
-        if name != _OF_MODEL:
-            (partial / name).unlink(missing_ok=True)
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, partial / name)
-    if (tokenizer / TEMPLATES).is_dir():
+        if name != _OF_MODEL and (source / name).is_file():
+            shutil.copyfile(source / name, partial / name)
+    if (source / TEMPLATES).is_dir():
         (partial / TEMPLATES).mkdir()
-        for template in (tokenizer / TEMPLATES).glob("*.jinja"):
+        for template in (source / TEMPLATES).glob("*.jinja"):
             shutil.copyfile(template, partial / TEMPLATES / template.name)
 
 

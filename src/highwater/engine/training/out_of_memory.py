@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from types import FrameType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -137,7 +138,7 @@ class OutOfMemoryWatch:
     def _unnoted(self, error: BaseException) -> AliveMemory:
         """Return the known bytes if the allocator did not call: on the CPU, or in a library."""
         asked = _ASKED_ON_CPU.search(str(error))
-        every = list(_frames_of(error.__traceback__))
+        every = [frame for frame, _ in walk_tb(error.__traceback__)]
         frames = [frame for frame in every if _HOLDS_LOGITS.search(frame.f_code.co_filename)]
         return AliveMemory(
             parameters_bytes=self._parameters_bytes,
@@ -151,11 +152,11 @@ class OutOfMemoryWatch:
     def _note(self, device: int, requested: int, _limit: int, device_free: int) -> None:
         """Note a request without room. The allocator raises after this, so this must not raise."""
         try:
-            callers = list(_callers(_INTERPRETER._getframe()))
+            callers = [frame for frame, _ in walk_stack(_INTERPRETER._getframe())]
             frames = [
                 frame
                 for each in _INTERPRETER._current_frames().values()
-                for frame in _callers(each)
+                for frame, _ in walk_stack(each)
                 if _HOLDS_LOGITS.search(frame.f_code.co_filename)
             ]
             stats = torch.cuda.memory_stats(device)
@@ -326,15 +327,3 @@ def _place(frames: Iterable[FrameType]) -> str | None:
         if found is not None:
             return f"{found[0]}:{frame.f_lineno} {frame.f_code.co_name}"
     return None
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _frames_of(trace: TracebackType | None) -> Iterator[FrameType]:
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next

@@ -107,7 +107,7 @@ class RunCheckpoints:
                     partial.rename(target)
                     make_durable(self.folder)
         except MachineError:
-            if dist.get_rank() == 0 and _is_ours(partial, _OWN_FILE.fullmatch):
+            if dist.get_rank() == 0 and is_ours(partial, _OWN_FILE.fullmatch):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         with agreed(mesh), self._in_words(target, needed):
@@ -304,7 +304,7 @@ class RunCheckpoints:
                 continue
             with suppress(UsageError):  # without a manifest the owner is unknown
                 names = {*read_manifest(path).files, MANIFEST_FILE}
-                if _is_ours(path, names.__contains__):
+                if is_ours(path, names.__contains__):
                     # Renamed first: a half-removed folder must not have a checkpoint's name.
                     shutil.rmtree(path.rename(path.with_name(path.name + PARTIAL)))
 
@@ -315,7 +315,7 @@ class RunCheckpoints:
         for path in self.folder.iterdir():
             name = path.name.removesuffix(PARTIAL)
             is_named = name != path.name and checkpoint_step(name) is not None
-            if is_named and _is_ours(path, _OWN_FILE.fullmatch):
+            if is_named and is_ours(path, _OWN_FILE.fullmatch):
                 shutil.rmtree(path)
 
 
@@ -350,7 +350,7 @@ def _own(partial: Path, rank: int) -> Iterator[Path]:
         yield partial / STATE_FILE
 
 
-def _is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
+def is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
     """True if this is a real folder that has only files which saves write."""
     return (
         folder.is_dir()

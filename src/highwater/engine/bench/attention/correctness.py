@@ -27,15 +27,13 @@ go through."""
 _COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 
 
-def differences(
-    build: Build, conditions: Conditions, rank: int = 0, *, length: int = CHECKED_TOKENS
-) -> dict[str, float]:
+def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str, float]:
     """Norm-relative differences from float64, over this rank's tokens: the larger ones of two
     checks, one with the pattern's own sizes, one with sizes that suit a short sequence.
     """
-    found = [_differences(build, conditions, rank, length)]
+    found = [_differences(build, conditions, rank)]
     if (short := conditions.short()) != conditions:
-        found.append(_differences(build, short, rank, length))
+        found.append(_differences(build, short, rank))
     largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
     return dict(zip(_COMPARED, largest, strict=True))
 
@@ -52,10 +50,17 @@ def naive_attention(
     return scores_HSS.softmax(-1).nan_to_num(0.0) @ value_HSD
 
 
-def _differences(build: Build, conditions: Conditions, rank: int, length: int) -> list[Tensor]:
-    whole = _tensors(conditions, length)
+def _differences(build: Build, conditions: Conditions, rank: int) -> list[Tensor]:
+    random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
+    # queries, keys, values and output gradient, XSD: the same on every rank
+    whole = [
+        torch.randn(heads, CHECKED_TOKENS, size, generator=random).to(
+            conditions.device, conditions.dtype
+        )
+        for heads in (*conditions.heads_of_qkv, conditions.order.heads)
+    ]
     expected = _expected(conditions, whole)
-    share = conditions.layout(length).cut(rank)
+    share = conditions.layout(CHECKED_TOKENS).cut(rank)
     positions_s = torch.from_numpy(share.positions_T).to(conditions.device)
     is_token_s = positions_s != PADDING
     held = [
@@ -63,7 +68,7 @@ def _differences(build: Build, conditions: Conditions, rank: int, length: int) -
         for each in whole
     ]
     inputs = [each.requires_grad_() for each in held[:3]]
-    output = build(conditions, length)(*inputs)[0]
+    output = build(conditions, CHECKED_TOKENS)(*inputs)[0]
     gradients = torch.autograd.grad(output, inputs, held[3])
     found: list[Tensor] = []
     for mine, its in zip((output, *gradients), expected, strict=True):
@@ -71,15 +76,6 @@ def _differences(build: Build, conditions: Conditions, rank: int, length: int) -
         difference = mine[0][:, is_token_s].detach().double() - theirs
         found.append(difference.norm() / theirs.norm())
     return found
-
-
-def _tensors(conditions: Conditions, length: int) -> list[Tensor]:
-    """Random queries, keys, values and output gradient, XSD: the same on every rank."""
-    random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
-    return [
-        torch.randn(heads, length, size, generator=random).to(conditions.device, conditions.dtype)
-        for heads in (*conditions.heads_of_qkv, conditions.order.heads)
-    ]
 
 
 def _expected(conditions: Conditions, whole: Sequence[Tensor]) -> list[Tensor]:
