@@ -9,18 +9,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 70_813,
-    "src_files": 314,
-    "src_small_files": 15,
-    "process_starts": 3,
+    "src_lines": 67_819,
+    "src_files": 297,
+    "src_small_files": 14,
+    "process_starts": 2,
     "decision_records": 25,
     "changelog_bytes": 3_000,
 }
 """Lowered as the tree shrinks, never raised."""
 WALKED = {
-    "predict": {"modules": 96, "files": 61},
-    "find": {"modules": 218, "files": 124},
-    "train": {"modules": 225, "files": 123},
+    "predict": {"modules": 87, "files": 58},
+    "find": {"modules": 198, "files": 121},
+    "train": {"modules": 211, "files": 119},
 }
 
 

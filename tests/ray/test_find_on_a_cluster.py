@@ -134,7 +134,7 @@ try:
 except MemoryError:
     raise SystemExit(sys.exit("RuntimeError: DefaultCPUAllocator: can't allocate memory"))
 for step in (1, 2):
-    print(f"step {step}/2", flush=True)
+    print(f"step {step}/2 loss 1.{step}", flush=True)
 """
 """A trainer that takes a MiB for each token."""
 
