@@ -191,7 +191,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     """
     machine = probe()
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
-    request = msgspec.structs.replace(request, log_dir=asked.output)
+    request = _completed(msgspec.structs.replace(request, log_dir=asked.output))
     _refuse_other_runs(request)
     check_request(request, machine, steps=asked.steps)
     if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
@@ -201,17 +201,22 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
         )
     if request.gpus is None and request.device != "cpu" and machine.gpus:
         request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
-    together = TRAITS[request.settings.objective].documents_together
-    if request.token_budget is None and request.settings.sequences_per_micro_batch < together:
-        request = msgspec.structs.replace(request, sequences_per_micro_batch=together)
-    if request.settings.lora_merged:  # what is exported, at the end
-        request = msgspec.structs.replace(request, save_hf="last")
     _refuse_no_gpu(request, machine, asked)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
     _absolute((*asked.data, *asked.eval_data))
     return request, chosen
+
+
+def _completed(request: Request) -> Request:
+    """The request with what a training implies: documents of a pair together, merged weights."""
+    named = msgspec.structs.asdict(request)
+    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
+    together = TRAITS[named["objective"]].documents_together
+    if request.token_budget is None and named["sequences_per_micro_batch"] < together:
+        implied["sequences_per_micro_batch"] = together
+    return msgspec.structs.replace(request, **implied)
 
 
 def _rows(asked: TrainingRequest) -> int | None:

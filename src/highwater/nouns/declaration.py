@@ -276,12 +276,8 @@ def _as_key(name: str, value: Any) -> str:
     return f"{name}: {'true' if value is True else value}"
 
 
-def _as_keyword(name: str, value: Any) -> str:
-    return f"{name}={value!r}"
-
-
 TYPED = Spelling(setting=_as_flag, is_typed=True)
-KEYWORDS = Spelling(setting=_as_keyword)
+KEYWORDS = Spelling(setting=lambda name, value: f"{name}={value!r}")
 
 
 MOST_GPUS = 65_536

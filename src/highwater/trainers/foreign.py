@@ -59,10 +59,6 @@ class TrialHome(NamedTuple):
     HighwaterError where that fails, and TrialEndedError where the trial is ended meanwhile."""
 
 
-def _always(foreign: ForeignTrainer) -> bool:  # noqa: ARG001
-    return True
-
-
 class TrialStart(NamedTuple):
     """How trials of one trainer start."""
 
@@ -71,7 +67,7 @@ class TrialStart(NamedTuple):
     check: Callable[[TrialSpec, ForeignTrainer, HasFlash], tuple[str, ...]] | None = None
     """Says before anything starts what a reader should know of such trials. Raises HighwaterError
     for what the trainer cannot be told, and where it is not here."""
-    opens_model: Callable[[ForeignTrainer], bool] = _always
+    opens_model: Callable[[ForeignTrainer], bool] = lambda _: True
     """Whether its trials read the model's files."""
 
 

@@ -191,6 +191,7 @@ def on_fsdp1(
     directory: str,
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
+    use_orig_params: bool = False,
     seed: int = 0,
 ) -> Decoder:
     """Shard the actor by FSDP1, with recomputed layers; its parameters are FSDP1's vectors, as in
@@ -200,9 +201,8 @@ def on_fsdp1(
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype}
-        wrapped = shard_flat(
-            actor, actor.layers, materialise=fill.one_unit, use_orig_params=False, **how
-        )
+        how["use_orig_params"] = use_orig_params
+        wrapped = shard_flat(actor, actor.layers, materialise=fill.one_unit, **how)
     fill.finish()
     return cast(Decoder, wrapped).train()
 
