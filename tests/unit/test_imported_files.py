@@ -41,7 +41,7 @@ def test_what_is_imported_is_followed_into_functions_and_not_into_what_only_type
 @pytest.mark.parametrize(
     ("name", "is_of_a_trace"),
     [
-        *(("pages/guide/guide_page.py", False), ("cli/commands.py", False)),
+        *(("pages/guide_page.py", False), ("cli/commands.py", False)),
         *(("search/bracket.py", False), ("memory/formula/formula.py", False)),
         *(("nouns/capacities.py", False), ("engine/models/loss.py", True)),
         *(("engine/kernels/rows_triton.py", True), ("engine/attention/__init__.py", True)),
