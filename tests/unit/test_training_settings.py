@@ -47,6 +47,7 @@ from highwater.trials.training_ranks import own_folder
 from highwater.units import GIB, format_bytes
 from places import NO_GPU, machine_with
 from tables import table
+from tiny_models import write_model
 
 MACHINE = msgspec.structs.replace(
     NO_GPU, host_memory_total_bytes=128 * GIB, host_memory_available_bytes=128 * GIB
@@ -70,6 +71,19 @@ def test_what_is_named_is_taken_and_what_is_not_is_recommended():
     usual = chosen_trial(on_the_cpu("64GiB"), asked(4096), MACHINE)
     assert usual.spec.settings.loss == "full", "the simplest that fits"
     assert usual.predicted.capacity_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    "words", [("--objective", "dpo"), ("--objective", "rw"), ("--lora", "4", "--lora-merged")]
+)
+def test_pairs_and_merged_adapters_are_planned_before_the_data_is_asked_for(
+    words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny")
+    typed = ("train", "tiny", "--data", "none.jsonl", "--length", "64", "--device", "cpu")
+    assert main([*typed, "--steps", "2", "--output", "run", *words]) == EXIT_USER
+    assert "none.jsonl" in capsys.readouterr().err.splitlines()[0]
 
 
 def test_the_simplest_settings_that_fit_are_recommended():
