@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePath
@@ -73,6 +74,8 @@ _FORGOTTEN_S = 120.0
 """Seconds without a question after which a trial ends; a node that does not answer for half as long
 is taken for lost. Ray itself takes about 20 by its defaults: five health checks, 3 s apart."""
 _WATCHED_S = 1.0
+_GONE_S = 5.0
+"""Bound on the time until Ray has ended the process that held a trial on its node."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEMORY_MONITOR = "RAY_memory_usage_threshold"
 """A variable that Ray names where it ended a process because its node's memory was full."""
@@ -278,6 +281,7 @@ class _HeldTrial:
 
         Raises RayError where it was lost.
         """
+        from ray.exceptions import RayError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         import ray
@@ -310,6 +314,11 @@ class _HeldTrial:
             return self._follow(actor)
         finally:
             ray.kill(actor)
+            # Ray only passes that on: who is told that the trial ended finds nothing left of it.
+            until = time.monotonic() + _GONE_S
+            with suppress(RayError):
+                while time.monotonic() < until:
+                    ray.get(actor.end.remote(), timeout=_GONE_S)
 
     def _place(self) -> Any:
         """The placement group that has a part of one node; None where the trial is ended first."""

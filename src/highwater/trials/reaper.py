@@ -201,7 +201,9 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
             if grace_s is None or is_told or is_at_once:
                 return None
             is_told, deadline_s = True, time.monotonic() + grace_s
-            _tell_to_end(set(pids) - {pid for pid, _ in ends})
+            for running in set(pids) - {pid for pid, _ in ends}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(running, signal.SIGTERM)
             continue
         ends += [(pid, status) for pid, status in _reap() if pid in pids]
         if not has_failed and any(status for _, status in ends):
@@ -219,12 +221,6 @@ def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()
         signal.sigtimedwait({signal.SIGCHLD}, 1.0)
-
-
-def _tell_to_end(pids: Collection[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
 
 
 def _reap() -> Ends:

@@ -54,7 +54,8 @@ class GatedMlp(nn.Module):
         # Two functions, so that the kept tensor, at which a recomputation ends, comes before the
         # products are computed.
         kept_TE: Tensor = _Keep.apply(x_TE, rows, scale, *weights)
-        out_TE = cast(Tensor, _Compute.apply(kept_TE, rows, scale, *_detached(weights)))
+        detached = (w.detach() if isinstance(w, Tensor) else w for w in weights)
+        out_TE = cast(Tensor, _Compute.apply(kept_TE, rows, scale, *detached))
         return out_TE.view(hidden.shape)
 
     def _weights(self) -> tuple["_Weights", float]:
@@ -115,10 +116,6 @@ class _Weights(NamedTuple):
         a, b = map(as_tensor, self[6 + 2 * index : 8 + 2 * index])
         adapter = None if a is None or b is None else Adapter(a, b, scale)
         return self[index], self[3 + index], adapter  # pyright: ignore[reportReturnType]
-
-
-def _detached(weights: _Weights) -> _Weights:
-    return _Weights(*(w.detach() if isinstance(w, Tensor) else w for w in weights))  # pyright: ignore[reportArgumentType]
 
 
 class _Keep(torch.autograd.Function):
