@@ -98,7 +98,9 @@ def memory_limits_of(
             hint = f"add {own_memory(name)}; `highwater gpus` lists the kinds that need none"
             raise UsageError(f"the memory of {name} is not in the catalog", hint=hint)
         where = Cluster(gpus=1, device_name=name, device_bytes=memory)
-        memory_limits[name] = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
+        memory_limits[name] = memory_limit_of(
+            where, host_memory=host_memory, reserved=reserved, knows_host=False
+        )
     return memory_limits
 
 

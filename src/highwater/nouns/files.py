@@ -1,6 +1,5 @@
-"""Files that a user names, or that are found on a disk: regular ones alone, with a bound.
-
-A pipe would be waited for without end, a device would fill the memory.
+"""Files that a user names, or that are found on a disk: regular ones alone, with a bound. A pipe
+would be waited for without end, a device would fill the memory. And files that are written whole.
 """
 
 import errno
@@ -75,3 +74,31 @@ def refuse_irregular(descriptor: int, path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
+    """Write a file whole, or not at all, whoever else writes the same; ``durably``: onto the disk,
+    with its name.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            if durably:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    if durably:
+        make_durable(path.parent)
+
+
+def make_durable(folder: Path) -> None:
+    """Sync the names in a folder to the disk; a file's own fsync leaves its name out."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

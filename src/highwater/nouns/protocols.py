@@ -17,6 +17,7 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.codec import Record, from_json
+from highwater.nouns.files import write_whole
 from highwater.nouns.trial import TrialResult, TrialSpec
 
 TOLD_S = 0.5
@@ -111,17 +112,10 @@ def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
         left = work(from_json(order.read_bytes(), kind), report.parent)
     except HighwaterError as error:
         report, left = report.with_name(REFUSED_FILE), refused(error)
-    leave(report, msgspec.json.encode(left))
+    write_whole(report, msgspec.json.encode(left))
 
 
 def tell_phase(folder: Path, phase: str) -> None:
     """Leave word of what a job does, for whoever waits. Nothing depends on it."""
     with suppress(OSError):
-        leave(folder / PHASE_FILE, phase.encode())
-
-
-def leave(path: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+        write_whole(folder / PHASE_FILE, phase.encode())

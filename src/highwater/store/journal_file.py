@@ -67,14 +67,6 @@ class JournalFile:
             raise self._unwritable(error) from error
         self._size += len(line)
 
-    def sync_name(self) -> None:
-        """Make a new file's name durable; syncing the file itself does not."""
-        descriptor = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def close(self) -> None:
         """Release the lock."""
         os.close(self._descriptor)
