@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 
 from highwater.nouns.codec import Record
+from highwater.nouns.layout import Device
 from highwater.nouns.settings import Allocator
-from highwater.nouns.trial import Device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variable's name, and the one that PyTorch before 2.9 reads: both are set, alike."""

@@ -43,11 +43,11 @@ from highwater.nouns.foreign_trainer import (
     refuse_inexpressible,
 )
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
+from highwater.nouns.layout import Device
 from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
 from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
 from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trainer import TriedTrainer
-from highwater.nouns.trial import Device
 from highwater.units import (
     MIB,
     format_bytes,

@@ -14,13 +14,11 @@ from highwater.nouns.codec import Record, key_of
 from highwater.nouns.declaration import MOST_STEPS
 from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import Device, Layout
 from highwater.nouns.profiling import SnapshotOrder
 from highwater.nouns.secrets import REASON, kept
 from highwater.nouns.settings import Settings
 from highwater.units import counted
-
-Device = Literal["cuda", "cpu"]
 
 PROMPT_TOKENS = 2048
 """Prompt of a sequence in the published system's trials, and in those here from before a prompt
