@@ -17,8 +17,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.model.model import Model, load_model
 from highwater.nouns.cells import simplicity
-from highwater.nouns.codec import Record
-from highwater.nouns.files import SETTINGS_BYTES, read_file
+from highwater.nouns.codec import SETTINGS_BYTES, Record, read_file
 from highwater.nouns.hardware import gpu_catalog, kind_name
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

@@ -34,20 +34,20 @@ from highwater.nouns.declaration import (
     setting,
     words_of,
 )
-from highwater.nouns.foreign_trainer import (
+from highwater.nouns.environment import SETTING, Profiling, loose_profiling
+from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
+from highwater.nouns.layout import Device
+from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
+from highwater.nouns.study import Cell, Method, Proof
+from highwater.nouns.trainer import (
     BY_COMMAND,
     FOREIGN,
     PAGE,
     ForeignName,
+    TriedTrainer,
     foreign_name,
     refuse_inexpressible,
 )
-from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
-from highwater.nouns.layout import Device
-from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
-from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
-from highwater.nouns.study import Cell, Method, Proof
-from highwater.nouns.trainer import TriedTrainer
 from highwater.units import (
     MIB,
     format_bytes,

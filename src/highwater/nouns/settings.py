@@ -18,9 +18,18 @@ from highwater.nouns.declaration import (
     setting,
 )
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
-from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
-from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
+from highwater.nouns.objective import (
+    ALL_LINEAR,
+    OPTIMIZERS,
+    TRAITS,
+    Lora,
+    LoraBase,
+    Objective,
+    ObjectiveTraits,
+    OptimizerName,
+    OptimizerTraits,
+    check_lora,
+)
 from highwater.nouns.sparse_pattern import (
     READ_BY,
     WINDOWED,
@@ -100,7 +109,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         says_what=True,
         moves_loss=True,
     )
-    """What each keeps and needs is in nouns/optimizer.py."""
+    """What each keeps and needs is in nouns/objective.py."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "

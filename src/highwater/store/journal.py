@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.nouns.codec import to_builtins, to_json
+from highwater.nouns.codec import make_durable, to_builtins, to_json
 from highwater.nouns.environment import Environment
-from highwater.nouns.files import make_durable
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.secrets import HIDDEN
 from highwater.nouns.study import (

@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError
-from highwater.nouns.files import read_file, refuse_irregular
+from highwater.nouns.codec import read_file, refuse_irregular
 from highwater.units import MIB, format_bytes
 
 MOST_BYTES = 512 * MIB

@@ -7,8 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.files import CONFIG_BYTES, read_file, write_whole
+from highwater.nouns.codec import CONFIG_BYTES, from_json, read_file, to_json, write_whole
 from highwater.nouns.training import (
     CHECKPOINTS,
     STATE_FILE,

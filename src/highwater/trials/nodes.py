@@ -23,11 +23,9 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.model.model import load_model
-from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.files import write_whole
-from highwater.nouns.protocols import REFUSED_FILE, Refused
+from highwater.nouns.codec import Record, from_json, to_json, write_whole
 from highwater.nouns.request import Request
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import REFUSED_FILE, Refused, TrialSpec
 from highwater.trials.probe import probe
 from highwater.trials.ranks import RankShare
 from highwater.trials.reaper import module, under_reaper

@@ -21,9 +21,8 @@ from typing import IO
 
 import msgspec
 
-from highwater.nouns.codec import Record, from_json, to_json
+from highwater.nouns.codec import Record, from_json, to_json, write_whole
 from highwater.nouns.environment import STORE_VARIABLE
-from highwater.nouns.files import write_whole
 
 _AT_A_PORT = "port"
 """Word of ranks that meet where their environment says, and through no file."""

@@ -34,14 +34,12 @@ from highwater.memory.trace.replay import (
     coded,
     replay_trace,
 )
-from highwater.nouns.codec import digest, from_json
+from highwater.nouns.codec import INDEX_BYTES, digest, from_json, read_file, write_whole
 from highwater.nouns.events import EventLog, TraceOrder
-from highwater.nouns.files import INDEX_BYTES, read_file, write_whole
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.protocols import TrialEndedError
 from highwater.nouns.study import Question
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import TrialEndedError, TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.probe import (
     INSTALL_HINT,

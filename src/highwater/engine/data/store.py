@@ -25,9 +25,18 @@ from numpy.typing import NDArray
 from highwater.engine.data.batches import UNTRAINED, Document
 from highwater.engine.data.rendering import TokenDocument, Unit
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import Record, digest, from_json, to_json
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    Record,
+    digest,
+    from_json,
+    make_durable,
+    open_regular,
+    read_file,
+    to_json,
+    write_whole,
+)
 from highwater.nouns.corpus import Corpus
-from highwater.nouns.files import INDEX_BYTES, make_durable, open_regular, read_file, write_whole
 
 _SUMMARY = "corpus.json"
 _NAMES = "names.json"

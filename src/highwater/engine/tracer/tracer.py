@@ -43,8 +43,8 @@ from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch
 from highwater.engine.training.step import train_step
+from highwater.nouns.codec import write_whole
 from highwater.nouns.events import EventLog, TraceOrder
-from highwater.nouns.files import write_whole
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.trainer import TrainerName
 from highwater.nouns.trial import TrialSpec

@@ -22,7 +22,7 @@ from highwater.engine.training.rank_context import agreed, compute_dtype
 from highwater.engine.training.run_checkpoints import PARTIAL, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.files import CONFIG_BYTES, make_durable, read_file
+from highwater.nouns.codec import CONFIG_BYTES, make_durable, read_file
 from highwater.units import format_bytes
 
 TEMPLATES = "additional_chat_templates"

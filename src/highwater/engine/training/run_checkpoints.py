@@ -35,8 +35,14 @@ from highwater.engine.training.rank_context import agreed, gathered
 from highwater.engine.training.shard_reader import INDEX_FILE
 from highwater.engine.training.step import Training
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, make_durable, read_file, write_whole
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    from_json,
+    make_durable,
+    read_file,
+    to_json,
+    write_whole,
+)
 from highwater.nouns.training import (
     CHECKPOINTS,
     STATE_FILE,

@@ -22,9 +22,16 @@ from torch.distributed.checkpoint.utils import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, open_regular, read_file, write_whole
-from highwater.nouns.optimizer import QUANTIZED_BLOCK
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    Record,
+    from_json,
+    open_regular,
+    read_file,
+    to_json,
+    write_whole,
+)
+from highwater.nouns.objective import QUANTIZED_BLOCK
 
 INDEX_FILE = "index.json"
 

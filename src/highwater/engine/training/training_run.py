@@ -20,8 +20,7 @@ from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training
 from highwater.engine.training.training_rows import OwnRow, TrainingRows
 from highwater.errors import UsageError
-from highwater.nouns.codec import to_json
-from highwater.nouns.files import open_regular, write_whole
+from highwater.nouns.codec import open_regular, to_json, write_whole
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.training import RunState, TrainingProgress, TrainingSpec, run_digest
 

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.nouns.files import write_whole
+from highwater.nouns.codec import write_whole
 from highwater.nouns.oom import exhausted_memory
-from highwater.nouns.protocols import tell_phase
 from highwater.nouns.secrets import LOGGED, kept
-from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec
+from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec, tell_phase
 from highwater.units import MIB
 
 if TYPE_CHECKING:
