@@ -174,8 +174,11 @@ def predict_against(
     ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
     are ``host_memory`` and ``reserved``, as for ``predict``.
     """
-    from highwater.memory.table_accuracy import memory_limits_of, table_accuracy
-    from highwater.nouns.capacities import read_capacity_table
+    from highwater.memory.table_accuracy import (
+        memory_limits_of,
+        read_capacity_table,
+        table_accuracy,
+    )
 
     table = read_capacity_table(Path(table_path))
     for question in table.questions:

@@ -17,8 +17,8 @@ from highwater.errors import HighwaterError
 from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
+from highwater.memory.table_accuracy import published_grid
 from highwater.model.model import Model, load_model
-from highwater.nouns.capacities import published_grid
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import coordinates
