@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.nouns.sparse_pattern import SparsePatternConfig as SparsePatternConfig
     from highwater.pages.guide_sources import guide, write_guide
-    from highwater.pages.study_page import study_report, write_report
+    from highwater.pages.study_page import write_report
+    from highwater.pages.study_report import study_report
     from highwater.recommendation.recommend import recommend as recommend
 
 _PUBLIC = {
@@ -36,7 +37,7 @@ _PUBLIC = {
     "guide": "highwater.pages.guide_sources",
     "write_guide": "highwater.pages.guide_sources",
     "recommend": "highwater.recommendation.recommend",
-    "study_report": "highwater.pages.study_page",
+    "study_report": "highwater.pages.study_report",
     "write_report": "highwater.pages.study_page",
     "train": "highwater.api.training",
     "HighwaterError": "highwater.errors",

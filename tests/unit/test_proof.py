@@ -15,7 +15,7 @@ from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.answer_tables import (
+from highwater.pages.study_answer import (
     answer_table,
     published_line,
     published_tables,

@@ -24,13 +24,12 @@ from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
 from highwater.pages import guide_sources as guiding
 from highwater.pages import study_page as reporting
-from highwater.pages.answer_tables import answer_table
 from highwater.pages.guide import UNKNOWN, Guide
 from highwater.pages.guide_page import guide_markdown, guide_rows, summary
 from highwater.pages.profile import category_table, place_table
-from highwater.pages.study_answer import study_answer
+from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.study_commands import resumed
-from highwater.pages.study_report import StudyReport
+from highwater.pages.study_report import StudyReport, study_report
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.store.journal import read_study
 from highwater.store.logs import ranks_snapshots
@@ -48,7 +47,7 @@ def report(arguments: argparse.Namespace) -> int:
         else newest_study(Path(arguments.log_dir))
     )
     console.notes(study.notes)
-    made = reporting.study_report(study)
+    made = study_report(study)
     if output is not None:
         console.talk(f"the report: {reporting.write_report(output, made)}")
     if arguments.json:
