@@ -14,8 +14,11 @@ from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.prediction_tables import prediction_table
-from highwater.pages.sentence import prediction_answer, recommendation_answer
+from highwater.pages.prediction_tables import (
+    prediction_answer,
+    prediction_table,
+    recommendation_answer,
+)
 from highwater.pages.study_answer import answer_table, study_answer
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells

@@ -34,7 +34,7 @@ from highwater.pages.guide import (
     in_natural_order,
 )
 from highwater.pages.page import digest, drawn_page, page_script
-from highwater.pages.sentence import recommendation_answer
+from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.units import format_seconds, format_tokens

@@ -21,7 +21,7 @@ from highwater.nouns.trainer import (
     trainer_title,
 )
 from highwater.pages.page import drawn_page
-from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
+from highwater.pages.prediction_tables import assumed_host, caveat, star_of_yarn
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
 from highwater.trainers.emitted import Emitted
