@@ -22,7 +22,7 @@ from markupsafe import Markup, escape
 
 from highwater.pages.table import markdown_table
 from highwater.pages.text import escaped, fenced, plain, plain_lines
-from highwater.units import counted, format_bytes, format_seconds, format_tokens
+from highwater.units import counted, format_bytes, format_rate, format_seconds, format_tokens
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -107,6 +107,7 @@ def _templates(form: Form) -> "Environment":
         "bytes": format_bytes,
         "tokens": format_tokens,
         "seconds": format_seconds,
+        "rate": format_rate,
         "counted": counted,
         "json": json.dumps,
         "own": own if form == "html" else _on_one_line,
