@@ -25,8 +25,8 @@ from highwater.nouns.trial import (
     TrialSpec,
 )
 from highwater.pages.chooser import places
+from highwater.pages.guide import guide
 from highwater.pages.guide_page import guide_markdown
-from highwater.pages.guide_sources import guide
 from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.study_answer import answer_table, study_answer, trial_table

@@ -22,10 +22,17 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
 from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
-from highwater.pages import guide_sources as guiding
+from highwater.pages import guide as guiding
 from highwater.pages import study_page as reporting
 from highwater.pages.guide import UNKNOWN, Guide
-from highwater.pages.guide_page import guide_markdown, guide_rows, summary
+from highwater.pages.guide_page import (
+    PAGE,
+    check_guide_file,
+    guide_markdown,
+    guide_rows,
+    summary,
+    write_guide,
+)
 from highwater.pages.profile import category_table, place_table
 from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.study_commands import resumed
@@ -165,7 +172,7 @@ def guide(arguments: argparse.Namespace) -> int:
         arguments.sources += [word for word in flag if word.endswith(_FILES)]
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
-        guiding.check_guide_file(output)
+        check_guide_file(output)
     made = guiding.guide(
         *arguments.sources,
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
@@ -185,12 +192,12 @@ def guide(arguments: argparse.Namespace) -> int:
     console.notes(made.notes)
     if output is not None:
         is_replayed = TRAINERS[arguments.predicted_for].traces == "bundled"
-        if output.suffix == guiding.PAGE and arguments.predict and is_replayed:
+        if output.suffix == PAGE and arguments.predict and is_replayed:
             console.talk(
                 "the page's chooser: a quarter of a minute for each model and number of GPUs "
                 "whose traces are replayed"
             )
-        console.talk(f"the guide: {guiding.write_guide(output, made)}")
+        console.talk(f"the guide: {write_guide(output, made)}")
     if arguments.json:
         console.answer_json(guide_rows(made))
         return _exit_code(made)
