@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from highwater.engine.training.memory_profiler import MemoryProfiler as MemoryProfiler
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.nouns.sparse_pattern import SparsePatternConfig as SparsePatternConfig
-    from highwater.pages.guide_sources import guide, write_guide
-    from highwater.pages.study_page import study_report, write_report
+    from highwater.pages.guide import guide
+    from highwater.pages.guide_page import write_guide
+    from highwater.pages.study_page import write_report
+    from highwater.pages.study_report import study_report
     from highwater.recommendation.recommend import recommend as recommend
 
 _PUBLIC = {
@@ -33,10 +35,10 @@ _PUBLIC = {
     "predict": "highwater.api.prediction",
     "run_trial": "highwater.api.search",
     "open_study": "highwater.api.search",
-    "guide": "highwater.pages.guide_sources",
-    "write_guide": "highwater.pages.guide_sources",
+    "guide": "highwater.pages.guide",
+    "write_guide": "highwater.pages.guide_page",
     "recommend": "highwater.recommendation.recommend",
-    "study_report": "highwater.pages.study_page",
+    "study_report": "highwater.pages.study_report",
     "write_report": "highwater.pages.study_page",
     "train": "highwater.api.training",
     "HighwaterError": "highwater.errors",

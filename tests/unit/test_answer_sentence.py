@@ -14,10 +14,12 @@ from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
 from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
 from highwater.nouns.trial import Outcome
-from highwater.pages.answer_tables import answer_table
-from highwater.pages.prediction_tables import prediction_table
-from highwater.pages.sentence import prediction_answer, recommendation_answer
-from highwater.pages.study_answer import study_answer
+from highwater.pages.prediction_tables import (
+    prediction_answer,
+    prediction_table,
+    recommendation_answer,
+)
+from highwater.pages.study_answer import answer_table, study_answer
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study

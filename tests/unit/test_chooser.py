@@ -23,8 +23,8 @@ from highwater.nouns.study import Study
 from highwater.pages.chooser import ChooserPlace, chooser_json, places
 from highwater.pages.guide import Guide, guide_tables
 from highwater.pages.guide_page import guide_page, guide_rows
+from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.sentence import recommendation_answer
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trainers.emitted import answered_first

@@ -15,7 +15,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
-from highwater.pages.answer_tables import answer_table, trial_table
+from highwater.pages.study_answer import answer_table, trial_table
 from highwater.pages.study_commands import alive_rows, request_line, setting_of
 from highwater.pages.study_page import study_markdown, study_page
 from highwater.units import GIB

@@ -24,13 +24,12 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.pages.answer_tables import answer_table, trial_table
 from highwater.pages.chooser import places
+from highwater.pages.guide import guide
 from highwater.pages.guide_page import guide_markdown
-from highwater.pages.guide_sources import guide
+from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.sentence import recommendation_answer
-from highwater.pages.study_answer import study_answer
+from highwater.pages.study_answer import answer_table, study_answer, trial_table
 from highwater.pages.study_page import study_csv, study_markdown, study_page
 from highwater.pages.table import plain_table
 from highwater.search.budget import outlook

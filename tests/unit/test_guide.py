@@ -30,7 +30,7 @@ from highwater.pages import guide_page as guide_parts
 from highwater.pages.chooser import places
 from highwater.pages.guide import Guide, cell_label, guide_tables
 from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
-from highwater.pages.text import escaped, markdown_list
+from highwater.pages.text import escaped
 from places import question_of
 from tiny_models import write_model
 
@@ -561,6 +561,8 @@ def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
 
 
 def test_text_from_outside_begins_no_heading_and_no_list():
-    page = MarkdownIt().render(markdown_list(map(escaped, ("# a", "- b", "+ c", "#d"))))
+    page = MarkdownIt().render(
+        "\n".join(f"- {escaped(each)}" for each in ("# a", "- b", "+ c", "#d"))
+    )
     assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
     assert escaped("-") == "-", "nothing fits, in a table"

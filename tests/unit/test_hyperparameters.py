@@ -20,7 +20,7 @@ from highwater.nouns.request import TOPICS, request_from, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study
 from highwater.pages.study_commands import find_words, try_words
-from highwater.pages.study_tables import question_table
+from highwater.pages.study_page import question_table
 from places import question_of
 from tables import table
 

@@ -14,7 +14,7 @@ from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, Runner, TrialResult, TrialSpec
-from highwater.pages.answer_tables import (
+from highwater.pages.study_answer import (
     answer_table,
     published_line,
     published_tables,

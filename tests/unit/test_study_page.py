@@ -20,17 +20,24 @@ from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
 from highwater.pages.study_answer import study_answer
-from highwater.pages.study_page import COLUMNS, study_csv, study_markdown, study_page
-from highwater.pages.study_tables import (
-    HEADINGS,
+from highwater.pages.study_page import (
+    COLUMNS,
     memory_table,
     predicted_cells,
     question_table,
+    study_csv,
+    study_markdown,
+    study_page,
 )
 from highwater.units import GIB
 from places import question_of
 from tables import table
 
+HEADINGS = [
+    *("Answers", "Memory at the peak", "What did not fit, or failed", "How brackets closed"),
+    *("Trials", "Predicted, and what trials showed", "Do it again", "What was asked"),
+    *("Where it ran", "Notes"),
+]
 OUTCOMES = (
     *(Outcome.FIT, Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY, Outcome.TIMEOUT),
     *(Outcome.CRASHED, None),
@@ -44,7 +51,7 @@ def test_the_page_of_a_real_study_has_every_trial_and_every_section(path):
     text = study_page(report)
     page = Page(text)
     assert [data.strip() for tag, data in page.texts if tag == "h2"] == [
-        text for name, text in HEADINGS.items() if name != "notes" or report.study.notes
+        text for text in HEADINGS if text != "Notes" or report.study.notes
     ]
     assert page.text("th").split().count("1") >= 3, (
         "the first trial, in the tables of trials, memory and predictions"
@@ -140,7 +147,7 @@ def test_text_from_outside_stays_text_in_markdown():
     assert not {"\x1b", "\u202e"} & set(text)
     page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
     assert not {tag for tag, _ in page.elements} & {"script", "img", "a", "em"}
-    assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == list(HEADINGS.values())
+    assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == HEADINGS
     assert "b" not in [data for tag, data in page.texts if tag == "strong"]
     columns: set[int] = set()
     for row in re.findall(

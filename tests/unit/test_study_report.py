@@ -14,9 +14,8 @@ from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
 from highwater.pages.study_commands import find_words, try_words
-from highwater.pages.study_page import study_markdown
+from highwater.pages.study_page import predicted_cells, question_table, study_markdown
 from highwater.pages.study_report import StudyReport, TrialReport, judged
-from highwater.pages.study_tables import predicted_cells, question_table
 from highwater.search.predicted_study import PredictedTrial
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study

@@ -15,7 +15,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
-from highwater.pages.answer_tables import (
+from highwater.pages.study_answer import (
     answer_table,
     published_line,
     published_notes,

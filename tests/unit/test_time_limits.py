@@ -21,7 +21,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_commands import commands, find_words
-from highwater.pages.study_tables import question_table, state
+from highwater.pages.study_page import question_table, state
 from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study

@@ -27,7 +27,7 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.pages.answer_tables import (
+from highwater.pages.study_answer import (
     answer_table,
     published_line,
     published_notes,

@@ -39,15 +39,16 @@ from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.answer_tables import (
+from highwater.pages.study_answer import (
     answer_table,
+    outlook_lines,
     published_line,
     published_notes,
     published_tables,
     published_text,
+    study_answer,
     trial_table,
 )
-from highwater.pages.study_answer import outlook_lines, study_answer
 from highwater.pages.study_commands import resumed
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import newest_studies

@@ -22,15 +22,21 @@ from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profi
 from highwater.memory.snapshot.snapshot import HOW_TO_MAKE_ONE
 from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
-from highwater.pages import guide_sources as guiding
+from highwater.pages import guide as guiding
 from highwater.pages import study_page as reporting
-from highwater.pages.answer_tables import answer_table
 from highwater.pages.guide import UNKNOWN, Guide
-from highwater.pages.guide_page import guide_markdown, guide_rows, summary
+from highwater.pages.guide_page import (
+    PAGE,
+    check_guide_file,
+    guide_markdown,
+    guide_rows,
+    summary,
+    write_guide,
+)
 from highwater.pages.profile import category_table, place_table
-from highwater.pages.study_answer import study_answer
+from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.study_commands import resumed
-from highwater.pages.study_report import StudyReport
+from highwater.pages.study_report import StudyReport, study_report
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.store.journal import read_study
 from highwater.store.logs import ranks_snapshots
@@ -48,7 +54,7 @@ def report(arguments: argparse.Namespace) -> int:
         else newest_study(Path(arguments.log_dir))
     )
     console.notes(study.notes)
-    made = reporting.study_report(study)
+    made = study_report(study)
     if output is not None:
         console.talk(f"the report: {reporting.write_report(output, made)}")
     if arguments.json:
@@ -166,7 +172,7 @@ def guide(arguments: argparse.Namespace) -> int:
         arguments.sources += [word for word in flag if word.endswith(_FILES)]
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
-        guiding.check_guide_file(output)
+        check_guide_file(output)
     made = guiding.guide(
         *arguments.sources,
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
@@ -186,12 +192,12 @@ def guide(arguments: argparse.Namespace) -> int:
     console.notes(made.notes)
     if output is not None:
         is_replayed = TRAINERS[arguments.predicted_for].traces == "bundled"
-        if output.suffix == guiding.PAGE and arguments.predict and is_replayed:
+        if output.suffix == PAGE and arguments.predict and is_replayed:
             console.talk(
                 "the page's chooser: a quarter of a minute for each model and number of GPUs "
                 "whose traces are replayed"
             )
-        console.talk(f"the guide: {guiding.write_guide(output, made)}")
+        console.talk(f"the guide: {write_guide(output, made)}")
     if arguments.json:
         console.answer_json(guide_rows(made))
         return _exit_code(made)

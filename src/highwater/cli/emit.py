@@ -16,8 +16,8 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, Us
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import is_step_of, step_in_words, trainer_title
+from highwater.pages.prediction_tables import assumed_host, recommendation_answer
 from highwater.pages.recommendation_tables import check_page
-from highwater.pages.sentence import assumed_host, recommendation_answer
 from highwater.recommendation.recommend import drafted
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
 from highwater.trainers.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder

@@ -23,8 +23,13 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
-from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
-from highwater.pages.sentence import assumed_host, prediction_answer
+from highwater.pages.prediction_tables import (
+    accuracy_table,
+    assumed_host,
+    prediction_answer,
+    prediction_table,
+    term_table,
+)
 from highwater.units import format_tokens
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"

@@ -19,7 +19,7 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.answer_tables import capacity_text, memory_only_text, provenance
+from highwater.pages.study_answer import capacity_text, memory_only_text, provenance
 from highwater.pages.study_commands import TRIED, request_line
 from highwater.pages.table import TextTable, terminal_table
 from highwater.pages.text import plain

@@ -12,8 +12,8 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import foreign_name, predicted_traits
+from highwater.pages.prediction_tables import assumed_host, recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
-from highwater.pages.sentence import assumed_host, recommendation_answer
 from highwater.recommendation.recommend import recommend as recommended
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"

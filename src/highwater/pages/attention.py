@@ -5,7 +5,7 @@ Every figure is measured, or stands under ``predicted``; nothing is told of what
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from highwater.nouns.attention_bench import (
@@ -16,15 +16,15 @@ from highwater.nouns.attention_bench import (
     Entry,
 )
 from highwater.nouns.codec import Record
-from highwater.pages.table import Column, TextTable, markdown_table, table_of
-from highwater.pages.text import escaped, markdown_list, plain
+from highwater.pages.page import drawn_page, template_lines
+from highwater.pages.table import Column, TextTable, table_of
+from highwater.pages.text import plain
 from highwater.recommendation.attention_summary import (
     FAR,
     LEAST_LENGTHS,
     AttentionSummary,
     LongestLength,
     MemoryFit,
-    UseCase,
     attention_summary,
     contestants,
     entries,
@@ -42,15 +42,12 @@ _WORDS = {
     "most": "longest to try",
 }
 """Headings that say more than the name of their field."""
-_ALONE = (
-    "One GPU was measured: `--gpus 2` compares with it DataParallel, which cannot lengthen a "
-    "sequence, and ring and Ulysses, which can."
-)
+_lines = partial(template_lines, "attention.txt.j2")
 
 
 class BenchDocument(AttentionBench, frozen=True, kw_only=True):
-    """What ``highwater bench attention --json`` prints: what was measured, its cases as ``rows``,
-    and what follows from them.
+    """The JSON of ``highwater bench attention``: what was measured, its cases as ``rows``, and what
+    follows from them.
     """
 
     schema_version: int = 1
@@ -78,35 +75,23 @@ class ReportSection(NamedTuple):
 
 def attention_markdown(bench: AttentionBench) -> str:
     """The report as Markdown."""
-    parts = ["# The longest sequence that each attention holds"]
-    for title, every, lines in report_sections(bench):
-        tables = [table for table in every if table.rows]
-        parts.append(f"## {title}")
-        if not lines and not tables:
-            parts.append("Too little was measured.")
-        if lines:
-            parts.append(markdown_list(lines))
-        for table in tables:
-            parts += [f"**{escaped(table.title)}**", markdown_table(table)]
-            if table.footnotes:
-                parts.append(markdown_list(map(escaped, table.footnotes)))
-    return "\n\n".join(parts)
+    return drawn_page("attention.j2", form="md", sections=list(report_sections(bench))).rstrip("\n")
 
 
 def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
     """The report, in its order."""
     summary, directions = attention_summary(bench), bench.order.directions
     yield ReportSection("Longest lengths", [longest_table(bench, summary)])
-    yield ReportSection("What to use", lines=[_use_case_line(case) for case in summary.use_cases])
+    yield ReportSection("What to use", lines=_lines("use_cases", summary=summary))
     yield ReportSection("Measured on", [_machine_table(bench)])
     yield ReportSection("Correctness", [_check_table(bench)])
     yield ReportSection("Every implementation and mode", list(_case_tables(bench)))
     yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
-    alone = [] if summary.efficiencies else [_ALONE]
+    alone = _lines("scaling", summary=summary)
     yield ReportSection("Scaling efficiency", [_efficiency_table(summary)], alone)
     others = [predicted_table(bench, summary, direction) for direction in directions]
     others.append(_estimate_table(summary))
-    yield ReportSection("Other GPUs, predicted", others, list(_too_little(summary)))
+    yield ReportSection("Other GPUs, predicted", others, _too_little(summary))
 
 
 def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
@@ -116,11 +101,14 @@ def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable
         at = f" at {format_tokens(each.fails_tokens)}" if each.fails_tokens else ""
         return f"{each.why}{at}"
 
+    takes_segments = any(
+        IMPLEMENTATIONS[name].takes_segments for name in bench.order.implementations
+    )
     return _table(
         _answer(bench, summary),
         summary.longest,
         *(*_ENTRY, ("longest", _held), *(f"row.{name}" for name in _COSTS), ("ended by", ended)),
-        footnotes=_labels(bench),
+        footnotes=_lines("labels", bench=bench, takes_segments=takes_segments),
     )
 
 
@@ -142,30 +130,6 @@ def _held(each: LongestLength) -> str:
     """``131,072``, ``≥ 131,072`` where nothing longer was tried, or ``-``."""
     is_least = each.why == "longest tried" and each.fits_tokens
     return f"{'≥ ' if is_least else ''}{format_tokens(each.fits_tokens)}"
-
-
-def _labels(bench: AttentionBench) -> Iterator[str]:
-    """Notes that a reader of these figures needs."""
-    order, machine = bench.order, bench.machine
-    if not bench.is_whole:
-        yield "interrupted: these are the cases that had ended."
-    if order.device == "cpu":
-        yield (
-            "measured on the CPU at small sizes: it shows how memory and time grow, not what a GPU "
-            "reaches; each process stands for a GPU."
-        )
-    elif order.memory_bytes is not None and order.memory_bytes < machine.memory_total_bytes:
-        yield (
-            f"{plain(machine.device_name)} with {format_bytes(order.memory_bytes)} of its "
-            f"{format_bytes(machine.memory_total_bytes)}: it stands in for a card with so much; "
-            f"times are its own, not that card's."
-        )
-    if order.same_qkv:
-        yield "queries, keys and values are one tensor, counted once."
-    if any(IMPLEMENTATIONS[name].takes_segments for name in order.implementations):
-        yield "kept: of dilated segments, a pair that two of them meet counts twice."
-    for each in bench.not_run:
-        yield f"not run: {each.implementation}: {plain(each.reason)}"
 
 
 def _table(
@@ -228,13 +192,6 @@ def _name(entry: Entry) -> str:
     return entry.implementation if is_plain else f"{entry.implementation}, {entry.mode}"
 
 
-def _use_case_line(case: UseCase) -> str:
-    start, end = format_tokens(case.from_tokens), format_tokens(case.to_tokens)
-    lengths = f"beyond {start} tokens" if case.to_tokens is None else f"{start} to {end} tokens"
-    exact, sparse = (each or "none measured holds them" for each in (case.exact, case.sparse))
-    return f"{lengths}: {exact}; as another model, to be trained so: {sparse}"
-
-
 def _machine_table(bench: AttentionBench) -> TextTable:
     """Date, hardware, versions, and what was asked: every field by its name."""
     fields = {"made_at": bench.made_at, "command": " ".join(bench.command)}
@@ -287,7 +244,7 @@ def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
 
 
 def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
-    """How many times as fast as dense each is, by length; ``-`` where either has no time."""
+    """Times as fast as dense that each is, by length; ``-`` where either has no time."""
     one = Entry("dense", "single", direction)
     dense = times_s(bench, one)
     measured = [each for each in entries(bench) if each.direction == direction and each != one]
@@ -311,10 +268,7 @@ def _estimate_table(summary: AttentionSummary) -> TextTable:
         "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
         summary.estimates,
         *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
-        footnotes=(
-            "longest length = (memory − what is outside the allocator − overhead) / bytes per "
-            "token, of memory that the allocator reserves as it does here",
-        ),
+        footnotes=_lines("formula"),
     )
 
 
@@ -323,10 +277,7 @@ def _efficiency_table(summary: AttentionSummary) -> TextTable:
         "tokens/s and longest length of several GPUs, of one GPU's",
         summary.efficiencies,
         *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
-        footnotes=(
-            "data parallel: each GPU has whole sequences, so it cannot lengthen one, and a single "
-            "sequence leaves all other GPUs idle; `--implementations ring` shares each sequence",
-        ),
+        footnotes=_lines("efficiency"),
     )
 
 
@@ -342,9 +293,8 @@ def predicted_table(
     cells = {of: f"{'≥ ' if least else ''}{format_tokens(n)}" for of, (least, n) in tokens.items()}
     columns = list(dict.fromkeys(each.entry for each in own))
     gains = [each for each in summary.efficiencies if each.mode == "data parallel"]
-    is_gpu, where = bench.order.device == "cuda", "the CPU, whose kernels allocate otherwise"
     said = "whole sequences, tokens/s not measured on GPUs"
-    if gains and is_gpu:
+    if gains and bench.order.device == "cuda":
         best = max(gains, key=lambda each: each.speedup)
         brings = f"{best.speedup:.3g} times tokens/s on {best.gpus} ({best.implementation})"
         said = f"whole sequences, {brings}"
@@ -355,42 +305,25 @@ def predicted_table(
             (gpu, format_bytes(each.memory_bytes), *(cells[gpu, entry] for entry in columns), said)
             for gpu, each in kinds.items()
         ),
-        footnotes=(
-            f"predicted from peaks on {plain(bench.machine.device_name) if is_gpu else where}; "
-            f"nothing is said about time, nor about more than {FAR} times the longest length that "
-            f"was measured (≥)",
-            "DataParallel: whole sequences on each GPU, none longer than one holds; tokens/s as "
-            "here",
-            *(
-                f"{gpu} has no {' and no '.join(each.lacking)}: it is its memory alone that is "
-                f"predicted, and kernels that need them do not run there"
-                for gpu, each in kinds.items()
-                if each.lacking
-            ),
-        ),
+        footnotes=_lines("predicted", bench=bench, kinds=list(kinds.values()), far=FAR),
         left_columns=1,
     )
 
 
-def _too_little(summary: AttentionSummary) -> Iterator[str]:
-    """Which figures are missing because too few, or too short, lengths were measured."""
+def _too_little(summary: AttentionSummary) -> tuple[str, ...]:
     known = [each.entry for each in summary.estimates]
     unknown = [
         entry_words(each.entry)
         for each in summary.longest
         if each.fits_tokens and each.mode != "data parallel" and each.entry not in known
     ]
-    if unknown:
-        yield (
-            f"too little was measured of {'; '.join(unknown)}: bytes per token are told by "
-            f"{LEAST_LENGTHS} lengths that fit, and nothing is predicted by fewer."
-        )
-    far = {each.gpu for each in summary.predicted}
-    far -= {each.gpu for each in summary.predicted if not each.is_least}
-    if far:
-        longest = max(each.fit.longest_tokens for each in summary.estimates)
-        yield (
-            f"too little was measured for {counted(len(far), 'kind')} of GPUs: they hold more than "
-            f"{FAR} times the {format_tokens(longest)} tokens that were the longest; measure "
-            f"longer ones (`--max-length`)."
-        )
+    beyond = {each.gpu for each in summary.predicted}
+    beyond -= {each.gpu for each in summary.predicted if not each.is_least}
+    return _lines(
+        "too_little",
+        summary=summary,
+        unknown=unknown,
+        beyond=len(beyond),
+        far=FAR,
+        least_lengths=LEAST_LENGTHS,
+    )

@@ -13,7 +13,6 @@ from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import MemoryProfile
 from highwater.nouns.trial import Outcome
 from highwater.pages.study_report import CellReport, StudyReport, TrialReport
-from highwater.pages.study_tables import lacks_headroom, outcome
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, counted, format_bytes, format_seconds, format_tokens
 
@@ -107,11 +106,11 @@ def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
 
     marks = [
         Shape(
-            "ran-out" if lacks_headroom(trial) else SHAPES[trial.outcome],
+            "ran-out" if trial.lacks_headroom else SHAPES[trial.outcome],
             x=x(index),
             y=y(trial.length_tokens),
             text=f"trial {trial.number}, {format_tokens(trial.length_tokens)} tokens: "
-            f"{outcome(trial)}",
+            f"{trial.outcome_in_words}",
         )
         for index, trial in enumerate(trials)
     ]
@@ -218,7 +217,7 @@ def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
     used = trial.device_used_bytes or trial.peak_reserved_bytes
     text = f"{trial.number}: {trial.cell}, {format_tokens(trial.length_tokens)}"
     if not trial.counts_as_fit or trial.is_memory_only:
-        text += f", {outcome(trial)}"
+        text += f", {trial.outcome_in_words}"
         asked = format_bytes(trial.requested_bytes)
         text += f", no room for {asked}" if trial.requested_bytes else ""
     return MemoryRow(

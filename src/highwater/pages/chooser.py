@@ -37,8 +37,8 @@ from highwater.pages.guide import (
     trained,
 )
 from highwater.pages.page import paths_shortened, script_text, without_folders
+from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
-from highwater.pages.sentence import recommendation_answer
 from highwater.pages.text import plain_lines
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend

@@ -4,15 +4,17 @@ on it. The template ``guide.j2`` has the rest.
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from highwater.errors import HighwaterError
+from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn_parameters
 from highwater.nouns.capacities import Capacity, Source
@@ -22,7 +24,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.nouns.trainer import OURS, predicted_traits
-from highwater.pages.chooser import ChooserPlace, chooser_json
+from highwater.pages.chooser import ChooserPlace, chooser_json, places
 from highwater.pages.guide import (
     SOURCES,
     UNKNOWN,
@@ -34,11 +36,16 @@ from highwater.pages.guide import (
     in_natural_order,
 )
 from highwater.pages.page import digest, drawn_page, page_script
-from highwater.pages.sentence import recommendation_answer
+from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
+from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_seconds, format_tokens
 
+PAGE = ".html"
+"""The end of a guide's name that makes it a page."""
+_ENDS = (PAGE, ".md")
+"""The ends that a guide's name may have."""
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _HF_WEIGHTS = {
     "always": "saved with every checkpoint",
@@ -94,14 +101,41 @@ class LongContext(NamedTuple):
     """YaRN's factor for each length of the guide, in a sentence."""
 
 
+def write_guide(path: str | Path, made: Guide) -> Path:
+    """Write a guide into a new file: ``.html`` as a page of its own, ``.md`` as Markdown. A page
+    needs nothing else. Raises HighwaterError for another name, and for a file that is there already
+    or cannot be written.
+    """
+    path = Path(path)
+    check_guide_file(path)
+    text = guide_page(made, places(made)) if path.suffix == PAGE else guide_markdown(made)
+    write_new_file(path, text.encode(), flag="-o")
+    return path
+
+
+def check_guide_file(path: Path) -> None:
+    """Raise UsageError for a file that no guide is written to. Nothing that a user has is
+    overwritten.
+    """
+    if path.suffix not in _ENDS:
+        hint = (
+            f"end it in {' or '.join(_ENDS)}: `-o {shlex.quote(free_name(f'{path.stem}{PAGE}'))}`"
+        )
+        raise UsageError(
+            f"{path}: a guide is not written as {path.suffix or 'a file without a suffix'}",
+            hint=hint,
+        )
+    check_new_file(path, flag="-o", name="guide.html" if path.suffix == PAGE else "guide.md")
+
+
 def guide_markdown(guide: Guide) -> str:
     """Write the whole document."""
     return _drawn(guide, (), "md")
 
 
-def guide_page(guide: Guide, places: Sequence[ChooserPlace] = ()) -> str:
-    """Write the whole page, with a chooser among ``places``."""
-    return _drawn(guide, places, "html")
+def guide_page(guide: Guide, chosen: Sequence[ChooserPlace] = ()) -> str:
+    """Write the whole page, with a chooser among the ``chosen`` places."""
+    return _drawn(guide, chosen, "html")
 
 
 def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "md"]) -> str:

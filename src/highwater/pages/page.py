@@ -13,15 +13,19 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from markupsafe import Markup, escape
 
 from highwater.pages.table import markdown_table
 from highwater.pages.text import escaped, fenced, plain, plain_lines
-from highwater.units import counted, format_bytes, format_tokens
+from highwater.units import counted, format_bytes, format_rate, format_seconds, format_tokens
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
@@ -55,16 +59,31 @@ def _short(match: re.Match[str]) -> str:
     return f"…/{'/'.join(parts[-_KEPT_PARTS:])}{end}"
 
 
-def drawn_page(
-    template: str, /, *, form: Literal["html", "md", "text"] = "html", **values: object
-) -> str:
+Form = Literal["html", "md", "text"]
+
+
+def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> str:
     """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
     escaped but what the filter ``own`` marks in our own text; as ``text`` it is only made plain.
     """
+    text = _templates(form).get_template(template).render(values, form=form)
+    if form == "html":
+        return text
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
+
+
+def template_lines(template: str, macro: str, /, **values: object) -> tuple[str, ...]:
+    """The list that a macro of a template writes, an item of it a line: ``- `` begins an item."""
+    module = _templates("text").get_template(template).make_module(values)
+    items = re.split(r"^- ", getattr(module, macro)(), flags=re.MULTILINE)
+    return tuple(str(_on_one_line(item)) for item in items[1:])
+
+
+@lru_cache
+def _templates(form: Form) -> "Environment":
     # here, for whoever shows no page
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    is_html = form == "html"
     made: Callable[[str], str] = {
         "html": lambda text: plain_lines(without_folders(text)),
         "md": lambda text: _made_safe(escaped(text)),
@@ -87,9 +106,11 @@ def drawn_page(
         "plain": plain,
         "bytes": format_bytes,
         "tokens": format_tokens,
+        "seconds": format_seconds,
+        "rate": format_rate,
         "counted": counted,
         "json": json.dumps,
-        "own": own if is_html else _on_one_line,
+        "own": own if form == "html" else _on_one_line,
         "entities": lambda text: _made_safe(html.escape(plain(text))),
         "fenced": lambda text, language: _made_safe(
             fenced(text, language).replace("\n", _LINE_END)
@@ -98,10 +119,7 @@ def drawn_page(
         "tight": lambda text: _made_safe("\n".join(filter(str.strip, text.splitlines()))),
     }
     environment.filters.update(filters)
-    text = environment.get_template(template).render(values, form=form)
-    if is_html:
-        return text
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n").replace(_LINE_END, "\n") + "\n"
+    return environment
 
 
 _LINE_END = "\0"

@@ -1,24 +1,245 @@
-"""Tables of predictions: capacities by rung, the rungs that fit a length, bytes by term, and how
-many cells of a known table a prediction hits.
+"""A prediction, or a recommendation, in a sentence or two: what fits, with which settings, what is
+left, how fast it is. Then tables of predictions: capacities by rung, bytes by term, and how many
+cells of a known table one hits; and the caveat below them, or all notes (``prediction.txt.j2``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
-from highwater.memory.formula.constants import MachineConstants, Term
-from highwater.memory.interval.calibration import Calibration, least_residuals
-from highwater.memory.interval.residuals import PredictionMethod
+from highwater.memory.formula.constants import Term
+from highwater.memory.interval.calibration import least_residuals
+from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
-from highwater.nouns.settings import short_settings
-from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
-from highwater.nouns.trainer import OURS, trainer_title
-from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
+from highwater.nouns.cluster import nameless
+from highwater.nouns.hardware import THIS_MACHINE
+from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.settings import Settings, listed, settings_in_words, short_settings
+from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
+from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
+from highwater.pages.page import template_lines
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
-from highwater.units import GIB, format_bytes, format_rate, format_seconds, format_tokens
+from highwater.units import GIB, format_bytes, format_seconds, format_tokens
+
+_LACKS = {"device": "of each GPU", "host": "of host memory"}
+_SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
+"""The first word of an answer about one length; without a risk, of files before there were any."""
+
+
+def prediction_answer(
+    prediction: Prediction,
+    *,
+    longest: Prediction | None = None,
+    alternatives: Sequence[Alternative] = (),
+) -> str:
+    """Say how far a model trains, and with which settings; at one length whether it does. Where
+    nothing fits it says what would: ``longest`` is the prediction without that length, and
+    ``alternatives`` are what else was found.
+    """
+    model, where = plain(prediction.model_name), _where(prediction)
+    answer, asked = prediction.answer, prediction.length_tokens
+    if answer is None:
+        return _nothing(prediction, longest, alternatives)
+    tokens = answer.capacity_tokens or answer.likely_edge_tokens
+    is_scaled = tokens > prediction.native_length_tokens
+    how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
+    limit = prediction.memory_limit
+    figures = _figures(answer, host_memory_bytes=limit.host_bytes, usual_host=limit.usual_host)
+    if asked is not None:
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        return f"{first} on {where} with {how}: {figures}. Predicted."
+    may = "trains" if answer.capacity_tokens else "may train"
+    said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
+    return f"{said}{figures}. Predicted.{_beside(prediction, answer)}"
+
+
+def recommendation_answer(found: Recommendation) -> str:
+    """The settings to take for a length, and who says that they fit; where none do, what would."""
+    model = plain(found.model_name)
+    where = _where(found)
+    where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
+    tokens, chosen = format_tokens(found.length_tokens), found.chosen
+    if chosen is None:
+        how = "predicted" if predicted_traits(found.trainer) else "measured"
+        said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
+        is_scaled = found.length_tokens > found.native_length_tokens
+        return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
+    how = settings_in_words(
+        chosen.cell.settings,
+        chosen.cell.layout,
+        is_lowered=chosen.is_lowered,
+        is_scaled=found.yarn is not None,
+    )
+    by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
+    figures = _figures(
+        chosen, host_memory_bytes=found.host_memory_bytes, usual_host=found.usual_host
+    )
+    after = f": {figures}" if figures else ""
+    return (
+        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. {by}."
+    )
+
+
+def _where(found: Prediction | Recommendation) -> str:
+    """``4 x A100-80GB``, and who trains where that is not our engine."""
+    title = trainer_title(found.trainer)
+    is_watched = predicted_traits(found.trainer) is None
+    trainer = f" with {title}" if is_watched else f" for {title}'s trainer"
+    trainer = "" if found.trainer == OURS else trainer
+    if found.device_name == nameless(found.device_bytes):
+        gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
+        return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
+    return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+
+
+def _beside(prediction: Prediction, answer: CellPrediction) -> str:
+    """Say how much longer it may be with nothing to spare; and without offload, where less."""
+    said = ""
+    if answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens:
+        said = f" Up to {format_tokens(answer.likely_edge_tokens)} may fit, with nothing to spare."
+    cells = prediction.cells
+    on_gpus = [each.capacity_tokens for each in cells if each.cell.settings.offload is False]
+    if answer.cell.settings.offload is not False and any(on_gpus):
+        said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
+    return said
+
+
+def _nothing(
+    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+) -> str:
+    """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
+    asked = prediction.length_tokens
+    what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
+    where, native = _where(prediction), prediction.native_length_tokens
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
+    shorter, fewer = None if longest is None else longest.answer, ()
+    if shorter is not None and shorter.capacity_tokens:
+        is_scaled = shorter.capacity_tokens > native
+        how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
+        fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
+    would = _would_fit(alternatives, fewer, is_scaled=(asked or 0) > native)
+    return f"{said} {would or _lacking(prediction)}"
+
+
+def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
+    """Say what would fit, with the flags that do it, or for other GPUs the settings."""
+    if alternative.kind in ("technique", "more host memory"):
+        typed = " ".join(alternative.flags)
+        return f"{plain(alternative.what)} (`{typed}`)" if typed else plain(alternative.what)
+    assert alternative.cell is not None  # noqa: S101 (who calls has asked)
+    how = settings_in_words(
+        alternative.cell.settings,
+        alternative.cell.layout,
+        host_bytes=alternative.host_bytes,
+        is_scaled=is_scaled,
+    )
+    return f"{plain(alternative.what)} with {how}"
+
+
+def _would_fit(
+    alternatives: Sequence[Alternative], shorter: Sequence[str] = (), *, is_scaled: bool
+) -> str:
+    fitting = [each for each in alternatives if each.cell is not None]
+    would = [*shorter, *(_in_words(each, is_scaled=is_scaled) for each in fitting)]
+    return f"What would fit: {'; or '.join(would)}." if would else ""
+
+
+def _lacking(prediction: Prediction) -> str:
+    nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
+    lacks_bytes = _lacking_bytes(nearest)
+    if nearest.binding == "host":
+        lacks_bytes = nearest.footprint.host_bytes - (prediction.memory_limit.host_bytes or 0)
+    how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
+    return (
+        f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
+        f"{_LACKS.get(nearest.binding, '')}."
+    )
+
+
+def _lacking_bytes(predicted: CellPrediction) -> int:
+    """Bytes of a GPU that a cell lacks; its headroom tells where an older file has none."""
+    lacks_bytes = predicted.lacks_bytes
+    return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
+
+
+def _figures(
+    found: CellPrediction | Candidate, *, host_memory_bytes: int | None, usual_host: str | None
+) -> str:
+    """Say how sure it is, what is left of a GPU, what it takes of host memory, how fast it is."""
+    if isinstance(found, Candidate):
+        host_bytes, step = found.host_bytes, found.step_time
+    else:
+        host_bytes, step = found.footprint.host_bytes, found.step
+    said = [] if found.risk is None else [str(found.risk)]
+    if found.headroom_bytes is not None:
+        said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
+    if host_bytes is not None:
+        of_host = _of_host(host_memory_bytes, usual_host, found.cell.settings)
+        said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
+    if step is not None:
+        each = format_seconds(step.time_s)
+        said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
+    return ", ".join(said)
+
+
+def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
+    """Say, where states live there, how much host memory is assumed, or that nobody said."""
+    if settings.offload is False or machine == THIS_MACHINE:
+        return ""
+    if host_bytes is None:
+        return " (how much there is nobody said: `--host-memory`)"
+    return "" if machine is None else f" (of {format_bytes(host_bytes)}, assumed)"
+
+
+_OF_A_RISK: dict[Risk, str] = {
+    "tight": "tight: only the prediction itself fits, its pessimistic end does not; try it first",
+    "likely": "likely: even the pessimistic end fits, but little is left; try it first",
+}
+
+
+def caveat(
+    answer: CellPrediction | Candidate | None,
+    cells: Sequence[Cell],
+    *,
+    unlike: Sequence[str],
+    star: Sequence[str],
+) -> str:
+    """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
+    (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
+    """
+    says = "`--explain` says what from, and how good such answers were"
+    here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
+    if here:
+        says = (
+            f"nobody has measured this with {plain(listed(here))} yet: try it before you rely "
+            "on it; `--explain` says more"
+        )
+    if answer is not None and answer.risk is not None:
+        says = _OF_A_RISK.get(answer.risk, says)
+    return "; ".join((*star, says))
+
+
+def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
+    """Say what a star means, where the longest length of a table is past the native one."""
+    if longest_tokens <= native_length_tokens:
+        return ()
+    return (f"* past the native length of {format_tokens(native_length_tokens)}: YaRN",)
+
+
+def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]:
+    """Say whose host memory is taken because nobody said how much there is."""
+    if machine is None or host_bytes is None:
+        return ()
+    size = format_bytes(host_bytes)
+    if machine == THIS_MACHINE:
+        return (f"host memory is this machine's, {size}; `--host-memory` says of another",)
+    return (
+        f"host memory is taken as {size} ({plain(machine)}); `--host-memory` says what yours has",
+    )
+
 
 _LONGEST_BAR = 16
 """Characters."""
@@ -40,18 +261,13 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
-    known = prediction.calibration
     is_timed = any(each.step is not None for each in prediction.cells)
-    cells, unlike = [each.cell for each in prediction.cells], () if known is None else known.unlike
-    below = caveat(prediction.answer, cells, unlike=unlike, star=_star(prediction))
 
     def ended(each: CellPrediction) -> str:
-        binding = _BINDINGS[each.binding]
+        binding, fails = _BINDINGS[each.binding], each.does_not_fit_tokens
         if at_length:
             return "-" if each.capacity_tokens else binding
-        if each.does_not_fit_tokens is None:
-            return binding
-        return f"{format_tokens(each.does_not_fit_tokens)}: {binding}"
+        return binding if fails is None else f"{format_tokens(fails)}: {binding}"
 
     reach: list[Column[CellPrediction]] = [("fits", _fits)]
     if not at_length:
@@ -59,28 +275,42 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
             ("trains up to", lambda each: _length(each.capacity_tokens, native)),
             ("may reach", lambda each: _length(each.likely_edge_tokens, native)),
         ]
-    speed: list[Column[CellPrediction]] = [
-        ("a step", lambda each: format_seconds(each.step and each.step.time_s)),
-        ("tokens/s", lambda each: format_rate(each.step and each.step.tokens_per_s)),
-    ]
-    more: list[Column[CellPrediction]] = [
-        ("ended by", ended),
-        ("GPU memory", _device_memory),
-        ("peak in", lambda each: each.peak_phase),
-    ]
     return table_of(
         f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
         prediction.cells,
         ("settings", lambda each: short_settings(each.cell.settings)),
-        ("GPUs", lambda each: str(each.cell.layout.gpus)) if has_counts else None,
-        ("SP", lambda each: each.cell.layout.sharing),
+        ("GPUs", "cell.layout.gpus") if has_counts else None,
+        ("SP", "cell.layout.sharing"),
         *reach,
-        *(speed if is_timed else ()),
-        ("headroom", lambda each: format_bytes(each.headroom_bytes)),
-        ("host memory", lambda each: format_bytes(each.footprint.host_bytes)),
-        *(more if is_explained else ()),
+        ("a step", "step.time_s") if is_timed else None,
+        ("tokens/s", "step.tokens_per_s") if is_timed else None,
+        ("headroom", "headroom_bytes"),
+        ("host memory", "footprint.host_bytes"),
+        ("ended by", ended) if is_explained else None,
+        ("GPU memory", _device_memory) if is_explained else None,
+        ("peak in", "peak_phase") if is_explained else None,
         names=1 + has_counts,
-        footnotes=_explanations(prediction) if is_explained else (below,),
+        footnotes=_footnotes(prediction, is_explained=is_explained),
+    )
+
+
+def _footnotes(prediction: Prediction, *, is_explained: bool) -> tuple[str, ...]:
+    limit, known = prediction.memory_limit, prediction.calibration
+    longest = max((each.likely_edge_tokens for each in prediction.cells), default=0)
+    star = star_of_yarn(prediction.length_tokens or longest, prediction.native_length_tokens)
+    if not is_explained:
+        cells, unlike = [each.cell for each in prediction.cells], known.unlike if known else ()
+        return (caveat(prediction.answer, cells, unlike=unlike, star=star),)
+    steps = (each.step for each in prediction.cells if each.step is not None)
+    return template_lines(
+        "prediction.txt.j2",
+        "explanations",
+        prediction=prediction,
+        star=star,
+        risk_in_words=RISK_IN_WORDS,
+        assumed_host=assumed_host(limit.host_bytes, limit.usual_host),
+        least=None if known is None else least_residuals(known.coverage),
+        speed_bases=list(dict.fromkeys(BASIS_IN_WORDS[step.basis] for step in steps)),
     )
 
 
@@ -91,25 +321,21 @@ def term_table(predicted: CellPrediction) -> TextTable:
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint
-    phases: list[tuple[str, Sequence[Term]]] = [
-        *(
-            (
-                f"{each.name}{' (the peak)' if each is footprint.peak else ''}, "
-                f"{format_bytes(each.bytes)}",
-                each.terms,
-            )
-            for each in footprint.phases
-        ),
-        ("reserved besides", footprint.besides),
-        ("outside the allocator", footprint.outside),
-        ("host", footprint.host),
-    ]
-    largest = max(term.bytes for _, terms in phases for term in terms)
+    phases: dict[str, Sequence[Term]] = {
+        f"{each.name}{' (the peak)' * (each is footprint.peak)}, {format_bytes(each.bytes)}": (
+            each.terms
+        )
+        for each in footprint.phases
+    }
+    phases["reserved besides"] = footprint.besides
+    phases["outside the allocator"] = footprint.outside
+    phases["host"] = footprint.host
     rows = [
         (name if index == 0 else "", term)
-        for name, terms in phases
+        for name, terms in phases.items()
         for index, term in enumerate(sorted(terms, key=lambda term: -term.bytes))
     ]
+    largest = max(term.bytes for _, term in rows)
     return table_of(
         f"{predicted.cell.label}, bytes by term: predicted",
         rows,
@@ -130,30 +356,21 @@ def _bar(size: int, largest: int) -> str:
 
 def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:
     largest = max((alive.bytes for alive in replayed.alive), default=0) or 1
-    named = sum(alive.bytes for alive in replayed.alive)
-    peaks = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in replayed.allocated_by_phase.items()
-    )
     return table_of(
         f"{predicted.cell.label}, tensors alive at the peak, in {replayed.phase}: traced",
         replayed.alive,
-        ("allocated by", lambda alive: alive.operator),
+        ("allocated by", "operator"),
         ("module", lambda alive: alive.module or "-"),
-        ("in", lambda alive: alive.phase),
-        ("tensors", lambda alive: str(alive.count)),
+        ("in", "phase"),
+        ("tensors", "count"),
         ("", lambda alive: _bar(alive.bytes, largest)),
         ("GiB", lambda alive: f"{alive.bytes / GIB:.2f}"),
-        footnotes=(
-            f"these are {format_bytes(named)} of {format_bytes(replayed.peak_allocated_bytes)} "
-            f"allocated; {format_bytes(replayed.peak_reserved_bytes)} reserved, {replayed.retries} "
-            "retries of the allocator",
-            f"peaks by phase: {peaks}",
-        ),
+        footnotes=template_lines("prediction.txt.j2", "tensor_notes", replayed=replayed),
     )
 
 
 def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
-    """How many cells of a known table a prediction hits, by rung; each miss in a footnote."""
+    """A row of hits and near hits for each rung of a known table; each miss in a footnote."""
     closed = {row.settings: row for row in table_accuracy.closed_form}
     replayed = table_accuracy.replayed_cells
     is_replayed = MEMORY[table_accuracy.trainer].replay is not None
@@ -161,10 +378,10 @@ def accuracy_table(table_accuracy: TableAccuracy, *, name: str) -> TextTable:
     return table_of(
         f"predicted against {plain(name)}",
         table_accuracy.per_settings,
-        ("settings", lambda row: row.settings),
-        ("cells", lambda row: str(row.cells)),
-        ("exact", lambda row: str(row.exact)),
-        ("within one step", lambda row: str(row.within_one_step)),
+        ("settings", "settings"),
+        ("cells", "cells"),
+        ("exact", "exact"),
+        ("within one step", "within_one_step"),
         ("closed form: exact", lambda row: str(closed[row.settings].exact)) if closed else None,
         ("within one step", lambda row: str(closed[row.settings].within_one_step))
         if closed
@@ -184,19 +401,17 @@ def _missed(miss: Miss) -> str:
 
 
 def _title(prediction: Prediction) -> str:
-    where = (
-        f"{prediction.gpus} x {plain(prediction.device_name)}, "
-        f"{format_bytes(prediction.device_bytes)} each"
-    )
-    asked = prediction.length_tokens
+    asked, title = prediction.length_tokens, trainer_title(prediction.trainer)
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
-    title = trainer_title(prediction.trainer)
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
-    return f"{plain(prediction.model_name)} on {where}{length}{trainer}"
+    return (
+        f"{plain(prediction.model_name)} on {prediction.gpus} x {plain(prediction.device_name)}, "
+        f"{format_bytes(prediction.device_bytes)} each{length}{trainer}"
+    )
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """How sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
+    """Say how sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
     if predicted.risk is None:
         return "yes" if predicted.capacity_tokens else "no"
     if not predicted.capacity_tokens and predicted.risk == "safe":
@@ -215,74 +430,3 @@ def _device_memory(predicted: CellPrediction) -> str:
     if ends is None:
         return format_bytes(predicted.device_used_bytes)
     return f"{format_bytes(ends.low_bytes)} to {format_bytes(ends.high_bytes)}"
-
-
-def _star(prediction: Prediction) -> tuple[str, ...]:
-    lengths = (predicted.likely_edge_tokens for predicted in prediction.cells)
-    longest = prediction.length_tokens or max(lengths, default=0)
-    return star_of_yarn(longest, prediction.native_length_tokens)
-
-
-def _explanations(prediction: Prediction) -> Iterator[str]:
-    limit = prediction.memory_limit
-    yield from _star(prediction)
-    yield RISK_IN_WORDS
-    yield (
-        f"trains up to: with {format_bytes(prediction.margin_bytes)} of headroom, and at the "
-        "pessimistic end of the prediction; may reach: where the prediction itself fits; headroom "
-        "is what the prediction leaves of a GPU; GPU memory counts what the allocator only keeps, "
-        "too, as far as there is room"
-    )
-    yield from assumed_host(limit.host_bytes, limit.usual_host)
-    if prediction.calibration is not None:
-        yield from learned(prediction.calibration)
-    steps = (each.step for each in prediction.cells if each.step is not None)
-    yield from dict.fromkeys(BASIS_IN_WORDS[step.basis] for step in steps)
-    if limit.constants is not None:
-        yield _constants(limit.constants, prediction.gpus)
-    yield prediction.accuracy
-    yield f"not in it: {', '.join(prediction.not_modelled)}"
-
-
-def _constants(own: MachineConstants, gpus: int) -> str:
-    """A note on where what lies outside the allocator was measured, and what of it was not."""
-    names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "cudnn": "cuDNN"}
-    known = [f"{name} {own.versions[key]}" for key, name in names.items() if key in own.versions]
-    versions = ", ".join(known) or "versions unknown"
-    text = f"context, cuBLAS and NCCL as measured on {own.device_name}: {versions}"
-    if gpus > max(own.context_bytes):
-        text += f"; NCCL of {gpus} GPUs is not among them, and taken as read on H200s and H100s"
-    return plain(text)
-
-
-def learned(calibration: Calibration) -> Iterator[str]:
-    """Say what the intervals promise, what they were learned from, and for what they were not."""
-    what = "edges" if calibration.edges else "trials"
-    each = [
-        f"{factors.allocator}, {factors.residuals} {what}: {factors.lower:.3f} to "
-        f"{factors.upper:.3f} of the prediction"
-        for factors in calibration.factors
-    ]
-    gpus = "1 GPU" if calibration.gpus == (1,) else f"{', '.join(map(str, calibration.gpus))} GPUs"
-    where = plain(
-        f"{', '.join(calibration.device_names)}; {gpus}; "
-        f"{', '.join((*calibration.objectives, *calibration.model_names))}"
-    )
-    own = f", {calibration.own_trials} of them yours" if calibration.own_trials else ""
-    coverage = f"{calibration.coverage:.0%}".replace("%", " %")
-    yield (
-        f"each end is to hold for {coverage} of {what} like those it was learned from "
-        f"({'; '.join(each)}{own}): {where}"
-    )
-    few = [factors.allocator for factors in calibration.factors if factors.is_widened]
-    if few:
-        needed = least_residuals(calibration.coverage)
-        yield (
-            f"{', '.join(few)}: below {needed} {what} no count gives {coverage}, so the ends are "
-            f"the extremes, widened"
-        )
-    if calibration.unlike:
-        yield (
-            f"not among those {what}, so nobody knows its coverage there: "
-            f"{plain(', '.join(calibration.unlike))}"
-        )

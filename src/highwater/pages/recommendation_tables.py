@@ -3,14 +3,18 @@ buy; or every rung that fits; and the page of a folder that is taken away, of wh
 has the prose.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from highwater.memory.trainers import MEMORY
-from highwater.model.rope import Yarn
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import Alternative, Candidate, Recommendation, StepTime
+from highwater.nouns.recommendation import (
+    Alternative,
+    AlternativeKind,
+    Candidate,
+    Recommendation,
+)
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (
@@ -20,13 +24,14 @@ from highwater.nouns.trainer import (
     step_in_words,
     trainer_title,
 )
-from highwater.pages.page import drawn_page
-from highwater.pages.sentence import assumed_host, caveat, star_of_yarn
-from highwater.pages.table import Column, TextTable, table_of
+from highwater.pages.page import drawn_page, template_lines
+from highwater.pages.prediction_tables import assumed_host, caveat, star_of_yarn
+from highwater.pages.table import Column, TextTable, table_of, values_table
 from highwater.pages.text import plain
 from highwater.trainers.emitted import Emitted
-from highwater.units import counted, format_bytes, format_seconds, format_tokens
+from highwater.units import format_bytes, format_seconds, format_tokens
 
+_TEMPLATE = "recommendation.txt.j2"
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
@@ -38,12 +43,12 @@ def _by(candidate: Candidate) -> str:
 
 _NAMES: tuple[Column[Candidate], ...] = (
     ("settings", lambda each: short_settings(each.cell.settings)),
-    ("SP", lambda each: each.cell.layout.sharing),
+    ("SP", "cell.layout.sharing"),
     ("by", _by),
 )
 _BUDGET: tuple[Column[Candidate], ...] = (
-    ("sequences", lambda each: str(each.cell.settings.sequences_per_micro_batch)),
-    ("token budget", lambda each: format_tokens(each.token_budget_tokens)),
+    ("sequences", "cell.settings.sequences_per_micro_batch"),
+    ("token budget", "token_budget_tokens"),
 )
 
 
@@ -75,9 +80,21 @@ def recommendation_tables(
         )
     if found.chosen is None and found.alternatives:
         tables.append(_alternative_table(found))
-    longer = next_rungs(found)
-    if found.chosen is not None and longer:
-        tables.append(_next_table(found.chosen, longer, found))
+    longer, chosen = next_rungs(found), found.chosen
+    if chosen is not None and longer:
+        tables.append(
+            table_of(
+                "what the next would buy",
+                longer,
+                *_NAMES,
+                _costs_of(found),
+                *_BUDGET,
+                _reach(found),
+                ("more", lambda each: _more(each, chosen)),
+                ("tokens/s", lambda each: _step(each)[1]),
+                names=4,
+            )
+        )
     return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
 
 
@@ -102,7 +119,7 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
         *_NAMES,
         _costs_of(found),
         *_BUDGET,
-        ("headroom", lambda each: format_bytes(each.headroom_bytes)),
+        ("headroom", "headroom_bytes"),
         _reach(found),
         ("a step", lambda each: _step(each)[0]),
         ("tokens/s", lambda each: _step(each)[1]),
@@ -167,36 +184,18 @@ def reason(candidate: Candidate) -> str:
 
 
 def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
-    budget, environment = chosen.token_budget_tokens, "nothing to set"
-    if chosen.cell.settings.allocator == "expandable":
-        environment = f"{ENV_IN_WORDS}, before any process starts; {ENV_BEFORE_IN_WORDS}"
-    rows = (
-        ("settings", f"{short_settings(chosen.cell.settings)}{_degrees(chosen)}, {_by(chosen)}"),
-        ("headroom", _headroom(chosen)),
-        ("token budget", f"{format_tokens(budget)} a GPU: {_packed(chosen, found)}"),
-        ("trains up to", f"{_capacity(chosen, found)} tokens, {chosen.capacity_source}"),
-        ("step", _step_in_words(chosen.step_time)),
-        ("costs", "; ".join(costs(chosen, found)) or "nothing"),
-        ("environment", environment),
-        ("positions", _positions(found.yarn, found)),
+    lines = template_lines(
+        _TEMPLATE,
+        "chosen",
+        found=found,
+        short=short_settings(chosen.cell.settings),
+        by=_by(chosen),
+        headroom=_headroom(chosen),
+        capacity=_capacity(chosen, found),
+        costs="; ".join(costs(chosen, found)) or "nothing",
+        env={"words": ENV_IN_WORDS, "before": ENV_BEFORE_IN_WORDS},
     )
-    return TextTable(title=_title(found), columns=(), rows=rows, left_columns=2)
-
-
-def _next_table(
-    chosen: Candidate, longer: tuple[Candidate, ...], found: Recommendation
-) -> TextTable:
-    return table_of(
-        "what the next would buy",
-        longer,
-        *_NAMES,
-        _costs_of(found),
-        *_BUDGET,
-        _reach(found),
-        ("more", lambda each: _more(each, chosen)),
-        ("tokens/s", lambda each: _step(each)[1]),
-        names=4,
-    )
+    return values_table(_title(found), lines, columns=())
 
 
 def _more(longer: Candidate, chosen: Candidate) -> str:
@@ -210,24 +209,21 @@ def _more(longer: Candidate, chosen: Candidate) -> str:
 
 
 def _alternative_table(found: Recommendation) -> TextTable:
+    most = MOST_GPUS_OF_A_MACHINE
+    none: dict[AlternativeKind, str] = {
+        "more GPUs": f"none of up to {most} of this kind, nor twice or four times that",
+        "a larger GPU": "none of the catalog",
+    }
     tried = {alternative.kind for alternative in found.alternatives}
-    rows = [
-        (
-            *(each.kind, plain(each.what), _settings_of(each)),
-            *(format_bytes(each.headroom_bytes), format_bytes(each.host_bytes)),
-        )
-        for each in found.alternatives
-    ]
-    if "more GPUs" not in tried:
-        most = MOST_GPUS_OF_A_MACHINE
-        none = f"none of up to {most} of this kind, nor twice or four times that"
-        rows.append(("more GPUs", none, "-", "-", "-"))
-    if "a larger GPU" not in tried:
-        rows.append(("a larger GPU", "none of the catalog", "-", "-", "-"))
-    return TextTable(
-        title="what would do: predicted",
-        columns=("", "what", "simplest settings", "headroom", "host memory"),
-        rows=tuple(rows),
+    others = [Alternative(kind=kind, what=none[kind]) for kind in none if kind not in tried]
+    return table_of(
+        "what would do: predicted",
+        (*found.alternatives, *others),
+        ("", "kind"),
+        ("what", "what"),
+        ("simplest settings", _settings_of),
+        ("headroom", "headroom_bytes"),
+        ("host memory", "host_bytes"),
     )
 
 
@@ -249,29 +245,10 @@ def _title(found: Recommendation) -> str:
     )
 
 
-def _degrees(candidate: Candidate) -> str:
-    """``, SP=2``, and how many sequences where they are fewer than by default."""
-    shared = candidate.cell.layout.suffix
-    if not candidate.is_lowered:
-        return shared
-    sequences = counted(candidate.cell.settings.sequences_per_micro_batch, "sequence")
-    return f"{shared}, {sequences} a micro-batch"
-
-
 def _capacity(candidate: Candidate, found: Recommendation) -> str:
     tokens, least = candidate.capacity_tokens, "≥" if candidate.is_at_least else ""
     star = "*" if tokens > found.native_length_tokens else ""
     return f"{least}{format_tokens(tokens)}{star}" if tokens else "none"
-
-
-def _packed(candidate: Candidate, found: Recommendation) -> str:
-    """``2 sequences of 65,536 over 2 GPUs``."""
-    settings, degree = candidate.cell.settings, candidate.cell.layout.context_degree
-    count = settings.sequences_per_micro_batch
-    over = f" over {degree} GPUs" if degree > 1 else ""
-    fewer = "each of more micro-batches" if settings.accumulates else "a step"
-    lowered = f", below the default, so fewer tokens in {fewer}" if candidate.is_lowered else ""
-    return f"{counted(count, 'sequence')} of {format_tokens(found.length_tokens)}{over}{lowered}"
 
 
 def _step(candidate: Candidate) -> tuple[str, str]:
@@ -285,19 +262,6 @@ def _step(candidate: Candidate) -> tuple[str, str]:
     return f"{format_seconds(step.time_s)}{by}", f"{step.tokens_per_s:,.0f}{by}"
 
 
-def _step_in_words(step: StepTime | None) -> str:
-    if step is None:
-        return "unknown: no study here measured the speed of these settings, nor of such a GPU"
-    takes, speed = format_seconds(step.time_s), f"{step.tokens_per_s:,.0f} tokens/s"
-    figure = f"{takes} for {format_tokens(step.step_tokens)} tokens, {step.source}"
-    if step.source == "measured":
-        return f"{figure}: {speed}"
-    if step.measured_length_tokens is None:
-        return f"{takes} predicted, {speed}"
-    at = format_tokens(step.measured_length_tokens)
-    return f"{figure} from {speed}, measured at {at} tokens, at the same FLOP/s"
-
-
 def _headroom(chosen: Candidate) -> str:
     if chosen.headroom_bytes is None:
         return "unknown"
@@ -307,77 +271,30 @@ def _headroom(chosen: Candidate) -> str:
     return f"{format_bytes(chosen.headroom_bytes)} of each GPU{sure}{measured}"
 
 
-def _positions(yarn: Yarn | None, found: Recommendation) -> str:
-    if yarn is None:
-        return f"as the model has them, up to {format_tokens(found.native_length_tokens)}"
-    block = ", ".join(f"{name}: {value}" for name, value in yarn.rope_parameters.items())
-    length = yarn.max_position_embeddings
-    return f"YaRN, rope_parameters {{{block}}}, max_position_embeddings {length}"
-
-
 def _footnotes(found: Recommendation, is_explained: bool) -> tuple[str, ...]:
-    if is_explained:
-        return tuple(_explanations(found))
-    is_predicted = found.chosen is not None and found.chosen.source == "predicted"
-    cells, unlike = [each.cell for each in found.candidates], found.unlike if is_predicted else ()
-    return (caveat(found.chosen, cells, unlike=unlike, star=_star(found)),)
-
-
-def _star(found: Recommendation) -> tuple[str, ...]:
-    longest = max((each.capacity_tokens for each in found.candidates), default=0)
-    return star_of_yarn(longest, found.native_length_tokens)
-
-
-def _explanations(found: Recommendation) -> Iterator[str]:
-    yield from _star(found)
-    yield RISK_IN_WORDS
-    if found.rollout_gpus:
-        own, rollout = found.gpus, found.rollout_gpus
-        yield f"every count of GPUs is the trainer's, {own}: {rollout} of {own + rollout} roll out"
-    if found.yarn is not None:
-        yield (
-            "YaRN: numerical stability needs the angles of such positions in float32, for bfloat16 "
-            "counts without gaps to 256 only (Hugging Face's models and this engine compute them "
-            "so); one factor scales every length, short texts too, and rollout and trainer need "
-            "the same block, or their log-probabilities differ"
-        )
-    offloads = (
-        each.cell.settings.offload is not False and each.fits and each.host_bytes is not None
-        for each in found.candidates
-    )
-    if any(offloads) and not found.host_memory_bytes:
-        yield (
-            "offload is taken to find the host memory that it needs; `--host-memory` says how "
-            "much there is"
-        )
-    yield from assumed_host(found.host_memory_bytes, found.usual_host)
-    shown = (*([found.chosen] if found.chosen else []), *found.candidates)
-    predicted = next((candidate for candidate in shown if candidate.source == "predicted"), None)
-    if predicted is not None:
-        yield from _about_predictions(found, predicted)
-    for source, path in dict.fromkeys(
-        (each.source, each.found_in) for each in found.candidates if each.source != "predicted"
-    ):
-        yield f"{source}: {plain(path)}"
-
-
-def _about_predictions(found: Recommendation, first: Candidate) -> Iterator[str]:
-    is_all = all(each.source == each.capacity_source == "predicted" for each in found.candidates)
-    where = "predicted " if is_all else "where it says predicted: "
+    candidates, chosen = found.candidates, found.chosen
+    longest = max((each.capacity_tokens for each in candidates), default=0)
+    star = star_of_yarn(longest, found.native_length_tokens)
+    if not is_explained:
+        is_predicted = chosen is not None and chosen.source == "predicted"
+        cells, unlike = [each.cell for each in candidates], found.unlike if is_predicted else ()
+        return (caveat(chosen, cells, unlike=unlike, star=star),)
+    fitting = [each for each in candidates if each.fits and each.host_bytes is not None]
+    shown = (*([chosen] if chosen else []), *candidates)
     known = predicted_trainer(found.trainer)
-    if known is not None and MEMORY[known].residuals is not None:
-        yield (
-            f"{where}by formula, nothing was run, with {format_bytes(found.margin_bytes)} of "
-            f"headroom: `{plain(first.found_in)} --explain` says more"
-        )
-    else:
-        yield f"predicted, nothing was run: {found.accuracy}"
-    if found.unlike:
-        yield (
-            f"not among the recorded trials, so nobody knows how good the predictions are "
-            f"there: {plain(', '.join(found.unlike))}"
-        )
-    yield f"not in {'it' if is_all else 'what is predicted'}: {', '.join(found.not_modelled)}"
+    others = ((each.source, each.found_in) for each in candidates if each.source != "predicted")
+    return template_lines(
+        _TEMPLATE,
+        "explanations",
+        found=found,
+        star=star,
+        risk_in_words=RISK_IN_WORDS,
+        offloads=any(each.cell.settings.offload is not False for each in fitting),
+        assumed_host=assumed_host(found.host_memory_bytes, found.usual_host),
+        predicted=next((each for each in shown if each.source == "predicted"), None),
+        is_by_formula=known is not None and MEMORY[known].residuals is not None,
+        others=list(dict.fromkeys(others)),
+    )
 
 
 _STEPS = 10

@@ -1,21 +1,36 @@
-"""The answer of a study in a sentence or two, before its table: how long, where, with which
-settings, what is left, how fast; and, before a search starts, what it is about to try.
+"""The answer of a study: in a sentence or two (how long, where, with which settings, what is left,
+how fast), as a table, and as it was published; one trial as a table; and, before a search starts,
+what it is about to try. Notes below tables are in ``answer.txt.j2``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
+
 from highwater.model.footprint import host_state_bytes
+from highwater.nouns.corpus import NOT_MONOTONE
+from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan
-from highwater.nouns.settings import settings_in_words
-from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question, Study
+from highwater.nouns.settings import settings_in_words, short_settings
+from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
+from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
+from highwater.pages.page import template_lines
+from highwater.pages.study_commands import alive_rows, brief, request_line
+from highwater.pages.table import TextTable, field_text, plain_table, values_table
 from highwater.pages.text import plain
 from highwater.search.budget import CellOutlook, expected_s, outlook
-from highwater.units import format_bytes, format_seconds, format_tokens
+from highwater.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_tokens,
+)
 
 
 def study_answer(study: Study) -> str:
-    """How far the model trains, by what trials found so far."""
+    """Say how far the model trains, by what trials found so far."""
     question = study.question
     answer = max(study.answers, key=_reach, default=None)
     unanswered = [cell for cell in question.cells if study.answer_of(cell) is None]
@@ -93,9 +108,17 @@ def _simplest(study: Study, best: CellAnswer) -> str:
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
     """Settings and degrees in words, and YaRN where positions are scaled."""
     on_host = host_state_bytes(question.model.shape, cell.settings, layout=cell.layout)
-    is_ours = question.foreign is None  # another trainer scales positions as it likes
-    is_scaled = is_ours and length_tokens > question.model.shape.native_length_tokens
+    is_scaled = _is_scaled(question, length_tokens)
     return settings_in_words(cell.settings, cell.layout, host_bytes=on_host, is_scaled=is_scaled)
+
+
+def _is_scaled(question: Question, length_tokens: int) -> bool:
+    """Whether this package scales positions there; another trainer does as it likes."""
+    return question.foreign is None and length_tokens > question.model.shape.native_length_tokens
+
+
+def _rank(question: Question) -> str:
+    return RANK_WORDS[question.device][0]
 
 
 def _place(question: Question, cell: Cell) -> str:
@@ -110,7 +133,7 @@ def _place(question: Question, cell: Cell) -> str:
 
 
 def _left(question: Question, headroom_bytes: int | None) -> str:
-    each = RANK_WORDS[question.device][0]
+    each = _rank(question)
     if headroom_bytes is None:
         return ""
     if headroom_bytes < 0:  # of a trainer that is bounded in part
@@ -163,7 +186,7 @@ def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
 
 
 def _begun(planned: Plan, cells: Sequence[CellOutlook]) -> str:
-    """How many searches there are, how long they take, and how long they may."""
+    """Say how many searches there are, how long they take, and how long they may."""
     what, in_all_s = f"{len(cells)} search{'' if len(cells) == 1 else 'es'}", expected_s(cells)
     takes = (
         f"nobody knows beforehand how long a trial takes on {plain(planned.question.device_name)}"
@@ -191,3 +214,251 @@ def _of_cell(question: Question, cell: CellOutlook) -> str:
     takes = "" if cell.expected_s is None else f": about {format_seconds(cell.expected_s)}"
     name = cell.cell.label_on(question.device)
     return f"{name}: from {format_tokens(cell.first_tokens)} tokens{how}{full}{takes}"
+
+
+def capacity_text(
+    question: Question, answer: CellAnswer | None, *, none: str = "none", commas: bool = True
+) -> str:
+    """A capacity in a table: ``65,536``, with ``*`` past the native length."""
+    if answer is None or answer.capacity_tokens is None:
+        return "?"
+    if answer.capacity_tokens == 0:
+        return none
+    return length_text(question, answer.capacity_tokens, commas=commas)
+
+
+def memory_only_text(
+    question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True
+) -> str:
+    """A length by memory-only proof: ``643,072* memory-only``. ``none`` where the capacity itself
+    is the longest that fit.
+    """
+    if answer is None or answer.memory_only is None:
+        return none
+    return f"{length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
+
+
+def place(question: Question) -> str:
+    """``NVIDIA H200, 79.15 GiB per GPU``: where the trials ran, and under which budget."""
+    memory = "the whole card"
+    if question.memory_budget_bytes is not None:
+        memory = f"{format_bytes(question.memory_budget_bytes)} per {_rank(question)}"
+    by = "" if question.foreign is None else f", trained by {question.foreign.title}"
+    return f"{plain(question.device_name)}, {memory}{by}"
+
+
+def provenance(question: Question) -> str:
+    """The label of every figure: measured by real trials, or simulated from a memory law."""
+    return "simulated, nothing was trained" if question.simulated else "measured"
+
+
+def length_text(question: Question, length_tokens: int, *, commas: bool = True) -> str:
+    """A length in a table: ``65,536``, with ``*`` past the native length."""
+    figure = format_tokens(length_tokens) if commas else str(length_tokens)
+    return f"{figure}{'*' if _is_scaled(question, length_tokens) else ''}"
+
+
+def peak_name(asked: Question | TrialSpec) -> str:
+    """Name of a trial's peak, which says where it was sampled from outside."""
+    if asked.foreign is not None:
+        return f"{'data segment' if asked.device == 'cpu' else 'device used'}, sampled"
+    return "peak data segment" if asked.device == "cpu" else "peak reserved"
+
+
+_LIMITS: dict[Limit, str] = {
+    "memory": "out of memory",
+    "host_memory": "host memory ran out",
+    "ceiling": "the longest length tried",
+    "time": "out of time",
+    "inconclusive": "inconclusive",
+}
+
+
+def answer_table(study: Study) -> TextTable:
+    """The final table: for each cell its capacity, and what ended the search above it. The other
+    figures are those at the capacity.
+    """
+    question = study.question
+    return TextTable(
+        title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
+        columns=(
+            *("settings", RANK_WORDS[question.device][1], "SP"),
+            *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
+            *("ended by", peak_name(question), "headroom", "tokens/s", "MFU"),
+        ),
+        rows=tuple(_answer_row(cell, study) for cell in question.cells),
+        footnotes=_footnotes(study),
+    )
+
+
+def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
+    """One trial: how it ended, and what was measured."""
+    label = "simulated" if result.simulated else "measured"
+    proof = ", memory-only" if spec.is_memory_only else ""
+    lines = template_lines(
+        "answer.txt.j2",
+        "trial",
+        spec=spec,
+        result=result,
+        rank=result.ranks[0] if result.ranks else RankReport(rank=0),
+        request=request_line(result, spec.settings, spec.layout),
+        alive=alive_rows(result, spec.layout),
+        peak_name=peak_name(spec),
+        speed=format_rate(result.tokens_per_s),
+        mfu=format_share(result.mfu),
+        # every checkpoint, as each rank saved it; one that failed may have fewer
+        saves=list(zip(*(rank.saves for rank in result.ranks), strict=False)),
+    )
+    title = (
+        f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, "
+        f"{short_settings(spec.settings)}: {label}{proof}"
+    )
+    return values_table(title, lines, columns=())
+
+
+def _answer_row(cell: Cell, study: Study) -> tuple[str, ...]:
+    """The row of a cell; without an answer that trials bear out, the longest length that fit so
+    far, ``≥36,864``, is at most its capacity.
+    """
+    question, answer = study.question, study.answer_of(cell)
+    if answer is None:
+        trained, memory_only = (
+            study.longest_fit_tokens(cell, outcome)
+            for outcome in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
+        )
+        proofs = ["?" if trained is None else f"≥{length_text(question, trained)}", "-"]
+        if memory_only is not None and memory_only > (trained or 0):
+            proofs[1] = f"≥{length_text(question, memory_only)} memory-only"
+        ended = "not finished" if study.trials_of(cell) else "not searched yet"
+        figures = ("unproven" if study.unproven_of(cell) else ended, *"----")
+    else:
+        proofs = [capacity_text(question, answer), memory_only_text(question, answer)]
+        fails = answer.does_not_fit_tokens
+        ended = f"{'' if fails is None else f'{format_tokens(fails)}: '}{_LIMITS[answer.limit]}"
+        names = ("peak_reserved_bytes", "headroom_bytes", "tokens_per_s", "mfu")
+        figures = (ended, *(field_text(answer, name) for name in names))
+    names = (short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing)
+    return (*names, *proofs[: 1 + (question.proof == "memory")], *figures)
+
+
+def _footnotes(study: Study) -> tuple[str, ...]:
+    question, reached = study.question, [_reach(answer) for answer in study.answers]
+    unanswered = [cell for cell in question.cells if study.answer_of(cell) is None]
+    reached += [study.longest_fit_tokens(cell, None) or 0 for cell in unanswered]
+    budgets: dict[int, MemoryBudget] = {}
+    for trial in study.trials if question.device != "cpu" else ():
+        for rank in trial.result.ranks if trial.result else ():
+            if rank.budget is not None:
+                budgets.setdefault(trial.spec.layout.gpus, rank.budget)
+    return template_lines(
+        "answer.txt.j2",
+        "footnotes",
+        study=study,
+        reached_tokens=max(reached, default=0),
+        not_monotone=NOT_MONOTONE,
+        budgets=sorted(budgets.items()),
+        reasons=[(answer, _reason(study, answer)) for answer in study.answers],
+        mark=_high_water_mark(study),
+    )
+
+
+def _reason(study: Study, answer: CellAnswer) -> str:
+    """The reason of an answer; of a trial that ran out of memory, what had no room."""
+    why = brief(answer.reason)
+    for trial in study.trials_of(answer.cell):
+        tokens = trial.spec.length_tokens
+        if trial.result is not None and tokens == answer.does_not_fit_tokens:
+            line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
+            why = why if line is None else f"{format_tokens(tokens)} tokens, {line}"
+    return why
+
+
+def _high_water_mark(study: Study) -> str:
+    """The longest length of all cells; with ``≥`` where its cell is not finished; or nothing."""
+    question = study.question
+    longest = {cell: study.longest_fit_tokens(cell) for cell in question.cells}
+    capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
+    longest |= capacities
+    best = max(longest, key=lambda cell: longest[cell] or 0)
+    if not longest[best]:
+        return ""
+    least = "" if best in capacities else "≥"
+    return f"{least}{format_tokens(longest[best])} tokens ({best.label_on(question.device)})"
+
+
+def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
+    """The published layout, ``#GPU | SP | models``, for each rung and place. ``*`` is past the
+    native length, ``-`` none, ``≥`` that no longer one failed. A figure that no trial told is left
+    out, and a line without any.
+    """
+    groups: dict[str, dict[str, dict[Layout, str]]] = {}
+    for study in studies:
+        question, model = study.question, plain(study.question.model.name)
+        for cell in question.cells:
+            title = f"{cell.settings.label} ({place(question)}; {provenance(question)})"
+            figures = groups.setdefault(title, {}).setdefault(model, {})
+            answer = study.answer_of(cell)
+            if answer is not None and answer.capacity_tokens is not None:
+                figures[cell.layout] = _published_figure(question, answer)
+    return tuple(
+        layout_table(title, figures, gpus="#GPU", names=2 + len(figures))
+        for title, figures in groups.items()
+    )
+
+
+def layout_table(
+    title: str, figures: Mapping[str, Mapping[Layout, str]], *, gpus: str, names: int
+) -> TextTable:
+    """A row for each layout, and a column for each model: the figures by model and layout."""
+    layouts = {layout for own in figures.values() for layout in own}
+    return TextTable(
+        title=title,
+        columns=(gpus, "SP", *figures),
+        rows=tuple(
+            (str(each.gpus), each.sharing, *(own.get(each, "") for own in figures.values()))
+            for each in sorted(layouts, key=msgspec.structs.astuple)
+        ),
+        left_columns=names,
+    )
+
+
+def published_text(table: TextTable) -> str:
+    """A table of the published layout as it was published."""
+    return plain_table(table, gap=" | ").replace("\n\n", "\n", 1)
+
+
+def published_line(question: Question, cell: Cell, answer: CellAnswer | None) -> str | None:
+    """The line that users of the published search parse; None when no trial told the capacity."""
+    if answer is None or answer.capacity_tokens is None:
+        return None
+    proof = answer.memory_only
+    memory_only = "" if proof is None else f", memory_only_len = {proof.length_tokens}"
+    return (
+        f"model_name = {plain(question.model.name)}, trainer_gpu_num = {cell.layout.gpus}, sp_num "
+        f"= {cell.layout.ulysses_degree}, max_model_len = {answer.capacity_tokens}{memory_only}"
+    )
+
+
+def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
+    """Notes on what a cell's line, a number alone, does not say: that a longer length may fit, that
+    shorter ones than 0 says were not tried, or why there is no line.
+    """
+    label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
+    if answer is None or answer.capacity_tokens is None:
+        why = "it has no answer" if answer is None else plain(answer.reason)
+        return (f"{label}: no line, as no trial told its capacity: {why}",)
+    if answer.reach_tokens == 0:
+        return (
+            f"{label}: 0: the start length itself, {question.grid.start_tokens:,} tokens, did not "
+            f"fit, and nothing shorter was tried: ask again with a shorter start length",
+        )
+    least = "≥" if answer.is_at_least else ""
+    return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
+
+
+def _published_figure(question: Question, answer: CellAnswer) -> str:
+    """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
+    memory_only = memory_only_text(question, answer, none="", commas=False)
+    least = "≥" if answer.is_at_least else ""
+    capacity = capacity_text(question, answer, none="-", commas=False)
+    return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"

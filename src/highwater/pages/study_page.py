@@ -1,4 +1,4 @@
-"""A page about one study, from its file, its logs and what was predicted of it: as HTML that needs
+"""The page about one study, of ``study.j2`` and the lines of ``study.txt.j2``: as HTML that needs
 nothing else, as Markdown, as JSON, or its trials as CSV.
 
 ```python
@@ -10,51 +10,37 @@ highwater.write_report("report.html", highwater.study_report("logs/Qwen3-0.6B/st
 
 import csv
 import io
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import UsageError
+from highwater.memory.interval.calibration import least_residuals
 from highwater.nouns.codec import to_builtins, to_json
-from highwater.nouns.study import Study
-from highwater.nouns.trial import LogEnd, TrialResult
-from highwater.pages import study_tables
+from highwater.nouns.environment import ALLOCATOR_VARIABLES, Environment
+from highwater.nouns.trial import Outcome
 from highwater.pages.chart import SHAPES, bracket_chart, memory_picture
-from highwater.pages.page import drawn_page
-from highwater.pages.study_answer import study_answer
-from highwater.pages.study_commands import flag_value
-from highwater.pages.study_report import Beginning, StudyReport, TrialReport, assembled
+from highwater.pages.page import drawn_page, template_lines
+from highwater.pages.study_answer import answer_table, place, provenance, study_answer
+from highwater.pages.study_report import (
+    OUTCOMES,
+    CellReport,
+    FailedTrial,
+    Judgement,
+    StudyReport,
+    TrialReport,
+)
+from highwater.pages.table import TextTable, field_text, table_of, values_table
 from highwater.pages.text import plain, plain_json
-from highwater.search.predicted_study import predictions_of
-from highwater.search.start_length import read_prediction
 from highwater.store.directory import check_new_file, write_new_file
-from highwater.store.journal import read_study
-from highwater.store.logs import log_end
+from highwater.units import format_bytes, format_tokens
 
 FORMS = (".html", ".md", ".csv", ".json")
 """Forms of a report, by the end of its file's name."""
-
-
-def study_report(study: str | Path | Study) -> StudyReport:
-    """Everything that is known of a study, finished or not.
-
-    ``study`` is a file that ``find`` wrote, or what ``open_study`` returned. Each trial is
-    predicted again by formula, in milliseconds. Logs are looked for where they were written and
-    beside the study; of those that are there the last lines are taken. Nothing is run. Raises
-    StudyError for a file that is no study, or is damaged.
-    """
-    read = study if isinstance(study, Study) else read_study(Path(study))
-
-    def log_of(result: TrialResult) -> LogEnd:
-        first = result.first_failed
-        said = (
-            "" if first is None or first.failure is None else first.failure.text.partition("\n")[0]
-        )
-        return log_end(result.log_path, read.path, said=said)
-
-    return assembled(
-        read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of
-    )
 
 
 def write_report(path: str | Path, report: StudyReport) -> Path:
@@ -87,35 +73,6 @@ def check_report_file(path: Path) -> None:
     check_new_file(path, flag="-o", name=f"report{path.suffix}")
 
 
-def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given; None: the formula. It is what was recorded of each
-    cell; of schema 1 the prediction that the command names, as it is now.
-    """
-    recorded = [each for each in study.expectations if each.prediction != "formula"]
-    device = study.question.device
-    if recorded:
-        return Beginning(
-            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
-            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
-        )
-    named = flag_value("--prediction", study.command)
-    if named in (None, "formula") or study.schema_version > 1:
-        return None
-    unread = partial(Beginning, predictions=(named,), likely_tokens={})
-    if named == "trace":
-        return unread(reason="its lengths were not recorded")
-    beside = Path(study.path or named).parent / Path(named).name
-    path = next((place for place in (Path(named), beside) if place.is_file()), None)
-    if path is None:
-        return unread(reason="it is not found from here, nor beside the study")
-    try:
-        found = read_prediction(path, study.question)
-    except HighwaterError as error:
-        return unread(reason=error.problem.replace(str(path), path.name))
-    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
-    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
-
-
 def study_page(report: StudyReport) -> str:
     """Write the whole page."""
     return _drawn(report, "html")
@@ -131,9 +88,20 @@ def _drawn(report: StudyReport, form: Literal["html", "md"]) -> str:
         "study.j2",
         form=form,
         report=report,
+        title=f"{report.study.question.model.name} on {place(report.study.question)}",
         answer=study_answer(report.study),
-        parts=study_tables,
-        shapes=[(shape, study_tables.OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
+        state=state(report),
+        answers=answers_table(report),
+        peaks=memory_table(report),
+        outcomes=OUTCOMES,
+        failure_line=failure_line,
+        closing=bracket_table(report),
+        trials=trials_table(report),
+        predicted=list(predicted_tables(report)),
+        prediction_notes=prediction_notes(report),
+        question=question_table(report),
+        environments=list(environment_tables(report)),
+        shapes=[(shape, OUTCOMES[outcome]) for outcome, shape in SHAPES.items()],
         notes=report.study.notes,
         odd=[
             f"{cell.label}: {text}"
@@ -188,3 +156,230 @@ def _harmless(value: object) -> object:
         return value
     text = plain(value)
     return f"'{text}" if text.lstrip().startswith(_RUN) else text
+
+
+_lines = partial(template_lines, "study.txt.j2")
+_LONGEST_REASON = 240
+"""Characters of a reason in a list; the whole of it stands among the failures."""
+_BESIDE: dict[Judgement, str] = {
+    "inside": "inside the interval",
+    "below": "below the interval",
+    "above": "above the interval",
+    "ran out, as the upper end allows": "ran out, as the upper end allows",
+}
+
+
+def state(report: StudyReport) -> str:
+    """Say how far the search is, and whether anything was trained."""
+    (line,) = _lines("state", report=report, provenance=provenance(report.study.question))
+    return line
+
+
+def failure_line(failed: FailedTrial) -> str:
+    """Say where the trial was, and where its log is."""
+    (line,) = _lines("failure", failed=failed)
+    return line
+
+
+def answers_table(report: StudyReport) -> TextTable:
+    """The answers, their reasons short."""
+    table = answer_table(report.study)
+    notes = (
+        note if len(note) <= _LONGEST_REASON else f"{note[:_LONGEST_REASON]}…"
+        for note in table.footnotes
+    )
+    return replace(table, title=f"answers: {table.title}", footnotes=tuple(notes))
+
+
+def _number(trial: TrialReport) -> str:
+    number = f"{trial.number}, attempt {trial.attempt}" if trial.attempt > 1 else f"{trial.number}"
+    return f"{number}, repeat {trial.repeat}" if trial.repeat else number
+
+
+def trials_table(report: StudyReport) -> TextTable:
+    """Every trial, in the order in which they started."""
+    return table_of(
+        f"trials in their order, {report.label}",
+        report.trials,
+        ("trial", _number),
+        ("cell", "cell"),
+        ("proof", lambda trial: "memory-only" if trial.is_memory_only else "full"),
+        ("outcome", "outcome_in_words"),
+        ("length", "length_tokens"),
+        ("tokens/s", "tokens_per_s"),
+        ("MFU", "mfu"),
+        ("step", "step_time_s"),
+        ("to the first step", "launch_to_first_step_s"),
+        ("whole trial", "wall_s"),
+        names=4,
+    )
+
+
+def bracket_table(report: StudyReport) -> TextTable:
+    """The bracket of each cell, trial by trial."""
+    return table_of(
+        f"the bracket of each cell after each of its trials, {report.label}",
+        [(step, report.trials[step.trial - 1]) for cell in report.cells for step in cell.bracket],
+        ("cell", lambda each: each[1].cell),
+        ("trial", lambda each: str(each[0].trial)),
+        ("outcome", lambda each: each[1].outcome_in_words),
+        ("length", lambda each: format_tokens(each[1].length_tokens)),
+        ("longest that fit", lambda each: format_tokens(each[0].fits_tokens)),
+        ("shortest that did not", lambda each: format_tokens(each[0].does_not_fit_tokens)),
+    )
+
+
+def memory_table(report: StudyReport) -> TextTable:
+    """Peaks of the fullest rank beside the limit; of a trial that ran out up to then."""
+    is_gpu = report.study.question.device != "cpu"
+    sampled = "" if report.study.question.foreign is None else ", sampled from outside"
+    return table_of(
+        f"memory at the peak of each trial, {report.label}{sampled}",
+        report.trials,
+        ("trial", "number"),
+        ("cell", "cell"),
+        ("outcome", "outcome_in_words"),
+        ("length", "length_tokens"),
+        ("allocated", "peak_allocated_bytes") if is_gpu else None,
+        ("reserved" if is_gpu else "data segment", "peak_reserved_bytes"),
+        ("device used", "device_used_bytes") if is_gpu else None,
+        ("limit", "limit_bytes"),
+        ("headroom", "headroom_bytes"),
+        ("allocator retries", "allocator_retries") if is_gpu else None,
+        footnotes=_lines("memory_notes", report=report, is_gpu=is_gpu),
+    )
+
+
+def predicted_tables(report: StudyReport) -> Iterator[TextTable]:
+    """The tables of predictions, each where something was predicted."""
+    is_predicted = report.predictions.reason is None
+    if is_predicted:
+        yield predicted_trials(report)
+    if is_predicted or _is_foretold(report):
+        yield predicted_cells(report)
+
+
+def predicted_trials(report: StudyReport) -> TextTable:
+    """A table of each trial beside the formula's interval."""
+    label = report.label
+    return table_of(
+        f"device used of the fullest GPU: predicted by formula, and {label}",
+        report.trials,
+        ("trial", "number"),
+        ("cell", "cell"),
+        ("outcome", "outcome_in_words"),
+        ("length", "length_tokens"),
+        ("predicted: interval", _interval),
+        ("predicted: between its ends", "predicted.device_used_bytes"),
+        (f"{label}: device used", _used),
+        (f"{label} beside predicted", lambda trial: _BESIDE.get(trial.beside_prediction, "-")),
+    )
+
+
+def _interval(trial: TrialReport) -> str:
+    around = trial.predicted and trial.predicted.interval
+    if around is None:
+        return "-"
+    return f"{format_bytes(around.low_bytes)} to {format_bytes(around.high_bytes)}"
+
+
+def _used(trial: TrialReport) -> str:
+    if trial.outcome is Outcome.OUT_OF_MEMORY:
+        return f"more than {format_bytes(trial.limit_bytes)}"
+    is_fit = trial.outcome is not None and trial.outcome.is_fit
+    return format_bytes(trial.device_used_bytes) if is_fit else "-"
+
+
+def _is_foretold(report: StudyReport) -> bool:
+    return any(cell.expected_tokens is not None for cell in report.cells)
+
+
+def predicted_cells(report: StudyReport) -> TextTable:
+    """A table of each cell's capacity beside what was predicted of it: by the formula of today, and
+    by what was asked before its trials.
+    """
+    today, label = "predicted by today's formula", report.label
+    return table_of(
+        f"longest length of each cell: predicted, and {label}",
+        report.cells,
+        ("cell", "label"),
+        (f"{today}: upper end fits", lambda cell: _tokens(cell, "predicted.capacity_tokens")),
+        (f"{today}: likely", lambda cell: _tokens(cell, "predicted.likely_tokens")),
+        ("predicted before its trials: likely", _expected) if _is_foretold(report) else None,
+        (f"{label}: longest that fit", lambda cell: _tokens(cell, "longest_fit_tokens")),
+        (f"{label}: next, did not", "next_tokens"),
+        names=1,
+    )
+
+
+def _expected(cell: CellReport) -> str:
+    """The expected length with what said so, which may differ from cell to cell."""
+    if cell.expected_tokens is None or cell.expected_by is None:
+        return "-"
+    by = {"formula": "the formula then", "trace": "a trace"}.get(
+        cell.expected_by, Path(cell.expected_by).name
+    )
+    return f"{_tokens(cell, 'expected_tokens')} by {by}"
+
+
+def _tokens(cell: CellReport, path: str) -> str:
+    text = field_text(cell, path)
+    return "none" if text == "0" else text
+
+
+def file_and_folder(path: str) -> str:
+    """A file's name, then its folder, however it was typed. The folder is as seen from here, or
+    from your own home directory without its name.
+    """
+    name, folder = Path(path).name, Path(path).parent.resolve()
+    home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
+    # the later of equal ones: a home of `/` is nobody's
+    starts = {home: Path("~"), Path.cwd(): Path(), root: root}
+    start = next(above for above in (folder, *folder.parents) if above in starts)
+    folder = starts[start] / folder.relative_to(start)
+    return name if folder == Path() else f"{name}, in {folder}"
+
+
+def prediction_notes(report: StudyReport) -> tuple[str, ...]:
+    """Say what was predicted when, what the intervals promise, and how far these trials test it."""
+    known = report.predictions.calibration
+    least = None if known is None else least_residuals(known.coverage)
+    return _lines("prediction_notes", report=report, least=least)
+
+
+def question_table(report: StudyReport) -> TextTable:
+    """The table of what was asked, and of what ordered the trials."""
+    study = report.study
+    longest_s = study.longest_timeout_s or 0
+    shorter = Counter(limit_s for limit_s in study.answers_within_s if limit_s < longest_s)
+    rows = _lines(
+        "question",
+        report=report,
+        place=place(study.question),
+        shorter=sorted(shorter.items(), reverse=True),
+        unheard=any(cell.bracket and cell.begun_at_tokens is None for cell in report.cells),
+        file_and_folder=file_and_folder,
+    )
+    return values_table("the question", rows)
+
+
+def environment_tables(report: StudyReport) -> Iterator[TextTable]:
+    """Tables of what the trials said of themselves, and of where the search was started."""
+    each = (f"{trial.rung}: {trial.allocator}" for trial in report.trials if trial.allocator)
+    told = values_table(
+        "what the trials said that they ran with",
+        _lines("told_by_trials", report=report, allocators=list(dict.fromkeys(each))),
+    )
+    if told.rows:
+        yield told
+    environments = report.study.environments
+    for number, found in enumerate(environments, 1):
+        which = f", {number} of {len(environments)}" if len(environments) > 1 else ""
+        yield values_table(f"where the search was started{which}", _environment(found))
+
+
+def _environment(found: Environment) -> tuple[str, ...]:
+    sizes = zip(found.gpu_names, found.gpu_memory_bytes, strict=True)
+    counted = Counter(f"{name}, {format_bytes(size)}" for name, size in sizes)
+    gpus = "; ".join(f"{count} x {each}" for each, count in counted.items())
+    return _lines("environment", found=found, gpus=gpus, allocator_variables=ALLOCATOR_VARIABLES)

@@ -1,4 +1,4 @@
-"""A report about one study, as data.
+"""The report about one study, as data: from its file, its logs and what was predicted of it.
 
 Figures of trials are measured, or simulated where the question says so; what is predicted stands in
 fields that say so.
@@ -6,19 +6,46 @@ fields that say so.
 
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from highwater.errors import HighwaterError
 from highwater.nouns.codec import Record, from_builtins, to_builtins
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.secrets import without_secrets
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, RecordedTrial, Study, UnprovenAnswer
 from highwater.nouns.trial import LogEnd, Outcome, RankReport, TrialResult
-from highwater.pages.study_commands import Command, commands, request_line, requested_bytes
-from highwater.search.predicted_study import PredictedCell, PredictedTrial, Predictions
+from highwater.pages.study_commands import (
+    Command,
+    commands,
+    flag_value,
+    request_line,
+    requested_bytes,
+)
+from highwater.search.predicted_study import (
+    PredictedCell,
+    PredictedTrial,
+    Predictions,
+    predictions_of,
+)
+from highwater.search.start_length import read_prediction
+from highwater.store.journal import read_study
+from highwater.store.logs import log_end
 from highwater.version import __version__
+
+OUTCOMES: dict[Outcome | None, str] = {
+    Outcome.FIT: "fit",
+    Outcome.MEMORY_ONLY_FIT: "memory-only fit",
+    Outcome.OUT_OF_MEMORY: "out of memory",
+    Outcome.HOST_OUT_OF_MEMORY: "host out of memory",
+    Outcome.TIMEOUT: "timed out",
+    Outcome.CRASHED: "crashed",
+    None: "no end recorded",
+}
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
 """A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
@@ -41,9 +68,9 @@ class TrialReport(Record, frozen=True, kw_only=True):
     attempt: int
     repeat: int
     outcome: Outcome | None
-    """How the trial ended; None: it started, and no end is recorded."""
+    """The end of the trial; None: it started, and no end is recorded."""
     counts_as_fit: bool
-    """Whether it fit, and with the headroom that was asked for."""
+    """True of a fit with the headroom that was asked for."""
     reason: str
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -69,6 +96,16 @@ class TrialReport(Record, frozen=True, kw_only=True):
     predicted: PredictedTrial | None = None
     beside_prediction: Judgement = "unknown"
 
+    @property
+    def lacks_headroom(self) -> bool:
+        """True of a fit with less headroom than was asked for."""
+        return self.outcome is not None and self.outcome.is_fit and not self.counts_as_fit
+
+    @property
+    def outcome_in_words(self) -> str:
+        """The outcome in words; of a fit that does not count, why."""
+        return f"{OUTCOMES[self.outcome]}{', too little headroom' if self.lacks_headroom else ''}"
+
 
 class BracketStep(Record, frozen=True, kw_only=True):
     """The bracket of a cell after one of its trials."""
@@ -89,7 +126,7 @@ class CellReport(Record, frozen=True, kw_only=True):
     """The answer that its trials bear out. None: the search has not come to an end there, or the
     trials do not bear out what the study says."""
     unproven: UnprovenAnswer | None = None
-    """What the study says, and its trials do not."""
+    """The answer that the study says, and its trials do not."""
     bracket: tuple[BracketStep, ...]
     predicted: PredictedCell | None = None
     """The prediction by formula, that of the highwater that made the report."""
@@ -98,10 +135,24 @@ class CellReport(Record, frozen=True, kw_only=True):
     the study recorded it; of a study from before that was recorded, as the prediction that its
     command names has it."""
     expected_by: str | None = None
-    """What predicted that: ``formula``, as it was then, ``trace``, or a file."""
+    """The prediction that said so: ``formula``, as it was then, ``trace``, or a file."""
     begun_at_tokens: int | None = None
     """The length that the search was told to begin with, by the prediction that it was given. None
     of a linear search, which heeds none."""
+
+    @property
+    def longest_fit_tokens(self) -> int | None:
+        """The longest length that fit, by its answer or so far; None where nothing tells."""
+        if self.answer is not None:
+            return self.answer.reach_tokens
+        return self.bracket[-1].fits_tokens if self.bracket else None
+
+    @property
+    def next_tokens(self) -> int | None:
+        """The shortest length above that which did not fit."""
+        if self.answer is not None:
+            return self.answer.does_not_fit_tokens
+        return self.bracket[-1].does_not_fit_tokens if self.bracket else None
 
 
 class FailedTrial(Record, frozen=True, kw_only=True):
@@ -114,9 +165,9 @@ class FailedTrial(Record, frozen=True, kw_only=True):
     rank: int | None
     phase: str | None
     text: str
-    """What the rank that failed first said, or else the reason."""
+    """The words of the rank that failed first, or else the reason."""
     out_of_memory: str | None
-    """What had no room, what was alive and which setting to try; None where nobody knows."""
+    """Names what had no room, what was alive and which setting to try; None: nobody knows."""
     log_path: str | None
     log: LogEnd
     """The log's end as it was when the report was made."""
@@ -140,7 +191,7 @@ class StudyReport(Record, frozen=True, kw_only=True):
     highwater_version: str = __version__
     """The version that made the report."""
     label: Literal["measured", "simulated"]
-    """What every figure is that is not called predicted."""
+    """The source of every figure that is not called predicted."""
     is_complete: bool
     versions: dict[str, tuple[str, ...]]
     """Versions that the trials said they ran with: each that there was."""
@@ -151,11 +202,60 @@ class StudyReport(Record, frozen=True, kw_only=True):
     failures: tuple[FailedTrial, ...]
     predictions: Predictions
     beginning: Beginning | None = None
-    """What the search was given to order its trials by; None: nothing. ``study_order`` says what
-    ordered the trials then."""
+    """The predictions that the search was given to order its trials by; None: none."""
     commands: tuple[Command, ...]
     study: Study
     """The study as it was read, less what looks like a secret."""
+
+
+def study_report(study: str | Path | Study) -> StudyReport:
+    """Everything that is known of a study, finished or not.
+
+    ``study`` is a file that ``find`` wrote, or what ``open_study`` returned. Each trial is
+    predicted again by formula, in milliseconds. Logs are looked for where they were written and
+    beside the study; of those that are there the last lines are taken. Nothing is run. Raises
+    StudyError for a file that is no study, or is damaged.
+    """
+    read = study if isinstance(study, Study) else read_study(Path(study))
+
+    def log_of(result: TrialResult) -> LogEnd:
+        first = result.first_failed
+        failure = None if first is None else first.failure
+        said = "" if failure is None else failure.text.partition("\n")[0]
+        return log_end(result.log_path, read.path, said=said)
+
+    return assembled(
+        read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of
+    )
+
+
+def _beginning(study: Study) -> Beginning | None:
+    """The prediction that the search was given; None: the formula. It is what was recorded of each
+    cell; of schema 1 the prediction that the command names, as it is now.
+    """
+    recorded = [each for each in study.expectations if each.prediction != "formula"]
+    device = study.question.device
+    if recorded:
+        return Beginning(
+            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
+            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
+        )
+    named = flag_value("--prediction", study.command)
+    if named in (None, "formula") or study.schema_version > 1:
+        return None
+    unread = partial(Beginning, predictions=(named,), likely_tokens={})
+    if named == "trace":
+        return unread(reason="its lengths were not recorded")
+    beside = Path(study.path or named).parent / Path(named).name
+    path = next((place for place in (Path(named), beside) if place.is_file()), None)
+    if path is None:
+        return unread(reason="it is not found from here, nor beside the study")
+    try:
+        found = read_prediction(path, study.question)
+    except HighwaterError as error:
+        return unread(reason=error.problem.replace(str(path), path.name))
+    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
+    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
 def assembled(

@@ -14,15 +14,23 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.cells import cell_len
 
-from highwater.pages.text import INDENT, escaped, folded, hanging, pieces
+from highwater.pages.text import INDENT, escaped, folded, hanging, pieces, plain
+from highwater.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_share,
+    format_tokens,
+)
 
 Row = TypeVar("Row")
-Column = tuple[str, Callable[[Row], str]]
-"""A heading, and what a table says of a record below it."""
+Column = tuple[str, str | Callable[[Row], str]]
+"""A heading, and what stands below it: a field of each record, which may be one of a field, with
+its unit, or what is said of each record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +53,54 @@ def table_of(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table with a row for each record. A column is its heading and what it says of a record; one
-    that is None is left out. The first ``names`` are aligned left.
+    """A table with a row for each record; a column that is None is left out. The first ``names``
+    are aligned left.
     """
     shown = [column for column in columns if column is not None]
     return TextTable(
         title=title,
         columns=tuple(heading for heading, _ in shown),
-        rows=tuple(tuple(cell(each) for _, cell in shown) for each in records),
+        rows=tuple(tuple(_cell(each, what) for _, what in shown) for each in records),
         footnotes=tuple(footnotes),
         left_columns=names,
     )
 
 
-def values_table(title: str, rows: Iterable[tuple[str, str]]) -> TextTable:
-    """A table of names and what each of them is."""
-    return TextTable(title=title, columns=("what", "value"), rows=tuple(rows), left_columns=2)
+def _cell(record: Row, what: str | Callable[[Row], str]) -> str:
+    return what(record) if callable(what) else field_text(record, what)
+
+
+_UNITS: dict[str, Callable[[Any], str]] = {
+    "_bytes": format_bytes,
+    "_tokens": format_tokens,
+    "tokens_per_s": format_rate,
+    "_s": format_seconds,
+    "mfu": format_share,
+}
+"""How a figure is written, by how the name of its field ends."""
+
+
+def field_text(record: object, path: str) -> str:
+    """A field by the unit that its name ends with, ``peak_bytes`` or ``step.time_s``; ``-`` where
+    it, or what it is a field of, is None.
+    """
+    value = record
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    if value is None:
+        return "-"
+    units = (write for ending, write in _UNITS.items() if path.endswith(ending))
+    return next(units, lambda value: plain(str(value)))(value)
+
+
+def values_table(
+    title: str, lines: Iterable[str], *, columns: tuple[str, ...] = ("what", "value")
+) -> TextTable:
+    """A table of lines like ``GPUs: 4 x H20``: names, and what each of them is; one that is nothing
+    is left out.
+    """
+    rows = [(name, value) for name, _, value in (line.partition(": ") for line in lines) if value]
+    return TextTable(title=title, columns=columns, rows=tuple(rows), left_columns=2)
 
 
 def plain_table(table: TextTable, *, gap: str = "  ") -> str:

@@ -8,7 +8,6 @@ import html
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
 
 from rich.cells import cell_len
 
@@ -137,11 +136,6 @@ _SPECIAL = re.compile(r"[|*`\[\]\\~$]|^#|^[-+](?=\s)|(?<![0-9A-Za-z])_|_(?![0-9A
 def escaped(text: str) -> str:
     """Escape text from outside, for a Markdown paragraph, heading or table."""
     return _SPECIAL.sub(lambda found: f"\\{found[0]}", html.escape(plain(text), quote=False))
-
-
-def markdown_list(lines: Iterable[str]) -> str:
-    """A list with an item a line; what is from outside has to be escaped already."""
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def fenced(text: str, language: str = "text") -> str:
