@@ -42,8 +42,7 @@ from highwater.nouns.training import (
 from highwater.nouns.trial import RankReport, StatisticsFiles, TrialSpec
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
 from highwater.speed import predicted_step
-from highwater.store.directory import check_run_directory
-from highwater.store.training_folder import TrainingFolder
+from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
 from highwater.trials.nodes import Across, across
 from highwater.trials.probe import probe

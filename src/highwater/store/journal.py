@@ -38,6 +38,7 @@ from highwater.store.journal_file import (
     free_study,
     open_file,
     read_journal,
+    sealed,
     split_torn,
 )
 from highwater.store.lines import (
@@ -51,7 +52,6 @@ from highwater.store.lines import (
     StartedLine,
     not_a_study,
     parse,
-    sealed,
 )
 from highwater.units import format_tokens
 from highwater.version import __version__
@@ -109,7 +109,8 @@ class Journal:
         self._record = record
         self._retry_crashed = retry_crashed
         """True if trials that only crashed are to be launched again."""
-        self._decided = {answer.cell for answer in record.answers if not answer.is_undecided}
+        answers = ((cell, record.answer(cell)) for cell in record.question.cells)
+        self._decided = {cell for cell, answer in answers if answer and not answer.is_undecided}
         """Cells that had a decided answer when the journal was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
@@ -336,29 +337,14 @@ def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
         notes += ("the command that it names is none of highwater's, and is left out",)
     if _has_secrets(record.question):
         notes += (f"secrets in the command are not kept: type them in the place of {HIDDEN}",)
-    return Study(
-        schema_version=record.schema_version,
-        path=str(path),
-        question=record.question,
-        trials=record.trials,
-        answers=record.answers,
-        unproven=record.unproven,
-        answers_within_s=record.answers_within_s,
-        expectations=record.expectations,
-        notes=(*notes, *(f"unproven: {text}" for text in _unproven(record))),
-        command=typed if is_ours else (),
-        environments=record.environments,
-    )
+    parts = record.parts_of_a_study()
+    for each in parts["unproven"]:
+        tokens = each.answer.reach_tokens
+        said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
+        label = each.answer.cell.label_on(record.question.device)
+        notes += (f"unproven: {label}: the study answers {said}; {each.why}",)
+    return Study(path=str(path), notes=notes, command=typed if is_ours else (), **parts)
 
 
 def _has_secrets(question: Question) -> bool:
     return question.foreign is not None and question.foreign.secrets_digest is not None
-
-
-def _unproven(record: JournalContent) -> Iterator[str]:
-    """Yield each answer that its trials do not support, in words."""
-    for each in record.unproven:
-        tokens = each.answer.reach_tokens
-        said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
-        label = each.answer.cell.label_on(record.question.device)
-        yield f"{label}: the study answers {said}; {each.why}"

@@ -13,7 +13,7 @@ from highwater.nouns.files import read_file, refuse_irregular
 from highwater.nouns.protocols import PHASE_FILE
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, RankReport
-from highwater.store.training_folder import TrainingFolder
+from highwater.store.directory import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_trial import (
     REPORTS,
