@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from keyword import iskeyword
 from os.path import lexists
 from pathlib import Path
@@ -18,7 +19,7 @@ from highwater.cli.grammar import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""What a system answers to a program that is wrong. All else that it refuses is the machine's:
+"""Errors by which a system answers a wrong program. All else that it refuses is the machine's:
 rights, room, names, limits."""
 
 
@@ -100,28 +101,11 @@ def _run(words: Sequence[str]) -> int:
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
     """Import a command's handler: what other commands need stays out of this process."""
-    match name:
-        case "find" | "try" | "show" | "schema":
-            from highwater.cli import commands as module
-        case "report" | "profile" | "guide":
-            from highwater.cli import documents as module
-        case "models" | "gpus":
-            from highwater.cli import catalog as module
-        case "train":
-            from highwater.cli import train as module
-        case "predict":
-            from highwater.cli import predict as module
-        case "recommend":
-            from highwater.cli import recommend as module
-        case "emit":
-            from highwater.cli import emit as module
-        case "doctor":
-            from highwater.cli import doctor as module
-        case "completion":
-            from highwater.cli import completion as module
-        case _:
-            from highwater.cli import bench as module
-    return getattr(module, f"{name}_" if iskeyword(name) else name)
+    families = {"commands": "find try show schema", "documents": "report profile guide"}
+    families["catalog"] = "models gpus completion"
+    module = next((family for family, names in families.items() if name in names.split()), name)
+    handlers = import_module(f"highwater.cli.{module}")
+    return getattr(handlers, f"{name}_" if iskeyword(name) else name)
 
 
 if __name__ == "__main__":

@@ -69,12 +69,16 @@ def emit(arguments: argparse.Namespace) -> int:
     if is_predicted:
         answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
         emitted = answered_first(emitted, answer)
-    if emitted.fits is False:
-        return _too_large(arguments, emitted, answer, shlex.join(again))
+    if emitted.fits is False:  # the trainer's logits alone are larger than a GPU
+        if arguments.json:
+            return console.answer_json(emitted, EXIT_ANSWERED_NO)
+        console.talk(answer)
+        console.next_command(shlex.join(again))
+        return EXIT_ANSWERED_NO
     paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
     if arguments.json:
-        console.answer_json(emitted)
-    elif paths:
+        return console.answer_json(emitted)
+    if paths:
         console.answer_exactly("\n".join(map(str, paths)))
         (check,) = (path for path in paths if path.name == CHECK)
         console.next_command(shlex.join(("cat", str(check))))
@@ -109,19 +113,8 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
         which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
     console.talk(f"{which}: there is nothing to configure")
     if arguments.json:
-        console.answer_json(found)
-    else:
-        console.next_command(again)
-    return EXIT_ANSWERED_NO
-
-
-def _too_large(arguments: argparse.Namespace, emitted: Emitted, answer: str, again: str) -> int:
-    """Say that the trainer's logits alone are larger than a GPU: there is no configuration."""
-    if arguments.json:
-        console.answer_json(emitted)
-    else:
-        console.talk(answer)
-        console.next_command(again)
+        return console.answer_json(found, EXIT_ANSWERED_NO)
+    console.next_command(again)
     return EXIT_ANSWERED_NO
 
 

@@ -29,23 +29,16 @@ def recommend(arguments: argparse.Namespace) -> int:
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
     console.notes((*found.notes, *host))
+    code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
-        console.answer_json(found)
+        return console.answer_json(found, code)
+    if arguments.list_ and found.chosen and predicted_traits(found.trainer):
+        tables = [rung_list(found, is_explained=arguments.explain)]
     else:
-        console.answer(f"{recommendation_answer(found)}\n")
-        is_explained = arguments.explain
-        is_listed = arguments.list_ and found.chosen and predicted_traits(found.trainer)
-        tables = (
-            (rung_list(found, is_explained=is_explained),)
-            if is_listed
-            else recommendation_tables(found, is_explained=is_explained)
-        )
-        for number, table in enumerate(tables):
-            if number:
-                console.answer("")
-            console.answer_table(table)
-        console.next_command(_next(arguments, found))
-    return EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
+        tables = recommendation_tables(found, is_explained=arguments.explain)
+    console.answer_page(recommendation_answer(found), *tables)
+    console.next_command(_next(arguments, found))
+    return code
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
@@ -84,12 +77,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if not has_trial and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:
-        return shlex.join(
-            (
-                *("highwater", "try", model),
-                *trial_flags(found.chosen.cell, found.length_tokens, foreign),
-            )
-        )
+        flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
+        return shlex.join(("highwater", "try", model, *flags))
     if trainer.targets and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
@@ -102,11 +91,8 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
     every rung.
     """
     typed = [each for each in found.alternatives if each.flags or each.without]
-    here = [
-        each
-        for each in typed
-        if each.kind == "technique" and _OTHER_TRAININGS.isdisjoint(each.flags)
-    ]
+    here = (each for each in typed if each.kind == "technique")
+    here = [each for each in here if _OTHER_TRAININGS.isdisjoint(each.flags)]
     alternative = next(iter((*here, *typed)), None)
     if alternative is None:
         drop = ("--length", "--rollout-gpus", "--study")
