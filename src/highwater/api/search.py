@@ -76,12 +76,12 @@ def open_study(path: str | Path) -> Study:
 
 
 def machine_of(request: Request) -> Machine:
-    """What the trials of a request may count on: this machine, or a node of a cluster."""
+    """The machine that trials of a request may count on: this one, or a node of a cluster."""
     return _machine(request)[0]
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
+    """Notes on where trials run: none about this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
@@ -259,7 +259,7 @@ def _until_spent(events: Iterator[SearchEvent]) -> Iterator[SearchEvent | None]:
 
 
 def _spent_note(planned: Plan, study: Study) -> str:
-    """Which cells the budget left without an answer."""
+    """Name the cells that the budget left without an answer."""
     question = planned.question
     answered = {answer.cell for answer in study.answers_within(question.timeout_s)}
     left = [cell for cell in question.cells if cell not in answered]
@@ -271,7 +271,7 @@ def _spent_note(planned: Plan, study: Study) -> str:
 
 
 def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
-    """What trials run on, and what there is to say of it: this machine, or a cluster's nodes."""
+    """The machine that trials run on, and notes on it: this one, or a cluster's nodes."""
     if not request.on_ray:
         return probe(), ()
     chosen = ray_runner.nodes_of(request)

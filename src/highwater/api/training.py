@@ -55,15 +55,15 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
 
     spec: TrainingSpec
     predicted: CellPrediction
-    """What is predicted of its memory, as a trial's."""
+    """The prediction of its memory, as a trial's."""
     rows_bytes: int = 0
-    """What its rows take besides."""
+    """Bytes that its rows take besides."""
     expected_s: float | None
     """Seconds that its steps take, predicted; None: nobody knows."""
     notes: tuple[str, ...]
     allow_busy: bool
     across: Across | None = None
-    """How several machines are started; None: this one alone."""
+    """The start of several machines; None: this one alone."""
     done_steps: int = 0
     """Steps of the checkpoint that it goes on from."""
 
@@ -185,7 +185,7 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """What is asked with what goes without saying, and its trial; raises HighwaterError for what
+    """Complete the request by what it implies, and choose its trial; raises HighwaterError for what
     cannot be, before the data is read.
     """
     machine = probe()
@@ -256,7 +256,7 @@ def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """What is tokenised for a training."""
+    """The order to tokenise a training's data."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     return CorpusOrder(
@@ -368,7 +368,7 @@ def _hear(
 
 
 def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
-    """What a run that was told to stop left; None where it had no checkpoint."""
+    """The result of a run that was told to stop; None where it had no checkpoint."""
     state = TrainingFolder(prepared.spec.output_directory).last_state()
     return None if state is None else _of_state(prepared.spec, state, (), prepared.notes, None)
 

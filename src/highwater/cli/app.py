@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from keyword import iskeyword
 from os.path import lexists
 from pathlib import Path
@@ -101,11 +100,26 @@ def _run(words: Sequence[str]) -> int:
 
 def _handler(name: str) -> Callable[[argparse.Namespace], int]:
     """Import a command's handler: what other commands need stays out of this process."""
-    families = {"commands": "find try show schema", "documents": "report profile guide"}
-    families["catalog"] = "models gpus completion"
-    module = next((family for family, names in families.items() if name in names.split()), name)
-    handlers = import_module(f"highwater.cli.{module}")
-    return getattr(handlers, f"{name}_" if iskeyword(name) else name)
+    match name:
+        case "find" | "try" | "show" | "schema":
+            from highwater.cli import commands as module
+        case "report" | "profile" | "guide":
+            from highwater.cli import documents as module
+        case "models" | "gpus" | "completion":
+            from highwater.cli import catalog as module
+        case "train":
+            from highwater.cli import train as module
+        case "predict":
+            from highwater.cli import predict as module
+        case "recommend":
+            from highwater.cli import recommend as module
+        case "emit":
+            from highwater.cli import emit as module
+        case "doctor":
+            from highwater.cli import doctor as module
+        case _:
+            from highwater.cli import bench as module
+    return getattr(module, f"{name}_" if iskeyword(name) else name)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,16 @@ from highwater.pages.recommendation_tables import check_page
 from highwater.pages.sentence import assumed_host, recommendation_answer
 from highwater.recommendation.recommend import drafted
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
-from highwater.trainers.folder import CHECK, LAUNCH, launch_script, refuse_no_folder, write_folder
 from highwater.trainers.targets import (
+    CHECK,
+    LAUNCH,
     TARGETS,
     configured_choice,
+    launch_script,
     refuse_drafts,
+    refuse_no_folder,
     refuse_unknown_settings,
+    write_folder,
 )
 from highwater.units import counted
 

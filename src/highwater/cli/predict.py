@@ -58,7 +58,7 @@ def predict(arguments: argparse.Namespace) -> int:
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...]]:
-    """Where nothing fits: the prediction without that length, and what else would train it."""
+    """The prediction without the length, and what else would train it, if nothing fits."""
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
         return None, ()
     model, settings = named_model(arguments, [], example=_EXAMPLE)

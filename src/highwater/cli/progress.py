@@ -275,7 +275,7 @@ class Progress:
         )
 
     def _log_of(self, result: TrialResult) -> str:
-        """Where the whole message of a trial that ran out of memory is: of the first one."""
+        """Name the log with the whole message of the first trial that ran out of memory."""
         if self._has_named_log or not result.outcome.is_memory or result.log_path is None:
             return ""
         self._has_named_log = True
@@ -417,9 +417,7 @@ class _Lines:
 
 
 def _short(said: TrainingProgress, *, most: int) -> str:
-    """What stands before a bar, in at most ``most`` columns: as many figures as there is room for,
-    each whole.
-    """
+    """The text before a bar, in at most ``most`` columns: as many whole figures as have room."""
     if said.phase != "training" or said.loss is None:
         return said.phase
     text, *others = _figures(said)
@@ -430,7 +428,7 @@ def _short(said: TrainingProgress, *, most: int) -> str:
 
 
 def _figures(said: TrainingProgress) -> list[str]:
-    """What is said of the last step, the most telling first."""
+    """Figures of the last step, the most telling first."""
     figures = [f"loss {said.loss:.3f}"]
     if said.evaluation_loss is not None:
         figures.append(f"held-out {said.evaluation_loss:.3f}")
