@@ -5,7 +5,6 @@ Training folder: a run's folder as seen by whoever starts it: the run's specific
 far it came. The ranks write the rest.
 """
 
-import errno
 import os
 import shlex
 import shutil
@@ -29,6 +28,7 @@ from highwater.nouns.training import (
     checkpoint_step,
     differences,
 )
+from highwater.store.journal_file import NO_SPACE
 from highwater.units import MIB, format_bytes
 
 FREE_BYTES = 64 * MIB
@@ -41,7 +41,7 @@ def check_log_directory(directory: Path) -> None:
     try:
         _write_in(directory)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_SPACE:
             raise _full(directory, f"no space left: {error.strerror}") from error
         raise UsageError(
             f"the log directory {directory} cannot be written: {error.strerror}",
@@ -60,21 +60,16 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
     try:
         _write_in(directory)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_SPACE:
             raise UsageError(
                 f"the checkpoint directory {directory} cannot be written: {error.strerror}",
                 hint=f"use `--checkpoint-dir {_another('checkpoints')}`",
             ) from error
     free = shutil.disk_usage(directory).free
-    if free >= _with_spare(needed):
-        return
-    parts = [(needed.sharded_bytes, "of shards"), (needed.hf_bytes, "of Hugging Face weights")]
-    said = " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
-    raise MachineError(
-        f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what "
-        f"has to stay free, {format_bytes(free)} are free",
-        hint=", or ".join([_make_room(directory), *_ways_to_save_less(needed, free)]),
-    )
+    if free < _with_spare(needed):
+        said = _said(needed, "of shards", "of Hugging Face weights")
+        ways = _ways_to_save_less(needed, free)
+        raise _too_little(directory, f"a trial saves {said} below {directory}", needed, free, ways)
 
 
 def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints: int) -> None:
@@ -83,13 +78,24 @@ def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints
     disk = shutil.disk_usage(directory)
     if disk.free >= _with_spare(needed) or not disk.total:  # some network disks say nothing
         return
-    named = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
-    parts = [(needed.sharded_bytes, named), (needed.hf_bytes, "the model")]
-    said = " and ".join(f"{format_bytes(count)} for {what}" for count, what in parts if count)
-    raise MachineError(
-        f"a run needs {said} in {directory}: {format_bytes(_with_spare(needed))} with what has to "
-        f"stay free, {format_bytes(disk.free)} are free",
-        hint=", or ".join([_make_room(directory), *_roomy(needed, "--output", directory.name)]),
+    several = f"for {checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
+    needs = f"a run needs {_said(needed, several, 'for the model')} in {directory}"
+    ways = _roomy(needed, "--output", directory.name)
+    raise _too_little(directory, needs, needed, disk.free, ways)
+
+
+def _said(needed: CheckpointBytes, of_shards: str, of_weights: str) -> str:
+    parts = (needed.sharded_bytes, of_shards), (needed.hf_bytes, of_weights)
+    return " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
+
+
+def _too_little(
+    directory: Path, needs: str, needed: CheckpointBytes, free: int, ways: list[str]
+) -> MachineError:
+    room = f"{format_bytes(_with_spare(needed))} with what has to stay free"
+    return MachineError(
+        f"{needs}: {room}, {format_bytes(free)} are free",
+        hint=", or ".join([_make_room(directory), *ways]),
     )
 
 
@@ -102,15 +108,13 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
         path.unlink()
     except OSError as error:
         new = f"`{flag} {shlex.quote(free_name(name))}`"
-        if isinstance(error, FileNotFoundError) and str(path):
-            make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
-            raise UsageError(
-                f"{path} cannot be written: there is no folder {path.parent}",
-                hint=f"make it: {make}; or name a file here: {new}",
-            ) from error
         is_there = isinstance(error, FileExistsError)
         why = "is there already" if is_there else f"cannot be written: {error.strerror}"
         hint = f"name a new file: {new}"
+        if isinstance(error, FileNotFoundError) and str(path):
+            why = f"cannot be written: there is no folder {path.parent}"
+            make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
+            hint = f"make it: {make}; or name a file here: {new}"
         raise UsageError(f"{path} {why}", hint=hint) from error
 
 

@@ -93,10 +93,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-_LOG_DIRECTORY = "./logs"
-"""Directory in which ``highwater show`` looks by default."""
-
-
 class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
@@ -185,15 +181,13 @@ class Journal:
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; MachineError when the disk is full."""
-        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
-        self._append(StartedLine(**launch, at_unix_s=time.time(), spec=spec))
+        self._append(StartedLine(**_launch(spec, attempt, repeat), spec=spec))
 
     def trial_finished(
         self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult
     ) -> None:
         """Record how a trial ended; raises MachineError when the disk is full."""
-        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
-        self._append(FinishedLine(**launch, at_unix_s=time.time(), result=result))
+        self._append(FinishedLine(**_launch(spec, attempt, repeat), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
         """Record a cell's answer, unless the same one is recorded under no less time."""
@@ -207,15 +201,15 @@ class Journal:
         """Return the study as it is now."""
         return _study(self.path, self._record, self.notes)
 
-    def close(self) -> None:
-        """Release the lock, so that any process can open the journal again."""
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Release the lock, so that any process can open the journal again."""
+        self._file.close()
 
     def _append(self, line: Line) -> None:
         """Write one line, then add it to the record: what is not on the disk is not recorded."""
@@ -227,6 +221,11 @@ class Journal:
             self._file.append(content + b"\n")
             self._record.checksum = checksum
         self._record.add(line)
+
+
+def _launch(spec: TrialSpec, attempt: int, repeat: int) -> dict[str, Any]:
+    now_s = time.time()
+    return {"spec_key": spec.key, "attempt": attempt, "repeat": repeat, "at_unix_s": now_s}
 
 
 def open_journal(
@@ -244,7 +243,14 @@ def open_journal(
     or if it has another question, is damaged, or is not a study; later also if anyone touches the
     open file. Raises MachineError when the disk is full.
     """
-    file = _open(path, is_private=_has_secrets(question))
+    try:
+        file = open_file(path, is_private=_has_secrets(question))
+    except LockedError as error:
+        raise StudyError(
+            f"{path} is being written by {_holder(path)}",
+            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, "
+            f"or use {free_study(path)}",
+        ) from error
     try:
         record, notes = _recover(file, question)
         journal = Journal(file, record, notes, retry_crashed)
@@ -278,20 +284,9 @@ def read_study(path: Path) -> Study:
 def _another() -> str:
     """Return a hint: ``highwater show`` if that finds a study, else how to make one."""
     with suppress(StudyError, OSError):
-        newest_studies(Path(_LOG_DIRECTORY))
+        newest_studies(Path("./logs"))  # in which `highwater show` looks by default
         return "`highwater show` shows the newest study that can be read"
     return f"name another file; `{CPU_SEARCH}` makes one"
-
-
-def _open(path: Path, *, is_private: bool) -> JournalFile:
-    try:
-        return open_file(path, is_private=is_private)
-    except LockedError as error:
-        raise StudyError(
-            f"{path} is being written by {_holder(path)}",
-            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, "
-            f"or use {free_study(path)}",
-        ) from error
 
 
 def _holder(path: Path) -> str:

@@ -20,7 +20,7 @@ MOST_BYTES = 512 * MIB
 """Largest size of a study: 10,000 trials on 8 GPUs have about 60 MiB."""
 _CHECKSUM_DIGITS = 16
 _SEAL = b'{"checksum":"%b",'
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class LockedError(Exception):
@@ -125,7 +125,7 @@ class JournalFile:
         )
 
     def _unwritable(self, error: OSError) -> MachineError:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             return MachineError(
                 f"{self.path} cannot be written: {error.strerror}",
                 hint="check the disk with `df -h` and `dmesg`",
