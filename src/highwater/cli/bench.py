@@ -84,10 +84,10 @@ def bench(arguments: argparse.Namespace) -> int:
         interrupt = caught
     not_run = tuple(each.not_run for each in told if each.not_run is not None)
     rows = tuple(each.row for each in told if each.row is not None)
-    if not rows and interrupt is not None:
-        console.talk("interrupted: no case had ended, and nothing of it runs any more")
-        return exit_code_of(interrupt)
     if not rows:
+        if interrupt is not None:
+            console.talk("interrupted: no case had ended, and nothing of it runs any more")
+            return exit_code_of(interrupt)
         reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in not_run)
         raise UsageError(
             f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
