@@ -111,10 +111,8 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
             from highwater.cli import train as module
         case "predict":
             from highwater.cli import predict as module
-        case "recommend":
+        case "recommend" | "emit":
             from highwater.cli import recommend as module
-        case "emit":
-            from highwater.cli import emit as module
         case "doctor":
             from highwater.cli import doctor as module
         case _:
