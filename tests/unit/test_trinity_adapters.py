@@ -9,7 +9,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trainers.trinity.law import OF_ADAPTERS, covers, footprint
+from highwater.trainers.trinity import OF_ADAPTERS, covers, footprint
 
 SHAPE = load_model("Qwen3-4B").shape
 RANK = 16

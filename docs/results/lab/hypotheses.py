@@ -33,7 +33,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
-from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
+from highwater.trainers.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))

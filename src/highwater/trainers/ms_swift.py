@@ -291,7 +291,7 @@ def _sharding(settings: Settings) -> dict[str, object]:
 
 
 def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
-    """How ms-swift gets to know what the model is, where its name may not say it."""
+    """Say how ms-swift learns what the model is, where its name may not tell."""
     name = launched.spec.model_name
     if "model_type" in base.config or catalog_model(name) is not None or is_hub_id(name):
         return ()

@@ -193,7 +193,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
-    """How its LoRA differs from what is predicted."""
+    """Differences of its LoRA from what is predicted."""
     where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [

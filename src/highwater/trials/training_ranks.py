@@ -11,7 +11,7 @@ from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, read_file, refuse_irregular
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
-from highwater.store.training_folder import TrainingFolder
+from highwater.store.directory import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_trial import (
     REPORTS,
