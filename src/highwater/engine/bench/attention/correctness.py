@@ -14,16 +14,8 @@ from torch import Tensor
 
 from highwater.engine.bench.attention.contenders import Build, Conditions, counts
 from highwater.engine.parallel.sequence_layout import PADDING
+from highwater.nouns.attention_bench import CHECKED_TOKENS
 
-CHECKED_TOKENS = 515
-"""Length of the sequence: five blocks, the last of them not full."""
-OFF_AT_THE_MOST: dict[torch.dtype, float] = {
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-    torch.float32: 2e-5,
-}
-"""Largest norm-relative difference: eight roundings of the dtype, which weights and their gradients
-go through."""
 _COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
 
 

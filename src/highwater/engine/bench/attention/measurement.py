@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from highwater.engine.bench.attention.contenders import Build, Compute, Conditions
-from highwater.engine.training.statistics_log import MemoryWatch
+from highwater.engine.training.statistics_log import DataSegment
 from highwater.nouns.attention_bench import BenchRow
 from highwater.version import __version__
 
@@ -85,7 +86,7 @@ def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
     timeout_s = conditions.order.timeout_s
     times_s: list[float] = []
     if conditions.device.type == "cpu":
-        run, peaks = _peaks_on_cpu(made, conditions.device)
+        run, peaks = _peaks_on_cpu(made)
     else:
         run, peaks, took_s = _peaks_on_gpus(made, conditions, devices)
         if took_s > timeout_s:
@@ -125,16 +126,24 @@ def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Te
     return made * 3 if is_one else made
 
 
-def _peaks_on_cpu(made: Callable[[], _Pass], device: torch.device) -> tuple[_Pass, _Peaks]:
+@cache
+def data_segment() -> DataSegment:
+    """Return the one watch of this process's data segment, whose thread counts in it too."""
+    return DataSegment()
+
+
+def _peaks_on_cpu(made: Callable[[], _Pass]) -> tuple[_Pass, _Peaks]:
     """Measure bytes of PyTorch's allocator, from every allocation, and the data segment's peak."""
-    watch = MemoryWatch(device)
-    before = watch.peaks().peak_data_segment_bytes or 0
+    watch = data_segment()
+    watch.peak_bytes = 0
+    watch.read()
+    before = watch.peak_bytes
     run, _, after_qkv = _recorded(made)
     (output, share), forward_peak, left = _recorded(run.forward)
     _, backward_peak, _ = _recorded(lambda: run.backward(output))
     peak = after_qkv + max(forward_peak, left + backward_peak)
     # the readings of the data segment may have missed a short pass
-    segment = max(watch.peaks().peak_data_segment_bytes or 0, before + peak)
+    segment = max(watch.peak_bytes, before + peak)
     return run, _Peaks([after_qkv], [peak], [segment], share)
 
 
