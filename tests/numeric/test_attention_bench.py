@@ -13,7 +13,7 @@ from test_attention_modules import BLOCK, meetings
 
 from highwater.engine.attention.reference import reference_attention
 from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
-from highwater.engine.bench.attention.correctness import differences, naive_attention
+from highwater.engine.bench.attention.measurement import differences, naive_attention
 from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
     OFF_AT_THE_MOST,

@@ -24,10 +24,10 @@ from highwater.engine.bench.attention.contenders import (
     Conditions,
     fused_kernel,
 )
-from highwater.engine.bench.attention.correctness import differences
 from highwater.engine.bench.attention.measurement import (
     PassTooLong,
     data_segment,
+    differences,
     environment,
     measure,
 )
