@@ -212,7 +212,7 @@ class _Group:
         command = under_reaper(
             module(measures, str(order), str(self._folder)),
             inherit=[folder],
-            ranks=RankShare(self._count, self._folder),
+            ranks=RankShare(count=self._count, folder=str(self._folder)),
         )
         with (self._folder / "log").open("wb") as log:
             self._process = start(command, environment, log)
