@@ -130,27 +130,15 @@ class StartedRanks:
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
         return sorted(every, key=lambda left: not any(exit_.status for exit_ in left.exits))
 
-    def is_over(self) -> bool:
-        """Whether they have ended by themselves."""
-        return self.process.poll() is not None
-
     def wait(self) -> None:
         """Wait a moment, or until they have ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(TOLD_S)
         self.end_the_failed()
 
-    def stop(self) -> None:
-        """Tell them to stop after their step and to save, those of a trial to end."""
-        self.process.terminate()
-
-    def abandon(self) -> None:
-        """End them, whatever they do."""
-        end_reaper(self.process)
-
     def end(self, *, timeout_s: float = 0.0, is_late: bool = False) -> Ending:
         """End what still runs; what they left. ``is_late``: their ``timeout_s`` are over."""
-        self.abandon()
+        end_reaper(self.process)
         raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
         left = self._left()
