@@ -10,7 +10,7 @@ from highwater.trials.trial_process import ON_THE_CPU
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SERVER = ForkServer(
     *("layer", "highwater.engine.tracer.tracer"),
-    *(f"highwater.engine.bench.attention.{name}" for name in ("benchmark", "contenders")),
+    "highwater.engine.bench.attention.contenders",
     environment={
         **ON_THE_CPU,
         "GLOO_SOCKET_IFNAME": "lo",

@@ -1,7 +1,5 @@
 """The benchmark of attentions, on the CPU: who takes part is right beside the textbook formula, a
 wrong one has no number, memory that runs out is told, and no fault of one takes another along.
-
-Each benchmark runs in a process of its own, as it does for a user: it forks.
 """
 
 from dataclasses import replace
@@ -11,47 +9,30 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 
 from highwater.engine.attention.reference import reference_attention
 from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
-from highwater.engine.bench.attention.correctness import (
-    OFF_AT_THE_MOST,
-    differences,
-    naive_attention,
-)
+from highwater.engine.bench.attention.measurement import differences, naive_attention
 from highwater.nouns.attention_bench import (
     IMPLEMENTATIONS,
+    OFF_AT_THE_MOST,
     BenchLine,
     BenchOrder,
     implementations_named,
 )
-from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.trials.measurements import bench_lines
 from highwater.units import GIB, MIB
 from tables import table
 
 pytestmark = pytest.mark.timeout(300)
-RUN = """
-import sys
-from pathlib import Path
-
+WITH_A_WRONG_DENSE = """
 import torch
 
-from highwater.engine.bench.attention.benchmark import benchmark
+from highwater.engine.bench.attention.benchmark import main
 from highwater.engine.bench.attention.contenders import CONTENDERS
-from highwater.nouns.attention_bench import BenchOrder
-from highwater.nouns.codec import from_json, to_json
 
-contenders = dict(CONTENDERS)
-{wrong}
-order = from_json(Path(sys.argv[1]).read_bytes(), BenchOrder)
-for line in benchmark(order, Path(sys.argv[1]).parent, contenders):
-    print(to_json(line), flush=True)
-"""
-"""A benchmark, of contenders that a test may spoil."""
-WITH_A_WRONG_DENSE = """
 own = CONTENDERS["dense"]
 
 
@@ -66,8 +47,9 @@ def spoilt(conditions, length):
     return computed
 
 
-contenders["dense"] = own._replace(build=spoilt)
+main({{**CONTENDERS, "dense": own._replace(build=spoilt)}})
 """
+"""A module that measures as the benchmark's own does, but for dense attention."""
 
 
 def conditions_of(name: str, **order: Any) -> Conditions:
@@ -83,13 +65,15 @@ CPU = conditions_of("dense")
 
 def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
     """All that a benchmark tells; ``how`` spoils dense attention."""
-    path = tmp_path / "order.json"
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
-    path.write_text(to_json(BenchOrder(**(asked | order))), encoding="utf-8")
-    wrong = WITH_A_WRONG_DENSE.format(how=how) if how else ""
-    done = forked(RUN.format(wrong=wrong), str(path))
-    assert done.returncode == 0, done.stderr
-    return [from_json(text, BenchLine) for text in done.stdout.splitlines()]
+    measures: dict[str, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if how:
+            (tmp_path / "spoilt_dense.py").write_text(WITH_A_WRONG_DENSE.format(how=how))
+            patch.setenv("PYTHONPATH", str(tmp_path))
+            measures = {"measures": "spoilt_dense"}
+        with bench_lines(BenchOrder(**(asked | order)), **measures) as lines:
+            return list(lines)
 
 
 def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
@@ -135,7 +119,7 @@ def test_each_equals_the_formula_with_grouped_heads(name):
         assert name == "dense_flex", "all others run on the CPU"
         return
     found = differences(contender.build, conditions)
-    assert max(found.values()) <= OFF_AT_THE_MOST[torch.float32]
+    assert max(found.values()) <= OFF_AT_THE_MOST["fp32"]
 
 
 BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))

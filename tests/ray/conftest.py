@@ -134,8 +134,15 @@ def paused(model: Path, pause: Path, length_tokens: int = 64) -> TrialSpec:
 
 def holder_of_the_trial(mark: str) -> psutil.Process:
     """The process in which Ray holds the only trial, on whichever node."""
-    (pid,) = (pid for pid, words in commands_under(mark).items() if "TrialOnNode" in words)
-    return psutil.Process(pid)
+    found: list[int] = []
+
+    def is_found() -> bool:
+        """Whether there is one: Ray renames it at each call, and has no name for it in between."""
+        found[:] = (pid for pid, words in commands_under(mark).items() if "TrialOnNode" in words)
+        return len(found) == 1
+
+    assert wait_until(is_found, within_s=GONE_S), found
+    return psutil.Process(found[0])
 
 
 def node_of(holder: psutil.Process) -> psutil.Process:

@@ -14,8 +14,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import refused
 from highwater.trials.inputs import ModelFiles, model_files
-from highwater.trials.ray_job import Needs, Node, loss_reason, read_node
-from highwater.trials.ray_runner import Demand, Placement, choose, cluster_at, demand_of
+from highwater.trials.ray_job import Demand, Needs, Node, loss_reason, read_node
+from highwater.trials.ray_runner import Placement, choose, cluster_at, demand_of
 from highwater.units import GIB
 from places import machine_with, question_of
 from tiny_models import write_model
@@ -52,7 +52,9 @@ def node(
 
 
 def demand(gpus: int = 1, *, whole_node: bool = False, memory_bytes: int = GIB) -> Demand:
-    return Demand(gpus, float(gpus or 1), memory_bytes, whole_node)
+    return Demand(
+        gpus=gpus, cpus=float(gpus or 1), memory_bytes=memory_bytes, whole_node=whole_node
+    )
 
 
 def names(nodes: tuple[Node, ...]) -> list[str]:

@@ -34,7 +34,9 @@ def run(spec: TrialSpec, *, timeout_s: float) -> tuple[RankReport, ...]:
         command = [sys.executable, "-P", str(Path(__file__).resolve()), spec_path, reports_path]
         ranks = spec.layout.gpus
         done = subprocess.run(
-            under_reaper([str(word) for word in command], ranks=RankShare(ranks, folder)),
+            under_reaper(
+                [str(word) for word in command], ranks=RankShare(count=ranks, folder=str(folder))
+            ),
             env=trial_environment(spec),
             timeout=timeout_s,
             capture_output=True,

@@ -138,7 +138,7 @@ def tried(trial: Trial, log_directory: Path, *, device: Device = "cuda") -> dict
         reports.mkdir()
         command = under_reaper(
             [sys.executable, __file__, "--worker", str(order), str(reports)],
-            ranks=RankShare(gpus, folder),
+            ranks=RankShare(count=gpus, folder=folder),
         )
         process = subprocess.Popen(
             command, env=trial_environment(spec), stdout=log, stderr=log, start_new_session=True

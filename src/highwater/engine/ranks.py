@@ -6,6 +6,7 @@ on a port. The first that fails ends the others, and its status is this command'
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -32,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     # even after the shell that started it is gone.
     reaper = [sys.executable, "-P", "-m", "highwater.trials.reaper", "0", "--remove", folder]
     reaper += ["--grace-s", str(_GRACE_S), "--output", "plain"]
-    reaper += ["--ranks", ranks, folder, "0", ranks, f"{folder}/store"]
+    reaper += ["--ranks", json.dumps({"count": asked.nproc, "folder": folder})]
     os.execve(  # noqa: S606 -- words, and no shell
         sys.executable,
         [*reaper, sys.executable, asked.script, *asked.arguments],

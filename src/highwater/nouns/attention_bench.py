@@ -2,15 +2,16 @@
 ``highwater bench attention`` answers with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.layout import Device
 from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
-from highwater.nouns.trial import Refused
 
 Direction = Literal["forward", "forward+backward"]
 Mode = Literal["single", "data parallel", "ring", "ulysses"]
@@ -35,6 +36,15 @@ BATCHES = (2, 4)
 """Sequences of the cases that are measured besides one sequence."""
 BATCH_TOKENS = (16_384, 32_768)
 """Lengths at which those are."""
+REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
+"""Longest length that is measured with the textbook formula."""
+CHECKED_TOKENS = 515
+"""Length of the sequence of a check: five blocks, the last of them not full."""
+OFF_AT_THE_MOST: Mapping[BenchDtype, float] = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
+"""Largest norm-relative difference: eight roundings of the dtype, which weights and their gradients
+go through."""
+PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
+"""How a process ended its part of a case, the worst first: that of several decides for all."""
 
 
 class Implementation(Record, frozen=True, kw_only=True):
@@ -188,6 +198,20 @@ class BenchOrder(Record, frozen=True, kw_only=True):
         middle = fits + (fails - fits) // (2 * step) * step
         return middle if fits < middle < fails else None
 
+    def entries(self) -> Iterator[tuple[str, Mode]]:
+        """Implementations and modes, in the order in which they are measured."""
+        modes = {name: IMPLEMENTATIONS[name].modes for name in self.implementations}
+        single = [name for name in modes if "single" in modes[name]]
+        for name in single:
+            yield name, "single"
+        for name in single if self.gpus > 1 else ():
+            if name != "reference":
+                yield name, "data parallel"
+        for name, of in modes.items():
+            for mode in of:
+                if mode != "single" and (self.gpus > 1 or name not in single):
+                    yield name, mode
+
     def what(self, name: str) -> str:
         """What an implementation is, as it was measured: its pattern, segments and rates."""
         own = IMPLEMENTATIONS[name]
@@ -289,15 +313,82 @@ class NotRun(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class BenchLine(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of what the processes tell: one of these."""
+class BenchLine(Record, frozen=True, kw_only=True):
+    """One result of the benchmark: one of these."""
 
     machine: BenchMachine | None = None
     check: BenchCheck | None = None
     row: BenchRow | None = None
     not_run: NotRun | None = None
-    refusal: Refused | None = None
-    """Why nothing can be measured."""
+
+
+class BenchShare(Record, frozen=True, kw_only=True):
+    """The work of one group of processes: a check and the cases of one implementation and mode."""
+
+    order: BenchOrder
+    implementation: str = "dense"
+    mode: Mode = "single"
+    machine: BenchMachine | None = None
+    """None: the machine is to be described, and nothing else is done."""
+    is_checked: bool = False
+    """Whether there is nothing to check before the first case."""
+    rows: tuple[BenchRow, ...] = ()
+    """The cases that are done."""
+
+    @property
+    def processes(self) -> int:
+        """Number of processes: one for each GPU, or one for all if threads share them."""
+        in_threads = self.mode == "data parallel" and self.order.device == "cuda"
+        return 1 if self.mode == "single" or in_threads else self.order.gpus
+
+    def case(self, direction: Direction) -> BenchRow:
+        """The case of a direction without a length; DataParallel has a sequence for each GPU."""
+        gpus = 1 if self.mode == "single" else self.order.gpus
+        return BenchRow(
+            implementation=self.implementation,
+            mode=self.mode,
+            direction=direction,
+            length_tokens=None,
+            batch=gpus if self.mode == "data parallel" else 1,
+            gpus=gpus,
+            result="fits",
+        )
+
+    def next_case(self) -> BenchRow | None:
+        """The case after those that are done; None at the end."""
+        most = self.order.most_tokens
+        if self.implementation == "reference":
+            most = min(most, REFERENCE_TOKENS[self.order.device])
+        for direction in self.order.directions:
+            case = self.case(direction)
+            done = [row for row in self.rows if row.direction == direction]
+            tried = {row.length_tokens: row for row in done if row.batch == case.batch}
+            last = next(reversed(tried.values()), None)
+            if last is not None and last.fits and self.mode == "single":
+                batches = BATCHES if last.length_tokens in BATCH_TOKENS else ()
+                tried_with = {row.batch for row in done if row.length_tokens == last.length_tokens}
+                for batch in batches:
+                    if batch not in tried_with:
+                        return replace(case, length_tokens=last.length_tokens, batch=batch)
+            fits = {length: row.fits for length, row in tried.items() if length is not None}
+            length = self.order.next_length(fits, most=most)
+            if length is not None:
+                return replace(case, length_tokens=length)
+        return None
+
+
+class BenchPart(Record, frozen=True, kw_only=True):
+    """What one process of a group tells of its part: a result, or how else it ended."""
+
+    ending: PartEnding = "done"
+    reason: str = ""
+    hint: str = ""
+    machine: BenchMachine | None = None
+    not_run: tuple[NotRun, ...] = ()
+    """Told with the machine: what does not run on it."""
+    differences: dict[str, float | None] = {}  # noqa: RUF012 -- msgspec copies it
+    """Norm-relative differences from the reference; None where one is no number."""
+    row: BenchRow | None = None
 
 
 class AttentionBench(Record, frozen=True, kw_only=True):

@@ -25,7 +25,6 @@ from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import (
     REFUSED_FILE,
     TOLD_S,
-    Launch,
     OnPhase,
     Outcome,
     RankReport,
@@ -33,7 +32,6 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
     kept_report,
-    kept_result,
 )
 from highwater.store.logs import snapshot_folder
 from highwater.trials.classify import Ending, classify
@@ -42,14 +40,11 @@ from highwater.trials.nodes import Across
 from highwater.trials.ranks import RankShare, RanksLeft, read_left
 from highwater.trials.reaper import END_AT_ONCE, module, status_of, under_reaper
 from highwater.trials.trial_process import (
-    LogLayout,
-    log_path_of,
+    TrialLauncher,
     log_tail,
-    new_log,
     private_folder,
     statistics_path,
     trial_environment,
-    trial_place,
 )
 from highwater.units import MIB
 
@@ -106,7 +101,7 @@ class StartedRanks:
         remove = [trial.checkpoint_directory] if trial.checkpoint_directory else []
         of_all = partial(under_reaper, remove=remove, inherit=[path], grace_s=grace_s)
         if across is None:
-            command = of_all(of_rank, ranks=RankShare(count=trial.layout.gpus, folder=path))
+            command = of_all(of_rank, ranks=RankShare(count=trial.layout.gpus, folder=str(path)))
         else:
             launched = across.command(trial, of_rank, path, grace_s=grace_s)
             command = of_all(launched, launcher_s=_LAUNCHER_S)
@@ -136,27 +131,15 @@ class StartedRanks:
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
         return sorted(every, key=lambda left: not any(exit_.status for exit_ in left.exits))
 
-    def is_over(self) -> bool:
-        """Whether they have ended by themselves."""
-        return self.process.poll() is not None
-
     def wait(self) -> None:
         """Wait a moment, or until they have ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(TOLD_S)
         self.end_the_failed()
 
-    def stop(self) -> None:
-        """Tell them to stop after their step and to save, those of a trial to end."""
-        self.process.terminate()
-
-    def abandon(self) -> None:
-        """End them, whatever they do."""
-        end_reaper(self.process)
-
     def end(self, *, timeout_s: float = 0.0, is_late: bool = False) -> Ending:
         """End what still runs; what they left. ``is_late``: their ``timeout_s`` are over."""
-        self.abandon()
+        end_reaper(self.process)
         raise_refused(self.path)
         reports, damaged = read_reports(self.path / REPORTS)
         left = self._left()
@@ -192,15 +175,9 @@ def read_reports(folder: Path) -> tuple[tuple[RankReport, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLauncher:
-    """Launches trials of this package's engine on this machine, each in fresh processes."""
+class EngineLauncher(TrialLauncher):
+    """Launches trials of this package's engine."""
 
-    log_directory: Path
-    timeout_s: float
-    """Longest time of one trial from launch to exit, where its launch names none."""
-    log_layout: LogLayout = "rung"
-    allow_busy: bool = False
-    """Whether trials run on GPUs that others use too."""
     checkpoint_directory: Path | None = None
     """Each trial that saves gets a directory of its own below it, for as long as it runs; None:
     beside its log."""
@@ -212,28 +189,17 @@ class EngineLauncher:
     across: Across | None = None
     """How ranks are started on several machines; None: on this one alone."""
 
-    def launch(
-        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    def _run(
+        self,
+        spec: TrialSpec,
+        log: IO[bytes],
+        gpus: tuple[str, ...] | None,
+        timeout_s: float,
+        ended: Event,
+        on_phase: OnPhase,
     ) -> TrialResult:
-        """Run a trial as ``Launcher`` says."""
-        place = trial_place(
-            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
-        )
-        with place:
-            return self._launch(launch, gpus, ended, on_phase)
-
-    def _launch(
-        self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
-    ) -> TrialResult:
-        spec, timeout_s = launch.spec, self._timeout_s(launch)
-        wanted = log_path_of(self.log_directory, spec, self.log_layout)
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        began, began_unix = time.monotonic(), time.time()
-        with (
-            new_log(wanted) as log,
-            _with_own_directory(spec, self.checkpoint_directory or wanted.parent) as spec,
-        ):
-            log_path = Path(log.name)
+        log_path, began_unix = Path(log.name), time.time()
+        with _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec:
             spec = self._with_statistics(self._recorded(spec, log_path), log_path)
             environment = trial_environment(spec, gpus)
             with started(spec, environment, log, self.across) as ranks:
@@ -247,15 +213,9 @@ class EngineLauncher:
             reason=reason,
             ranks=tuple(map(_without_training, reports)) if spec.is_memory_only else reports,
             launch_to_first_step_s=_until_first_step_s(reports, began_unix),
-            wall_s=time.monotonic() - began,
-            attempt=launch.attempt,
-            log_path=str(log_path),
             exit_code=ending.exit_code,
         )
-        return _with_speed(spec, kept_result(result))
-
-    def _timeout_s(self, launch: Launch) -> float:
-        return self.timeout_s if launch.timeout_s is None else launch.timeout_s
+        return _with_speed(spec, result)
 
     def _recorded(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
         """The trial with a folder of its own for the snapshots of its memory, if it records any."""

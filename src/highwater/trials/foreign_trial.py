@@ -37,7 +37,6 @@ from highwater.nouns.foreign_request import command_of
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import foreign_name
 from highwater.nouns.trial import (
-    Launch,
     MemoryBudget,
     OnPhase,
     Outcome,
@@ -45,7 +44,6 @@ from highwater.nouns.trial import (
     RankReport,
     TrialResult,
     TrialSpec,
-    kept_result,
 )
 from highwater.trainers.foreign import OUTPUT, TRIALS, ForeignCommand, TrialHome
 from highwater.trials.engine_trial import EngineLauncher
@@ -63,14 +61,11 @@ from highwater.trials.probe import probe
 from highwater.trials.ranks import answered, kernel_kills
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import (
-    LogLayout,
+    TrialLauncher,
     clean_environment,
-    log_path_of,
     log_tail,
-    new_log,
     private_folder,
     trial_environment,
-    trial_place,
 )
 from highwater.units import GIB, MIB, format_bytes
 
@@ -337,43 +332,28 @@ _OF_THE_SHELL = ("HF_HUB_OFFLINE",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignLauncher:
-    """Launches trials of other trainers on this machine, each in fresh processes."""
+class ForeignLauncher(TrialLauncher):
+    """Launches trials of other trainers."""
 
-    log_directory: Path
-    timeout_s: float
-    """Longest time of one trial from launch to exit, where its launch names none."""
-    log_layout: LogLayout = "rung"
-    allow_busy: bool = False
-    """Whether trials run on GPUs that others use too."""
     command: tuple[str, ...] | None = None
     """The words of its command as they were typed, secrets and all. None: those of the trial."""
     silent_s: float = SILENT_S
     """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
 
-    def launch(
-        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    def _run(
+        self,
+        spec: TrialSpec,
+        log: IO[bytes],
+        gpus: tuple[str, ...] | None,
+        timeout_s: float,
+        ended: Event,
+        on_phase: OnPhase,
     ) -> TrialResult:
-        """Run a trial as ``Launcher`` says."""
-        place = trial_place(
-            launch.spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
-        )
-        with place:
-            return self._launch(launch, gpus, ended, on_phase)
-
-    def _launch(
-        self, launch: Launch, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
-    ) -> TrialResult:
-        spec, foreign = launch.spec, launch.spec.foreign
+        foreign, kills_before = spec.foreign, kernel_kills()
         assert foreign is not None, "a trial of another trainer"  # noqa: S101
         if self.command is not None:
             foreign = foreign.as_typed(self.command)
-        timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
-        wanted = log_path_of(self.log_directory, spec, self.log_layout)
-        wanted.parent.mkdir(parents=True, exist_ok=True)
-        began, kills_before = time.monotonic(), kernel_kills()
-        with private_folder(wanted.parent, kind="trial-") as folder, new_log(wanted) as log:
-            log_path = Path(log.name)
+        with private_folder(Path(log.name).parent, kind="trial-") as folder:
             (folder / OUTPUT).mkdir()
             prepared = partial(_prepared, spec, ended, on_phase)
             home = TrialHome(folder, _has_flash, prepared)
@@ -405,16 +385,7 @@ class ForeignLauncher:
             past = f"only the last {format_bytes(_READ_BYTES)} of its log are read"
         if outcome.is_fit and past is not None:
             outcome, reason = Outcome.CRASHED, past
-        result = TrialResult(
-            outcome=outcome,
-            reason=reason,
-            ranks=ranks,
-            wall_s=time.monotonic() - began,
-            attempt=launch.attempt,
-            log_path=str(log_path),
-            exit_code=exit_code,
-        )
-        return kept_result(result)
+        return TrialResult(outcome=outcome, reason=reason, ranks=ranks, exit_code=exit_code)
 
 
 def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:

@@ -3,6 +3,8 @@ the data plane and kept for the next time, and the files of a model that other m
 """
 
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -31,6 +33,7 @@ from highwater.units import MIB, MOST_SECONDS, format_bytes
 _PREPARE_S = 3600.0
 """Longest time of a preparation: random weights of 70 billion parameters take minutes to write."""
 _BF16_BYTES = 2
+_ELSEWHERE = "name another folder: `export XDG_CACHE_HOME=/path`"
 
 
 def tokenised(
@@ -46,9 +49,7 @@ def tokenised(
     Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
     process is ended and TrialEndedError raised.
     """
-    elsewhere = "name another folder: `export XDG_CACHE_HOME=/path`"
-    if parent is not None:
-        elsewhere = "use another `--output`"
+    elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
     parent = parent or cache_directory("corpora")
     job = Job(
         module="highwater.engine.data.tokenise",
@@ -60,15 +61,9 @@ def tokenised(
         first_phase="starting to read the data",
         failure="the data could not be tokenised",
     )
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with private_folder(parent, kind="corpus-") as folder:
-            return job.run(folder, ended=ended, on_phase=on_phase)
-    except OSError as error:
-        raise MachineError(
-            f"no corpus can be made in {parent}: {error}",
-            hint=f"make room there, or {elsewhere}",
-        ) from error
+    problem = f"no corpus can be made in {parent}"
+    with _room(parent, kind="corpus-", problem=problem, elsewhere=elsewhere) as folder:
+        return job.run(folder, ended=ended, on_phase=on_phase)
 
 
 def prepared_model(
@@ -102,14 +97,21 @@ def prepared_model(
         first_phase="preparing",
         failure="what is trained on could not be prepared",
     )
+    problem = "the model to train from could not be prepared"
+    with _room(cache, kind="model-", problem=problem) as folder:
+        return Path(job.run(folder, ended=ended, on_phase=on_phase).model_directory)
+
+
+@contextmanager
+def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE) -> Generator[Path]:
+    """A job's folder below ``parent``, which is made. Raises MachineError where there is none."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with private_folder(cache, kind="model-") as folder:
-            return Path(job.run(folder, ended=ended, on_phase=on_phase).model_directory)
+        parent.mkdir(parents=True, exist_ok=True)
+        with private_folder(parent, kind=kind) as folder:
+            yield folder
     except OSError as error:
         raise MachineError(
-            f"the model to train from could not be prepared: {error}",
-            hint="make room there, or name another folder: `export XDG_CACHE_HOME=/path`",
+            f"{problem}: {error}", hint=f"make room there, or {elsewhere}"
         ) from error
 
 

@@ -79,7 +79,7 @@ class Job(Generic[Report]):
         if self.order is not None:
             order.write_text(to_json(self.order), encoding="utf-8")
             words.insert(0, str(order))
-        share = None if self.ranks is None else RankShare(self.ranks, folder)
+        share = None if self.ranks is None else RankShare(count=self.ranks, folder=str(folder))
         command = under_reaper(
             module(self.module, *words), inherit=[folder], ranks=share, grace_s=self.grace_s
         )

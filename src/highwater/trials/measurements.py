@@ -1,18 +1,40 @@
-"""What a job measures of this machine: constants of its GPUs, as trials meet them, and attentions,
-a line for each thing that is known.
+"""Measurements of this machine by jobs: constants of its GPUs, as trials meet them, and attentions,
+a line for each result.
+
+A benchmark of attentions has a group of processes for each attention and mode: one rank for each
+GPU, which go from case to case while all of them fit, to compile an attention only once. A case
+that fails ends its group, and the next one begins with fresh processes.
 """
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from typing import IO
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Self, get_args
 
-import msgspec
+from msgspec.structs import replace
 
 from highwater.errors import MachineError
-from highwater.nouns.attention_bench import BenchLine, BenchOrder
+from highwater.nouns.attention_bench import (
+    CHECKED_TOKENS,
+    OFF_AT_THE_MOST,
+    BenchCheck,
+    BenchLine,
+    BenchMachine,
+    BenchOrder,
+    BenchPart,
+    BenchRow,
+    BenchShare,
+    PartEnding,
+)
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.hardware import Constants
-from highwater.trials.job import Job, end_reaper, failed, start
+from highwater.nouns.oom import memory_aborted
+from highwater.nouns.secrets import kept
+from highwater.nouns.trial import Device
+from highwater.trials.job import Job, end_reaper, start
 from highwater.trials.probe import (
     INSTALL_HINT,
     package_obstacles,
@@ -20,11 +42,22 @@ from highwater.trials.probe import (
     refuse_busy_gpus,
     refuse_torch_without_gpu,
 )
+from highwater.trials.ranks import RankExit, RankShare, read_left
 from highwater.trials.reaper import module, under_reaper
 from highwater.trials.trial_process import ON_THE_CPU, clean_environment, private_folder
+from highwater.units import MIB, format_bytes
 
-_BENCHMARK = "highwater.engine.bench.attention.benchmark"
+_MEASURES = "highwater.engine.bench.attention.benchmark"
 _HINT = "`highwater doctor` says what this machine lacks"
+_SET_UP_S = {"cpu": 60.0, "cuda": 240.0}
+"""Seconds that a process may take to start and compile, besides its passes."""
+_PASSES_WITHIN_LIMIT = 3
+"""Passes that a case has time for: a first one, one for memory, and a timed one."""
+_OTHERS_S = 2.0
+"""Seconds that the other ranks have to tell of a case once one of them has failed."""
+_ASKED_S = 0.02
+_ROOM_BYTES = 64 * MIB
+"""Memory that tensors need beside the runtime for anything to be measured."""
 
 
 def read_constants(gpus: int) -> Constants:
@@ -53,40 +86,199 @@ def read_constants(gpus: int) -> Constants:
 
 
 @contextmanager
-def bench_lines(order: BenchOrder) -> Generator[Iterator[BenchLine]]:
-    """What is measured, thing by thing, while the block runs; nothing of it runs any more after it.
+def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
+    """Each result of a benchmark as it is known, while the block runs; nothing of it runs any more
+    afterwards. ``measures``: the module that measures.
 
-    Raises MachineError where nothing can be measured, or the process failed.
+    Raises MachineError where nothing can be measured.
     """
     obstacles = package_obstacles(probe())
     if obstacles:
         raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
-    environment = clean_environment("expandable")
-    environment["OMP_NUM_THREADS"] = str(order.threads)
-    if order.device == "cpu":
-        environment |= ON_THE_CPU
-    with private_folder() as folder:
-        path, log = folder / "order.json", folder / "log"
-        path.write_text(to_json(order), encoding="utf-8")
-        command = under_reaper(module(_BENCHMARK, str(path)), inherit=[folder])
-        with log.open("wb") as talk:
-            process = start(command, environment, talk, is_read=True)
-            try:
-                yield _read(process.stdout)
-                if (status := process.wait()) != 0:
-                    raise failed("the benchmark failed", log, status, hint=_HINT)
-            finally:
-                end_reaper(process)
+    with private_folder() as folder, closing(_lines(order, folder, measures)) as lines:
+        yield lines
 
 
-def _read(pipe: IO[bytes] | None) -> Iterator[BenchLine]:
-    """Each line as it comes. Raises MachineError for a refusal, and for what is no line."""
-    for text in pipe or ():
+def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLine]:
+    begin = partial(_Group, folder=folder, measures=measures)
+    with begin(BenchShare(order=order)) as group:
+        (told,) = group.parts(_SET_UP_S[order.device])
+    if told.machine is None:
+        raise MachineError(told.reason, hint=told.hint or _HINT)
+    _refuse_memory(order, told.machine)
+    yield BenchLine(machine=told.machine)
+    not_run = {(each.implementation, each.mode): each for each in told.not_run}
+    for name, mode in order.entries():
+        if (name, mode) in not_run:
+            yield BenchLine(not_run=not_run[name, mode])
+            continue
+        share = BenchShare(
+            order=order,
+            implementation=name,
+            mode=mode,
+            machine=told.machine,
+            is_checked=mode == "data parallel",  # the check on one GPU is enough
+        )
+        yield from _share_lines(share, begin)
+
+
+def _share_lines(share: BenchShare, begin: Callable[[BenchShare], "_Group"]) -> Iterator[BenchLine]:
+    """The check of an implementation and mode, and each case; a group ends with a case that fails,
+    and another one goes on after it.
+    """
+    order = share.order
+    set_up_s = _SET_UP_S[order.device]
+    while not share.is_checked or share.next_case() is not None:
+        with begin(share) as group:
+            if not share.is_checked:
+                check = _check(share, group.parts(2 * set_up_s))
+                yield BenchLine(check=check)
+                if check.reason:
+                    for case in map(share.case, order.directions):
+                        yield BenchLine(row=replace(case, result="red", reason=check.reason))
+                    return
+                share = replace(share, is_checked=True)
+            is_going = True
+            while is_going and (case := share.next_case()) is not None:
+                parts = group.parts(set_up_s + _PASSES_WITHIN_LIMIT * order.timeout_s)
+                row = _measured(case, parts)
+                yield BenchLine(row=row)
+                share = replace(share, rows=(*share.rows, row))
+                is_going = row.fits
+
+
+def _check(share: BenchShare, parts: Sequence[BenchPart]) -> BenchCheck:
+    """Compare what the ranks found with what may be off."""
+    ended, tolerance = _worst(parts), OFF_AT_THE_MOST[share.order.dtype]
+    found: dict[str, float | None] = {}
+    reason = ""
+    if ended.ending == "done":
+        for what in ended.differences:
+            values = [part.differences[what] for part in parts]
+            numbers = [value for value in values if value is not None]
+            found[what] = max(numbers) if numbers == values else None
+        off = [
+            f"{what.replace('_', ' ')} {'is no number' if value is None else f'{value:.1e} off'}"
+            for what, value in found.items()
+            if value is None or value > tolerance
+        ]
+        if off:
+            reason = f"not equal to the reference, to {tolerance:.0e}: {', '.join(off)}"
+    else:
+        reason = f"its check did not end: {ended.reason}"
+    return BenchCheck(
+        implementation=share.implementation,
+        mode=share.mode,
+        length_tokens=CHECKED_TOKENS,
+        differences=found,
+        tolerance=tolerance,
+        reason=reason,
+    )
+
+
+def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
+    """Fill in the results of a case: the time of the slowest GPU, and the memory of each."""
+    ended = _worst(parts)
+    if ended.ending != "done":
+        result = "crashed" if ended.ending == "refused" else ended.ending
+        return replace(case, result=result, reason=ended.reason)
+    each = [part.row for part in parts if part.row is not None]
+    names = [name for name in BenchRow.__struct_fields__ if name.endswith("_bytes")]
+    sizes = {name: tuple(size for row in each for size in getattr(row, name)) for name in names}
+    return replace(max(each, key=lambda row: row.time_s or 0.0), **sizes)
+
+
+def _worst(parts: Sequence[BenchPart]) -> BenchPart:
+    """The part that decides how a case ended: the first in ``PartEnding``'s order."""
+    order = get_args(PartEnding)
+    return min(parts, key=lambda part: order.index(part.ending))
+
+
+class _Group:
+    """The processes of a share. Nothing of them runs any more after the block."""
+
+    def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:
+        self._device: Device = share.order.device
+        self._count = share.processes
+        self._folder = Path(mkdtemp(dir=folder))
+        self._told = 0
+        """Parts that every process has told."""
+        order = self._folder / "share.json"
+        order.write_text(to_json(share), encoding="utf-8")
+        environment = clean_environment("expandable")
+        environment["OMP_NUM_THREADS"] = str(share.order.threads)
+        if self._device == "cpu":
+            environment |= ON_THE_CPU
+        command = under_reaper(
+            module(measures, str(order), str(self._folder)),
+            inherit=[folder],
+            ranks=RankShare(count=self._count, folder=str(self._folder)),
+        )
+        with (self._folder / "log").open("wb") as log:
+            self._process = start(command, environment, log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_reaper(self._process)
+
+    def parts(self, limit_s: float) -> list[BenchPart]:
+        """The next part of each process, in the order of ranks: waits for all of them, or only
+        briefly after one has failed; those that tell nothing are late.
+        """
+        parts: dict[int, BenchPart] = {}
+        deadline_s = time.monotonic() + limit_s
+        while len(parts) < self._count and time.monotonic() < deadline_s:
+            is_over = self._process.poll() is not None
+            new = {rank: self._part(rank) for rank in range(self._count) if rank not in parts}
+            parts |= {rank: part for rank, part in new.items() if part is not None}
+            if is_over:
+                for exit_ in read_left(self._folder).exits:
+                    parts.setdefault(exit_.rank, self._died(exit_))
+                break
+            if any(part is not None and part.ending != "done" for part in new.values()):
+                deadline_s = min(deadline_s, time.monotonic() + _OTHERS_S)
+            time.sleep(_ASKED_S)
+        self._told += 1
+        late = BenchPart(ending="took too long", reason=f"not done after {limit_s:.0f} s")
+        return [parts.get(rank, late) for rank in range(self._count)]
+
+    def _part(self, rank: int) -> BenchPart | None:
+        """The next part of a process, where it has told it."""
         try:
-            line = from_json(text, BenchLine)
-        except msgspec.MsgspecError as error:
-            problem = f"the benchmark said what is no line of it: {error}"
-            raise MachineError(problem, hint=_HINT) from error
-        if line.refusal is not None:
-            raise MachineError(line.refusal.problem, hint=line.refusal.hint)
-        yield line
+            lines = (self._folder / f"parts-{rank}").read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return None
+        return from_json(lines[self._told], BenchPart) if len(lines) > self._told else None
+
+    def _died(self, ended: RankExit) -> BenchPart:
+        """Classify the end of a process that told nothing, by its last words."""
+        said = ended.output
+        with suppress(OSError):
+            said = (self._folder / f"stderr-{ended.rank}").read_text(errors="replace")
+        if memory_aborted(said, device=self._device) == "device_memory":
+            aborted = "the process aborted for want of memory"
+            return BenchPart(ending="ran out of memory", reason=aborted)
+        last = " / ".join(said.strip().splitlines()[-2:])
+        reason = kept(f"the process ended with {ended.status}: {last}")
+        return BenchPart(ending="crashed", reason=reason)
+
+
+def _refuse_memory(order: BenchOrder, machine: BenchMachine) -> None:
+    """Raise MachineError where an order's memory cannot be used here."""
+    asked, has, takes = order.memory_bytes, machine.memory_total_bytes, machine.outside_bytes
+    least = takes + _ROOM_BYTES
+    if asked is None:
+        return
+    if order.device == "cuda" and asked > has:
+        raise MachineError(
+            f"{format_bytes(asked)} on a GPU of {format_bytes(has)}",
+            hint=f"use `--memory {has >> 20}MiB` or less",
+        )
+    if asked < least:
+        what = "PyTorch itself" if order.device == "cpu" else "the GPU's context"
+        raise MachineError(
+            f"{format_bytes(asked)} leave nothing for tensors: {what} takes {format_bytes(takes)}",
+            hint=f"use `--memory {-(-2 * least // MIB)}MiB`",
+        )

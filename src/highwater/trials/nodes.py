@@ -248,10 +248,10 @@ def _share(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str
             sys.stdout.flush()
     share = RankShare(
         count=gpus,
-        folder=own,
+        folder=str(own),
         first=node * gpus,
         world=trial.layout.gpus,
-        store=None if order.store is None else Path(order.store),
+        store=order.store,
         is_at_port=order.store is None,
     )
     command = under_reaper(order.worker, ranks=share, grace_s=order.grace_s, parent=parent)

@@ -14,7 +14,6 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import IO
@@ -24,8 +23,6 @@ import msgspec
 from highwater.nouns.codec import Record, from_json, to_json, write_whole
 from highwater.nouns.environment import STORE_VARIABLE
 
-_AT_A_PORT = "port"
-"""Word of ranks that meet where their environment says, and through no file."""
 _TAIL_BYTES = 64 * 1024
 _DRAINED_S = 5.0
 """Bound on the time until a pipe is empty whose writers are all gone."""
@@ -101,35 +98,20 @@ class RanksLeft(Record, frozen=True, kw_only=True):
     """Processes that the kernel killed for want of memory meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
+class RankShare(Record, frozen=True, kw_only=True):
     """The ranks of one trial that one machine starts: all of them, or those that follow others."""
 
     count: int
-    folder: Path
+    folder: str
     """Where it is written how they ended."""
     first: int = 0
     """The rank of the first."""
     world: int | None = None
     """Ranks of the whole trial; None: these."""
-    store: Path | None = None
+    store: str | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
     is_at_port: bool = False
     """Whether they meet at the port that their environment names, and not through a file."""
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The share in words, for ``RankShare.of``."""
-        world, store = self.world or self.count, self.store or self.folder / "store"
-        store = _AT_A_PORT if self.is_at_port else store
-        return (str(self.count), str(self.folder), str(self.first), str(world), str(store))
-
-    @classmethod
-    def of(cls, words: Sequence[str]) -> "RankShare":
-        """The share that ``words`` says."""
-        count, folder, first, world, store = words
-        is_at_port = store == _AT_A_PORT
-        return cls(int(count), Path(folder), int(first), int(world), Path(store), is_at_port)
 
 
 class Ranks:
@@ -146,19 +128,18 @@ class Ranks:
         """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
         them before it. ``is_plain``: they read and write as this process does, and nothing is kept.
         """
-        self._folder, self._first = share.folder, share.first
+        self._folder, self._first = Path(share.folder), share.first
         self._kills_before = kernel_kills()
-        _, _, first, world, store = share.words
         self._processes: list[subprocess.Popen[bytes]] = []
         """The processes, kept to the end: whoever reaps knows them by their ids."""
         for local_rank in range(share.count):
             of_rank = {
-                "RANK": str(int(first) + local_rank),
+                "RANK": str(share.first + local_rank),
                 "LOCAL_RANK": str(local_rank),
-                "WORLD_SIZE": world,
+                "WORLD_SIZE": str(share.world or share.count),
             }
             if not share.is_at_port:
-                of_rank[STORE_VARIABLE] = store
+                of_rank[STORE_VARIABLE] = share.store or str(self._folder / "store")
             self._processes.append(
                 started(
                     command,

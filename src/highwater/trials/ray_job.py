@@ -31,6 +31,7 @@ from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu
 from highwater.nouns.request import Request
 from highwater.nouns.trial import (
+    Device,
     Launch,
     Launcher,
     Outcome,
@@ -107,19 +108,61 @@ class Node(Record, frozen=True, kw_only=True):
     memory_bytes: int
     """Host memory that Ray hands out; it keeps some for its object store."""
     machine: Machine | None = None
-    """What a process on the node read; its GPUs are those that Ray hands out. None: it could not
-    be read."""
+    """What a process on the node read, as far as Ray hands it out. None: it could not be read."""
     problem: str | None = None
     """Why no trial can run on it; None where one can."""
 
     @property
     def name(self) -> str:
-        """What it is called in a message; Ray's own commands show the same digits first."""
+        """Its name in a message; Ray's own commands show the same digits first."""
         return _name(self.node_id)
+
+    @property
+    def read(self) -> Machine:
+        """The machine, of a node without a problem."""
+        assert self.machine is not None  # noqa: S101
+        return self.machine
+
+    def lack(self, device: Device) -> str | None:
+        """Why no trial on such a device can run on it; None where one can."""
+        if self.problem is not None or (self.gpus if device == "cuda" else self.cpus):
+            return self.problem
+        return "it has no GPU" if device == "cuda" else "Ray hands out no CPU there"
+
+    def kind(self, device: Device) -> tuple[str, str]:
+        """What is the same on every node of a study: the GPUs' name, and the version of torch."""
+        name = "" if device == "cpu" else self.read.gpus[0].name
+        return name, self.read.versions.get("torch", "")
 
 
 def _name(node_id: str) -> str:
     return f"node {node_id[:_SHOWN]}"
+
+
+class Demand(Record, frozen=True, kw_only=True):
+    """The part of one node that a trial takes."""
+
+    gpus: int
+    cpus: float
+    memory_bytes: int
+    whole_node: bool
+    """Whether nothing else of ours runs beside it: on the CPU, and with states in host memory."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray is asked for, by its names."""
+        asked = {"GPU": self.gpus, "CPU": self.cpus, "memory": self.memory_bytes}
+        return {name: value for name, value in asked.items() if value}
+
+
+class Wanted(Record, frozen=True, kw_only=True):
+    """What Ray is asked for, and on which nodes."""
+
+    demand: Demand
+    first: str
+    """The node on which the trial leaves the others the most room."""
+    any_of: tuple[str, ...]
+    """The nodes that will do where others use the first one."""
 
 
 class NodeTrial(Record, frozen=True, kw_only=True):
@@ -127,21 +170,16 @@ class NodeTrial(Record, frozen=True, kw_only=True):
 
     launch: Launch
     request: Request
-    """What was asked, of which its launcher is made."""
+    """The request that its launcher is made of."""
     launched_by: str
     """Module and function that make the launcher of a request."""
     log_path: str
-    """An empty log on this machine, which what the trial says is added to."""
-    bundle: dict[str, float]
-    """What Ray reserves for it on one node, by Ray's names."""
-    first: str
-    """The node on which it leaves other trials the most room."""
-    any_of: tuple[str, ...]
-    """The nodes that will do where others use the first one."""
+    """An empty log on this machine, to which the trial's own is added."""
+    wanted: Wanted
 
 
 class RayOrder(Record, frozen=True, kw_only=True):
-    """What is asked of a cluster: to run a trial, or without one what its nodes are."""
+    """The order to a cluster: to run a trial, or without one to tell its nodes."""
 
     address: str
     needs: Needs
@@ -149,22 +187,23 @@ class RayOrder(Record, frozen=True, kw_only=True):
 
 
 class RayReport(Record, frozen=True, kw_only=True):
-    """What came of an order."""
+    """The report on an order."""
 
     nodes: tuple[Node, ...] = ()
     """The nodes that are alive."""
     result: TrialResult | None = None
+    error: str | None = None
+    """The text of an error of ours, on the node."""
     lost_on: str | None = None
     """The node on which the trial was lost, if it was."""
     has_lost_node: bool = False
     """Whether that node is gone."""
-    error: str | None = None
-    """The text of an error of ours, on the node."""
 
 
 def main() -> None:
     """Be the process of a job."""
-    serve(RayOrder, _work)
+    with suppress(TrialEndedError):
+        serve(RayOrder, _work)
     sys.stderr.flush()
     os._exit(0)  # Ray ends what was started for this process, and takes seconds to leave
 
@@ -216,11 +255,19 @@ def _nodes(needs: Needs) -> Iterator[Node]:
             machine, problem = ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - what a process far away could not even import
             problem = f"it cannot be read: {_first_line(error)}"
+        memory_bytes = int(resources.get("memory", 0))
+        if machine is not None:  # what is planned by it has to fit into what Ray hands out
+            has, is_free = machine.host_memory_total_bytes, machine.host_memory_available_bytes
+            machine = msgspec.structs.replace(
+                machine,
+                host_memory_total_bytes=min(has, memory_bytes),
+                host_memory_available_bytes=min(is_free, memory_bytes),
+            )
         yield Node(
             node_id=each["NodeID"],
             cpus=resources.get("CPU", 0.0),
             gpus=int(resources.get("GPU", 0)),
-            memory_bytes=int(resources.get("memory", 0)),
+            memory_bytes=memory_bytes,
             machine=machine,
             problem=problem,
         )
@@ -230,26 +277,30 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
     """Hold a trial from its place on a node to its end there; SIGTERM ends it."""
     from ray.exceptions import RayError
 
-    ended = Event()
+    ended, began, node_id, log_path = Event(), time.monotonic(), None, Path(trial.log_path)
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # only now: Ray has taken it in ``init``
-    held, began = _HeldTrial(trial, model, folder, ended), time.monotonic()
     try:
-        end = held.run()
-        if end.refused is not None:
-            raise end.refused.error()
-        if end.result is None:
-            return RayReport(error=end.error)
+        group = _place(trial.wanted, ended)
+        node_id = _node_of(group)
+        end = _run_on(group, trial, model, folder, ended)
+        if isinstance(end.left, Refused):
+            raise end.left.error()
+        if isinstance(end.left, str):
+            return RayReport(error=end.left)
         for name, content in end.files:
-            _write_beside(Path(trial.log_path), name, content)
-        return RayReport(result=msgspec.structs.replace(end.result, log_path=trial.log_path))
+            path = log_path.parent / f"{log_path.stem}{name}"
+            if ".." in PurePath(name).parts:
+                raise OSError(f"{name} is no name of a file beside a log")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return RayReport(result=msgspec.structs.replace(end.left, log_path=trial.log_path))
     except RayError as error:
-        name = "every node for it" if held.node_id is None else _name(held.node_id)
-        is_there = held.node_id in _alive()
+        name = "every node for it" if node_id is None else _name(node_id)
+        is_there = node_id in _alive()
+        reason = f"{name} of the Ray cluster was lost"
         if is_there:
             reason = f"Ray lost the trial on {name}: {loss_reason(error)}"
-        else:
-            reason = f"{name} of the Ray cluster was lost"
-        with Path(trial.log_path).open("ab") as log:
+        with log_path.open("ab") as log:
             log.write(f"\n{reason}\n".encode())
         result = TrialResult(
             outcome=Outcome.CRASHED,
@@ -258,122 +309,113 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
             log_path=trial.log_path,
             wall_s=time.monotonic() - began,
         )
-        lost_on = held.node_id or ""
-        return RayReport(result=result, lost_on=lost_on, has_lost_node=not is_there)
+        return RayReport(result=result, lost_on=node_id or "", has_lost_node=not is_there)
     except OSError as error:
         raise MachineError(
             f"what the trial says could not be recorded: {error}",
-            hint=f"make room and check the rights of {Path(trial.log_path).parent}, or use another "
-            "`--log-dir`",
+            hint=f"make room and check the rights of {log_path.parent}, or use another `--log-dir`",
         ) from error
 
 
-class _HeldTrial:
-    """A trial on the cluster, seen from here."""
+def _place(wanted: Wanted, ended: Event) -> Any:
+    """Wait for a placement group that has a part of one node. Raises RayError where every node for
+    it is gone, and TrialEndedError.
+    """
+    from ray.exceptions import NodeDiedError
+    from ray.util import placement_group, remove_placement_group
 
-    def __init__(self, trial: NodeTrial, model: ModelFiles, folder: Path, ended: Event) -> None:
-        self._trial, self._model, self._folder, self._ended = trial, model, folder, ended
-        self.node_id: str | None = None
-        """Where it runs; None: it waits for its place."""
-
-    def run(self) -> "TrialEnd":
-        """Wait for a place, run the trial there, and tell what it is doing.
-
-        Raises RayError where it was lost.
-        """
-        from ray.exceptions import RayError
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        import ray
-
-        group = self._place()
-        if group is None:
-            return TrialEnd()
-        bundle, spec = self._trial.bundle, self._trial.launch.spec
-        made = ray.remote(TrialOnNode).options(
-            num_cpus=bundle.get("CPU", 0),
-            num_gpus=bundle.get("GPU", 0),
-            memory=bundle.get("memory"),
-            max_concurrency=4,  # it runs, tells, and is told to end
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=0
-            ),
-            # There before the process starts. Ray would kill the children of a process that it
-            # ends with -9, the reaper too, and orphan the trial; the reaper ends all by itself.
-            runtime_env={
-                "env_vars": {
-                    **allocator_environment(spec.settings.allocator),
-                    "RAY_kill_child_processes_on_worker_exit": "0",
-                }
-            },
-        )
-        actor: Any = made.remote()
-        try:
-            actor.run.remote(self._trial, self._model)
-            return self._follow(actor)
-        finally:
-            ray.kill(actor)
-            # Ray only passes that on: who is told that the trial ended finds nothing left of it.
-            until = time.monotonic() + _GONE_S
-            with suppress(RayError):
-                while time.monotonic() < until:
-                    ray.get(actor.end.remote(), timeout=_GONE_S)
-
-    def _place(self) -> Any:
-        """The placement group that has a part of one node; None where the trial is ended first."""
-        from ray.exceptions import NodeDiedError
-        from ray.util import placement_group_table, remove_placement_group
-
-        group = self._group((self._trial.first,))
-        until = time.monotonic() + _FIRST_CHOICE_S
-        while not group.wait(_ASKED_S):
-            if self._ended.is_set():
-                return None
-            if not _alive() & {self._trial.first, *self._trial.any_of}:
-                raise NodeDiedError("every node that could hold the trial is gone")
-            if time.monotonic() > until:
-                remove_placement_group(group)
-                group, until = self._group(self._trial.any_of), float("inf")
-        self.node_id = str(placement_group_table(group)["bundles_to_node_id"][0])
-        return group
-
-    def _group(self, node_ids: tuple[str, ...]) -> Any:
-        """A placement group of one bundle: all of the trial is on one of these nodes."""
-        from ray.util import placement_group
-
+    def on(*node_ids: str) -> Any:
         chosen = {"ray.io/node-id": f"in({','.join(node_ids)})"}
         return placement_group(
-            [self._trial.bundle], strategy="STRICT_PACK", bundle_label_selector=[chosen]
+            [wanted.demand.bundle], strategy="STRICT_PACK", bundle_label_selector=[chosen]
         )
 
-    def _follow(self, actor: Any) -> "TrialEnd":
-        """Tell what the trial is doing, and end it when told; returns its end."""
-        from ray.exceptions import ActorUnavailableError, GetTimeoutError
+    group, until = on(wanted.first), time.monotonic() + _FIRST_CHOICE_S
+    while not group.wait(_ASKED_S):
+        if ended.is_set():
+            raise TrialEndedError
+        if not _alive() & {wanted.first, *wanted.any_of}:
+            raise NodeDiedError("every node that could hold the trial is gone")
+        if time.monotonic() > until:
+            remove_placement_group(group)
+            group, until = on(*wanted.any_of), float("inf")
+    return group
 
-        import ray
 
-        known_bytes, heard_at, told_to_end_at = 0, time.monotonic(), None
-        with Path(self._trial.log_path).open("ab", buffering=0) as log:
-            while told_to_end_at is None or time.monotonic() - told_to_end_at < END_S:
-                if self._ended.is_set() and told_to_end_at is None:
-                    told_to_end_at = time.monotonic()
-                    actor.end.remote()
-                try:
-                    told: Any = ray.get(actor.tell.remote(known_bytes), timeout=_ANSWER_S)
-                except (ActorUnavailableError, GetTimeoutError):
-                    # It may be back, or Ray finds out that its node is gone.
-                    if time.monotonic() - heard_at > _FORGOTTEN_S / 2:
-                        raise
-                else:
-                    heard_at = time.monotonic()
-                    known_bytes += len(told.log)
-                    log.write(told.log)
-                    tell_phase(self._folder, told.phase)
-                    if told.end is not None:
-                        return told.end
-                self._ended.wait(_ASKED_S) if told_to_end_at is None else time.sleep(_ASKED_S)
-        return TrialEnd()
+def _node_of(group: Any) -> str:
+    from ray.util import placement_group_table
+
+    return str(placement_group_table(group)["bundles_to_node_id"][0])
+
+
+def _run_on(
+    group: Any, trial: NodeTrial, model: ModelFiles, folder: Path, ended: Event
+) -> "TrialEnd":
+    """Run a trial where it has its place, to its end. Raises RayError where it was lost, and
+    TrialEndedError.
+    """
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    import ray
+
+    demand = trial.wanted.demand
+    made = ray.remote(TrialOnNode).options(
+        num_cpus=demand.cpus,
+        num_gpus=demand.gpus,
+        memory=demand.memory_bytes or None,
+        max_concurrency=4,  # it runs, tells, and is told to end
+        max_restarts=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        # There before the process starts. Ray would kill the children of a process that it ends
+        # with -9, the reaper too, and orphan the trial; the reaper ends all by itself.
+        runtime_env={
+            "env_vars": {
+                **allocator_environment(trial.launch.spec.settings.allocator),
+                "RAY_kill_child_processes_on_worker_exit": "0",
+            }
+        },
+    )
+    actor: Any = made.remote()
+    try:
+        actor.run.remote(trial, model)
+        return _end_of(actor, Path(trial.log_path), folder, ended)
+    finally:
+        ray.kill(actor)
+        # Ray only passes that on: who is told that the trial ended finds nothing left of it.
+        until = time.monotonic() + _GONE_S
+        with suppress(RayError):
+            while time.monotonic() < until:
+                ray.get(actor.end.remote(), timeout=_GONE_S)
+
+
+def _end_of(actor: Any, log_path: Path, folder: Path, ended: Event) -> "TrialEnd":
+    """Pass on what a trial says until it has ended, and end it when told."""
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError
+
+    import ray
+
+    known_bytes, heard_at, until = 0, time.monotonic(), float("inf")
+    with log_path.open("ab", buffering=0) as log:
+        while time.monotonic() < until:
+            if ended.is_set() and until == float("inf"):
+                until = time.monotonic() + END_S
+                actor.end.remote()
+            try:
+                told: Told = ray.get(actor.tell.remote(known_bytes), timeout=_ANSWER_S)
+            except (ActorUnavailableError, GetTimeoutError):
+                # It may be back, or Ray finds out that its node is gone.
+                if time.monotonic() - heard_at > _FORGOTTEN_S / 2:
+                    raise
+            else:
+                heard_at = time.monotonic()
+                known_bytes += len(told.log)
+                log.write(told.log)
+                tell_phase(folder, told.phase)
+                if told.end is not None:
+                    return told.end
+            ended.wait(_ASKED_S) if until == float("inf") else time.sleep(_ASKED_S)
+    raise TrialEndedError
 
 
 def _alive() -> set[str]:
@@ -381,15 +423,6 @@ def _alive() -> set[str]:
     import ray
 
     return {each["NodeID"] for each in ray.nodes() if each["Alive"]}
-
-
-def _write_beside(log_path: Path, name: str, content: bytes) -> None:
-    """Write what a trial left beside its log, called as the log is but for the end."""
-    path = log_path.parent / f"{log_path.stem}{name}"
-    if ".." in PurePath(name).parts:
-        raise OSError(f"{name} is no name of a file beside a log")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
 
 
 def _first_line(error: BaseException) -> str:
@@ -405,19 +438,16 @@ def loss_reason(error: BaseException) -> str:
     return text.splitlines()[-1].partition(" Some common causes")[0]
 
 
-# What runs on a node, in a process that Ray starts there:
+# The rest runs on a node, in a process that Ray starts there:
 
 
 class TrialEnd(NamedTuple):
-    """The end of a trial: one of its result, a refusal, the text of an error, or nothing of all
-    that where it was ended.
-    """
+    """The end of a trial on its node."""
 
-    result: TrialResult | None = None
-    refused: Refused | None = None
-    error: str | None = None
+    left: TrialResult | Refused | str
+    """Its result, what was refused, or the text of an error of ours."""
     files: tuple[tuple[str, bytes], ...] = ()
-    """What the trial left beside its log: by what follows the log's own name, less its suffix."""
+    """The files beside its log: each by what follows the log's own name, less its suffix."""
 
 
 class Told(NamedTuple):
@@ -438,9 +468,8 @@ def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
     shown = os.environ.pop(_VISIBLE, None)
     try:
         machine = probe()
-        machine = msgspec.structs.replace(
-            machine, gpus=machine.gpus[:gpus], versions={**machine.versions, **versions_of(OLDEST)}
-        )
+        versions = {**machine.versions, **versions_of(OLDEST)}
+        machine = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus], versions=versions)
         return machine, _obstacle(machine, gpus, needs)
     finally:
         if shown is not None:
@@ -476,11 +505,10 @@ class TrialOnNode:
     """One trial on this node, in a process of its own, whose death ends the trial's processes."""
 
     def __init__(self) -> None:
-        self._phase = "starting"
-        self._ended = Event()
+        self._phase, self._ended = "starting", Event()
         self._log_path: Path | None = None
-        self._whole_log: bytes | None = None
-        """The log, once its file is gone."""
+        self._log = b""
+        """The whole log, once its file is gone."""
         self._end: TrialEnd | None = None
         self._asked_at = time.monotonic()
         Thread(target=self._watch, args=(os.getppid(),), daemon=True).start()
@@ -488,31 +516,31 @@ class TrialOnNode:
     def run(self, trial: NodeTrial, model: ModelFiles) -> None:
         """Run the trial; ``tell`` has its end, and the rest of its log."""
         with private_folder(kind="ray-") as folder:
-            directory = str(model.placed(folder / "model"))
+            directory, logs = str(model.placed(folder / "model")), folder / "logs"
             spec = msgspec.structs.replace(trial.launch.spec, model_directory=directory)
-            launch = msgspec.structs.replace(trial.launch, spec=spec)
-            self._log_path = log_path_of(folder / "logs", spec, "rung")
-            end = self._run(trial, launch, folder / "logs")
-            files = tuple(_beside(self._log_path))
-            try:
-                self._whole_log = read_file(self._log_path, most_bytes=_MOST_FILE_BYTES)
-            except OSError:
-                self._whole_log = b""
-        self._end = end._replace(files=files)
+            self._log_path = path = log_path_of(logs, spec, "rung")
+            left = self._run(trial, msgspec.structs.replace(trial.launch, spec=spec), logs)
+            files = tuple(
+                (name.removeprefix(path.stem), found.read_bytes())
+                for found in sorted(path.parent.rglob("*"))
+                if (name := str(found.relative_to(path.parent))).startswith(path.stem)
+                and found != path
+                and found.is_file()
+                and found.stat().st_size <= _MOST_FILE_BYTES
+            )
+            with suppress(OSError):
+                self._log = read_file(path, most_bytes=_MOST_FILE_BYTES)
+            self._end = TrialEnd(left, files)
 
     def tell(self, known_bytes: int) -> Told:
         """What the trial is doing, and its log after the bytes that are known."""
-        self._asked_at = time.monotonic()
-        end, whole, log = self._end, self._whole_log, b""
-        if whole is not None:
-            return Told(self._phase, whole[known_bytes:], end)
-        try:
-            if self._log_path is not None:
-                with open_regular(self._log_path) as file:
-                    file.seek(known_bytes)
-                    log = file.read(_CHUNK_BYTES)
-        except OSError:
-            pass  # it is not there yet
+        self._asked_at, log = time.monotonic(), b""
+        if self._end is not None:
+            return Told(self._phase, self._log[known_bytes:], self._end)
+        if self._log_path is not None:
+            with suppress(OSError), open_regular(self._log_path) as file:  # if it is there yet
+                file.seek(known_bytes)
+                log = file.read(_CHUNK_BYTES)
         return Told(self._phase, log, None)
 
     def end(self) -> None:
@@ -528,7 +556,7 @@ class TrialOnNode:
             time.sleep(_WATCHED_S)
         os._exit(1)
 
-    def _run(self, trial: NodeTrial, launch: Launch, logs: Path) -> TrialEnd:
+    def _run(self, trial: NodeTrial, launch: Launch, logs: Path) -> TrialResult | Refused | str:
         try:
             module, _, maker = trial.launched_by.partition(":")
             make = getattr(import_module(module), maker)(trial.request)
@@ -540,24 +568,11 @@ class TrialOnNode:
                 # A trial that is alone on its node has been given all of its GPUs.
                 assigned = ray.get_runtime_context().get_accelerator_ids()["GPU"]
                 gpus = tuple(assigned[: launch.spec.layout.gpus])
-            result = launcher.launch(launch, gpus=gpus, ended=self._ended, on_phase=self._hear)
-        except TrialEndedError:
-            return TrialEnd()
+            return launcher.launch(launch, gpus=gpus, ended=self._ended, on_phase=self._hear)
         except HighwaterError as error:
-            return TrialEnd(refused=refused(error))
+            return refused(error)
         except Exception:  # noqa: BLE001 - the edge of a process: all of it goes to who waits
-            return TrialEnd(error=traceback.format_exc())
-        return TrialEnd(result=result)
+            return traceback.format_exc()
 
     def _hear(self, phase: str) -> None:
         self._phase = phase
-
-
-def _beside(log_path: Path) -> Iterator[tuple[str, bytes]]:
-    """The files that a trial left beside its log, called as the log is but for the end."""
-    for path in sorted(log_path.parent.rglob("*")):
-        name = str(path.relative_to(log_path.parent))
-        if path == log_path or not path.is_file() or not name.startswith(log_path.stem):
-            continue
-        if path.stat().st_size <= _MOST_FILE_BYTES:
-            yield name.removeprefix(log_path.stem), path.read_bytes()

@@ -11,12 +11,15 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from highwater.errors import MachineError, UsageError
 from highwater.model.model import load_model
@@ -46,11 +49,13 @@ from highwater.trials.ray_job import (
     START,
     STATUS,
     WAITS,
+    Demand,
     Needs,
     Node,
     NodeTrial,
     RayOrder,
     RayReport,
+    Wanted,
 )
 from highwater.trials.trial_process import LogLayout, log_path_of, new_log, private_folder
 from highwater.units import MOST_SECONDS, format_bytes
@@ -70,7 +75,6 @@ class RayCluster(NamedTuple):
     def read_nodes(self) -> tuple[Node, ...]:
         """The nodes that are alive."""
         job = self._job(
-            RayOrder(address=self.address, needs=self.needs),
             timeout_s=_JOIN_S + READ_S,
             failure=f"the Ray cluster at {self.address} does not answer",
             hint=f"{STATUS}; {START}",
@@ -78,21 +82,23 @@ class RayCluster(NamedTuple):
         with private_folder(kind="ray-") as folder:
             return job.run(folder).nodes
 
-    def run(self, trial: NodeTrial, place: Occupant, on_phase: OnPhase) -> RayReport:
+    def run(self, trial: NodeTrial, ended: Event, on_phase: OnPhase) -> RayReport:
         """Run a trial on one of its nodes."""
         job = self._job(
-            RayOrder(address=self.address, needs=self.needs, trial=trial),
+            trial,
             timeout_s=MOST_SECONDS,
             failure="the connection to the Ray cluster was lost",
             hint=f"{STATUS}; the same command goes on where it was",
         )
         with private_folder(kind="ray-") as folder:
-            return job.run(folder, ended=place.ended, on_phase=on_phase)
+            return job.run(folder, ended=ended, on_phase=on_phase)
 
-    def _job(self, order: RayOrder, *, timeout_s: float, failure: str, hint: str) -> Job[RayReport]:
+    def _job(
+        self, trial: NodeTrial | None = None, *, timeout_s: float, failure: str, hint: str
+    ) -> Job[RayReport]:
         return Job(
             module="highwater.trials.ray_runner",
-            order=order,
+            order=RayOrder(address=self.address, needs=self.needs, trial=trial),
             report=RayReport,
             environment=os.environ,
             timeout_s=timeout_s,
@@ -106,18 +112,12 @@ class RayCluster(NamedTuple):
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
     """The cluster at ``address``; None: as Ray finds one.
 
-    Raises MachineError where Ray is not installed, or nobody listens, UsageError for an address
-    that cannot be one.
+    Raises MachineError where Ray is not installed, or too old to keep trials on chosen nodes, or
+    nobody listens, and UsageError for an address that cannot be one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
         _refuse_unreachable(address)
-    _refuse_other_ray()
-    return RayCluster(address, needs)
-
-
-def _refuse_other_ray() -> None:
-    """Raise MachineError where Ray is not installed, or too old to keep trials on chosen nodes."""
     installed = versions_of(["ray"]).get("ray")
     if installed is None:
         raise MachineError("`--runner ray` needs ray, which is not installed", hint=_INSTALL)
@@ -126,6 +126,7 @@ def _refuse_other_ray() -> None:
         raise MachineError(
             f"ray {installed} is too old: {oldest} is the first that works", hint=_INSTALL
         )
+    return RayCluster(address, needs)
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -153,7 +154,7 @@ class Chosen(NamedTuple):
 
     nodes: tuple[Node, ...]
     machine: Machine
-    """What a trial may count on: the node with the most GPUs, or the most memory."""
+    """The machine that a trial may count on: of the node with the most GPUs, or the most memory."""
     notes: tuple[str, ...]
     """Which nodes are left out, and why."""
 
@@ -164,73 +165,51 @@ def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] |
 
     It is the kind of which a node has as many GPUs as are asked for, then that with the most of
     them. Raises MachineError where no node can run a trial, UsageError for a count that no node
-    has.
+    has: the ranks of a trial meet on one.
     """
-    fit = [node for node in nodes if node.problem is None]
-    unfit = [f"{node.name} is left out: {node.problem}" for node in nodes if node not in fit]
-    if device == "cuda" or (device is None and any(node.gpus for node in nodes)):
-        unfit += [f"{node.name} is left out: it has no GPU" for node in fit if not node.gpus]
-        fit, device = [node for node in fit if node.gpus], "cuda"
-    else:
-        device = "cpu"
-        unfit += [
-            f"{node.name} is left out: Ray hands out no CPU there" for node in fit if not node.cpus
-        ]
-        fit = [node for node in fit if node.cpus]
-    if not fit:
-        said = "; ".join(unfit) or "it has no nodes"
-        raise MachineError(f"the Ray cluster has no node for trials: {said}", hint=STATUS)
+    is_cpu = device == "cpu" or (device is None and not any(node.gpus for node in nodes))
+    device = "cpu" if is_cpu else "cuda"
+    left_out: list[str] = []
     kinds: dict[tuple[str, str], list[Node]] = {}
-    for node in fit:
-        kinds.setdefault(_kind(node, device), []).append(node)
+    for node in sorted(nodes, key=lambda node: node.problem is None):
+        lack = node.lack(device)
+        if lack is None:
+            kinds.setdefault(node.kind(device), []).append(node)
+        else:
+            left_out.append(f"{node.name} is left out: {lack}")
+    if not kinds:
+        said = "; ".join(left_out) or "it has no nodes"
+        raise MachineError(f"the Ray cluster has no node for trials: {said}", hint=STATUS)
     most = max(counts or (1,))
-    best = max(
-        kinds,
-        key=lambda kind: (
-            _widest(kinds[kind]) >= most,
-            _all_gpus(kinds[kind]),
-            len(kinds[kind]),
-        ),
-    )
+    widest = {kind: max(node.gpus for node in alike) for kind, alike in kinds.items()}
+    gpus = {kind: sum(node.gpus for node in alike) for kind, alike in kinds.items()}
+    best = max(kinds, key=lambda kind: (widest[kind] >= most, gpus[kind], len(kinds[kind])))
     chosen = kinds.pop(best)
-    if device == "cpu":
-        pick = max(chosen, key=lambda node: _of(node).host_memory_total_bytes)
+    used = f"{len(chosen)} node{'s' * (len(chosen) != 1)} of a Ray cluster"
+    if is_cpu:
+        pick = max(chosen, key=lambda node: node.read.host_memory_total_bytes)
+        used = f"trials run on {used}, one on each at a time"
+    elif most > widest[best]:
+        fit = [str(count) for count in counts or () if count <= widest[best]]
+        raise UsageError(
+            f"{most} GPUs are asked for, a trial runs on one node, and a node of the Ray cluster "
+            f"has {widest[best]} at the most",
+            hint=f"use `--gpus {' '.join(fit) or widest[best]}`",
+        )
     else:
-        _refuse_wide(counts or (1,), chosen)
         pick = max(chosen, key=lambda node: node.gpus)
+        used = f"trials run on {gpus[best]} x {kind_name(best[0])} of {used}, each on one node"
     others = [
-        f"{len(left)} node{'s' * (len(left) != 1)} with {_kind_words(kind)} left out: a study is "
+        f"{len(alike)} node{'s' * (len(alike) != 1)} with {_kind_words(kind)} left out: a study is "
         f"of one kind, here {_kind_words(best)}"
-        for kind, left in kinds.items()
+        for kind, alike in kinds.items()
     ]
-    return Chosen(tuple(chosen), _of(pick), (_used(chosen, device), *unfit, *others))
+    return Chosen(tuple(chosen), pick.read, (used, *left_out, *others))
 
 
-def alike_nodes(nodes: Sequence[Node], like: Node, device: Device) -> tuple[Node, ...]:
-    """The nodes that can run trials, and are of the kind of another."""
-    return tuple(
-        node
-        for node in nodes
-        if node.problem is None
-        and (node.gpus if device == "cuda" else node.cpus)
-        and _kind(node, device) == _kind(like, device)
-    )
-
-
-class Demand(NamedTuple):
-    """What a trial takes of one node."""
-
-    gpus: int
-    cpus: float
-    memory_bytes: int
-    whole_node: bool
-    """Whether nothing else of ours runs beside it: on the CPU, and with states in host memory."""
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What Ray is asked for, by its names."""
-        asked = {"GPU": self.gpus, "CPU": self.cpus, "memory": self.memory_bytes}
-        return {name: value for name, value in asked.items() if value}
+def _kind_words(kind: tuple[str, str]) -> str:
+    name, torch = kind
+    return ", ".join(filter(None, (name and kind_name(name), torch and f"torch {torch}")))
 
 
 def demand_of(spec: TrialSpec) -> Demand:
@@ -242,16 +221,6 @@ def demand_of(spec: TrialSpec) -> Demand:
         memory_bytes=host_bytes(spec),
         whole_node=not on_gpus or is_alone(spec),
     )
-
-
-class Wanted(NamedTuple):
-    """What Ray is asked for, and on which nodes."""
-
-    demand: Demand
-    first: str
-    """The node on which the trial leaves the others the most room."""
-    any_of: tuple[str, ...]
-    """The nodes that will do where others use the first one."""
 
 
 class Placement:
@@ -268,7 +237,7 @@ class Placement:
         """Whether a trial would start beside those that run."""
         return any(self._is_free(node, demand) for node in self._able(demand))
 
-    def take(self, demand: Demand, *, avoided: frozenset[str] = frozenset()) -> Wanted:
+    def take(self, demand: Demand, *, avoided: Collection[str] = ()) -> Wanted:
         """Note that a trial starts; it is put on an ``avoided`` node where there is no other.
 
         Raises MachineError where no node could ever hold it.
@@ -279,18 +248,19 @@ class Placement:
         able = [node for node in able if node.node_id not in avoided] or able
         free = [node for node in able if self._is_free(node, demand)] or able
         first = min(free, key=lambda node: (self._gpus_left(node), node.cpus, node.node_id))
+        cpus = demand.cpus
         if demand.whole_node:
             free = [node for node in free if (node.gpus, node.cpus) == (first.gpus, first.cpus)]
-            gpus = first.gpus if demand.gpus else 0
-            demand = demand._replace(gpus=gpus, cpus=demand.cpus if gpus else first.cpus)
-        demand = demand._replace(cpus=min(demand.cpus, *(node.cpus for node in free)))
-        self._taken.append(Wanted(demand, first.node_id, tuple(node.node_id for node in free)))
+            cpus = cpus if demand.gpus else first.cpus
+            demand = replace(demand, gpus=first.gpus if demand.gpus else 0)
+        demand = replace(demand, cpus=min(cpus, *(node.cpus for node in free)))
+        any_of = tuple(node.node_id for node in free)
+        self._taken.append(Wanted(demand=demand, first=first.node_id, any_of=any_of))
         return self._taken[-1]
 
     def leave(self, wanted: Wanted) -> None:
         """Note that a trial has ended."""
-        if wanted in self._taken:
-            self._taken.remove(wanted)
+        self._taken = [taken for taken in self._taken if taken is not wanted]
 
     def _able(self, demand: Demand) -> list[Node]:
         """The nodes that could hold a trial if nothing else ran there."""
@@ -317,13 +287,11 @@ class Placement:
     def _too_much(self, demand: Demand) -> MachineError:
         if not self.nodes:
             return MachineError("no node of the Ray cluster is left", hint=STATUS)
-        most_gpus = max(node.gpus for node in self.nodes)
-        most_bytes = max(node.memory_bytes for node in self.nodes)
-        if most_gpus < demand.gpus:
-            asked, there = f"{demand.gpus} GPUs", f"{most_gpus}"
-        else:
+        most = max(node.gpus for node in self.nodes)
+        asked, there = f"{demand.gpus} GPUs", str(most)
+        if most >= demand.gpus:
             asked = f"{format_bytes(demand.memory_bytes)} of host memory"
-            there = format_bytes(most_bytes)
+            there = format_bytes(max(node.memory_bytes for node in self.nodes))
         return MachineError(
             f"a trial takes {asked}, and no node of the Ray cluster has more than {there}",
             hint=STATUS,
@@ -360,8 +328,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         node, the launcher of the ``request``.
         """
         super().__init__(most_trials)
-        self._cluster = cluster
-        self._request, self._launched_by = request, launched_by
+        self._cluster, self._request, self._launched_by = cluster, request, launched_by
         self._log_directory = log_directory
         self._log_layout: LogLayout = log_layout
         self._placement = Placement(nodes)
@@ -375,32 +342,32 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
         if self._has_lost_nodes:  # others may have joined
             self._has_lost_nodes = False
-            nodes = alike_nodes(self._cluster.read_nodes(), self._like, launch.spec.device)
+            nodes, device = self._cluster.read_nodes(), launch.spec.device
+            fit = [node for node in nodes if node.lack(device) is None]
+            kind = self._like.kind(device)
             with self._changed:
-                self._placement.nodes = nodes
+                self._placement.nodes = tuple(node for node in fit if node.kind(device) == kind)
         return super().submit(launch, on_phase=on_phase)
 
     def _has_room(self, spec: TrialSpec) -> bool:
         most = self._most_trials
-        if most is not None and len(self._running) >= most:
-            return False
-        return self._placement.has_room(demand_of(spec))
+        is_free = most is None or len(self._running) < most
+        return is_free and self._placement.has_room(demand_of(spec))
 
     def _place(self, spec: TrialSpec) -> _NodeOccupant:
-        return _NodeOccupant(spec=spec, wanted=self._wanted(demand_of(spec), spec))
-
-    def _wanted(self, demand: Demand, spec: TrialSpec) -> Wanted:
-        return self._placement.take(demand, avoided=frozenset(self._lost_on[spec.key]))
+        wanted = self._placement.take(demand_of(spec), avoided=self._lost_on[spec.key])
+        return _NodeOccupant(spec=spec, wanted=wanted)
 
     def _launched(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
-        began = time.monotonic()
+        began, spec = time.monotonic(), launch.spec
         try:
             result = self._held(launch, place, on_phase)
             demand = place.wanted.demand
-            if not demand.whole_node and blames_the_host(result, launch.spec):
+            if not demand.whole_node and blames_the_host(result, spec):
+                alone, avoided = replace(demand, whole_node=True), self._lost_on[spec.key]
                 with self._changed:
                     self._placement.leave(place.wanted)
-                    place.wanted = self._wanted(demand._replace(whole_node=True), launch.spec)
+                    place.wanted = self._placement.take(alone, avoided=avoided)
                 result = self._held(with_time_left(launch, began), place, on_phase)
             return result
         finally:
@@ -417,20 +384,17 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
                 request=self._request,
                 launched_by=self._launched_by,
                 log_path=log.name,
-                bundle=place.wanted.demand.bundle,
-                first=place.wanted.first,
-                any_of=place.wanted.any_of,
+                wanted=place.wanted,
             )
-        report = self._cluster.run(trial, place, on_phase)
+        report = self._cluster.run(trial, place.ended, on_phase)
         if report.result is None:
             raise RuntimeError(f"on a node of the Ray cluster: {report.error}")
         if report.lost_on is not None:
             self._lost_on[launch.spec.key].add(report.lost_on)
         if report.has_lost_node:
             with self._changed:
-                nodes = self._placement.nodes
-                self._placement.nodes = tuple(n for n in nodes if n.node_id != report.lost_on)
-                self._has_lost_nodes = True
+                left = (node for node in self._placement.nodes if node.node_id != report.lost_on)
+                self._placement.nodes, self._has_lost_nodes = tuple(left), True
         return report.result
 
 
@@ -481,53 +445,6 @@ def _cluster_of(request: Request) -> RayCluster:
         program=program_of(request),
     )
     return cluster_at(request.address, needs)
-
-
-def _of(node: Node) -> Machine:
-    assert node.machine is not None  # noqa: S101 - a node without a problem was read
-    return node.machine
-
-
-def _kind(node: Node, device: Device) -> tuple[str, str]:
-    """What has to be the same on every node of a study."""
-    machine = _of(node)
-    torch = machine.versions.get("torch", "")
-    return ("" if device == "cpu" else machine.gpus[0].name), torch
-
-
-def _widest(nodes: Sequence[Node]) -> int:
-    return max(node.gpus for node in nodes)
-
-
-def _all_gpus(nodes: Sequence[Node]) -> int:
-    return sum(node.gpus for node in nodes)
-
-
-def _kind_words(kind: tuple[str, str]) -> str:
-    name, torch = kind
-    return ", ".join(filter(None, (name and kind_name(name), torch and f"torch {torch}")))
-
-
-def _refuse_wide(counts: Sequence[int], nodes: Sequence[Node]) -> None:
-    """Raise UsageError for more GPUs than a node has: the ranks of a trial meet on one."""
-    widest = _widest(nodes)
-    if max(counts) > widest:
-        works = " ".join(str(count) for count in counts if count <= widest) or str(widest)
-        raise UsageError(
-            f"{max(counts)} GPUs are asked for, a trial runs on one node, and a node of the Ray "
-            f"cluster has {widest} at the most",
-            hint=f"use `--gpus {works}`",
-        )
-
-
-def _used(nodes: Sequence[Node], device: Device) -> str:
-    """What a search runs on, in a line."""
-    many = f"{len(nodes)} node{'s' * (len(nodes) != 1)} of a Ray cluster"
-    if device == "cpu":
-        return f"trials run on {many}, one on each at a time"
-    gpus = _all_gpus(nodes)
-    name = kind_name(_of(nodes[0]).gpus[0].name)
-    return f"trials run on {gpus} x {name} of {many}, each on one node"
 
 
 if __name__ == "__main__":  # the nodes import what is sent to them by its own name

@@ -16,10 +16,7 @@ of several ranks with that of the first that failed (128 + n for signal n). Opti
                           parent died
     --launcher-s N        what it starts has processes elsewhere: told to end, it is passed on once
                           a second, for at most N seconds, before everything here is killed
-    --ranks N FOLDER FIRST WORLD STORE
-                          N processes of the command, from the rank FIRST on of WORLD; in the folder
-                          it is written how they ended (``RankShare`` of ranks.py)
-
+    --ranks SHARE         the command is run by ranks (JSON, ``RankShare`` of ranks.py)
     --output plain        ranks read and write what the reaper does, and nothing of it is kept
 
 Linux only: it stands on two prctl options, source: prctl(2).
@@ -34,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,6 +39,7 @@ from typing import NoReturn
 
 import psutil
 
+from highwater.nouns.codec import from_json, to_json
 from highwater.trials.ranks import Ranks, RankShare, started
 
 EXIT_ENDED = 128 + signal.SIGTERM
@@ -87,43 +86,37 @@ def under_reaper(
 
     ``parent`` is the process that holds it instead; what else is named becomes its options.
     """
-    options = [word for directory in remove for word in ("--remove", str(directory))]
-    options += [word for directory in inherit for word in ("--inherit", str(directory))]
-    if data_bytes is not None:
-        options += ["--data-bytes", str(data_bytes)]
-    if grace_s is not None:
-        options += ["--grace-s", str(grace_s)]
-    if launcher_s is not None:
-        options += ["--launcher-s", str(launcher_s)]
-    if ranks is not None:
-        options += ["--ranks", *ranks.words]
-    return module("highwater.trials.reaper", str(parent or os.getpid()), *options, *command)
+    options: dict[str, Sequence[object]] = {
+        "--remove": remove,
+        "--inherit": inherit,
+        "--data-bytes": [data_bytes],
+        "--grace-s": [grace_s],
+        "--launcher-s": [launcher_s],
+        "--ranks": [None if ranks is None else to_json(ranks)],
+    }
+    words = [
+        word
+        for option, values in options.items()
+        for value in values
+        if value is not None
+        for word in (option, str(value))
+    ]
+    return module("highwater.trials.reaper", str(parent or os.getpid()), *words, *command)
 
 
 def main() -> NoReturn:
     """Run what the command line says under the reaper and exit with its status."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
-    own: list[str] = []
-    inherited: list[str] = []
-    ranks: RankShare | None = None
-    data_bytes: int | None = None
-    grace_s: float | None = None
-    launcher_s: float | None = None
-    is_plain = False
+    given: defaultdict[str, list[str]] = defaultdict(list)
     while command[0].startswith("--"):
         option, value, *command = command
-        if option == "--ranks":
-            ranks, command = RankShare.of([value, *command[:4]]), command[4:]
-        elif option == "--data-bytes":
-            data_bytes = int(value)
-        elif option == "--output":
-            is_plain = value == "plain"
-        elif option == "--grace-s":
-            grace_s = float(value)
-        elif option == "--launcher-s":
-            launcher_s = float(value)
-        else:
-            {"--remove": own, "--inherit": inherited}[option].append(value)
+        given[option].append(value)
+    ranks = from_json(given["--ranks"][0], RankShare) if "--ranks" in given else None
+    data_bytes, grace_s, launcher_s = (
+        float(given[option][0]) if option in given else None
+        for option in ("--data-bytes", "--grace-s", "--launcher-s")
+    )
+    is_plain = given["--output"] == ["plain"]
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if parent:
@@ -133,7 +126,8 @@ def main() -> NoReturn:
     if parent in (0, os.getppid()):
         ends = _run(command, ranks, data_bytes, awaits, launcher_s=launcher_s, is_plain=is_plain)
     _kill_descendants()
-    for directory in own if os.getppid() == parent else own + inherited:
+    inherited = [] if os.getppid() == parent else given["--inherit"]
+    for directory in given["--remove"] + inherited:
         shutil.rmtree(directory, ignore_errors=True)
     # The status of the first that failed; 0 where none did.
     failed = next((status for _, status in ends or () if status), 0)
@@ -143,7 +137,7 @@ def main() -> NoReturn:
 def _run(
     command: Sequence[str],
     ranks: RankShare | None,
-    data_bytes: int | None,
+    data_bytes: float | None,
     awaits: Callable[[Collection[int]], Ends | None],
     *,
     launcher_s: float | None,
@@ -162,7 +156,7 @@ def _run(
             os._exit(EXIT_ENDED)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         if data_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+            resource.setrlimit(resource.RLIMIT_DATA, (int(data_bytes), int(data_bytes)))
 
     if ranks is None:
         # Kept in a name: a process that nobody has would be reaped by whoever tidies up.

@@ -1,15 +1,12 @@
 """Traced: the predictor that traces the engine's own steps, in a process with torch, and replays
 them; the formula only says where to begin.
 
-Traces are kept for the next time, under the digest of the code that made them: its imports are
-read, not run, so that nothing heavy is loaded to know them. What a file only loads by a name in a
-string is not among them.
+Traces are kept for the next time, under the digest of the code that made them.
 """
 
-import ast
 import gzip
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -301,8 +298,21 @@ def _versions() -> dict[str, str]:
 
 @cache
 def _sources() -> str:
-    """Name the code that a trace is made with. A page, a search or a command has no part in it."""
-    return imported_digest(_TRACER, package=Path(__file__).parents[1])
+    package = Path(__file__).parents[1]
+    return digest(
+        [
+            (str(path.relative_to(package)), path.read_text("utf-8"))
+            for path in source_files(package)
+        ]
+    )
+
+
+def source_files(package: Path) -> list[Path]:
+    """The files that a trace may depend on: the data plane, and what it may import beside it. A
+    page, a search or a command has no part in it.
+    """
+    rooms = (package / room for room in ("engine", "model", "nouns"))
+    return sorted([*package.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))])
 
 
 def _read(path: Path) -> EventLog | None:
@@ -311,79 +321,3 @@ def _read(path: Path) -> EventLog | None:
         return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError):
         return None
-
-
-_ONLY_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def imported_digest(module: str, package: Path) -> str:
-    """Name the code that running ``module`` imports: 16 digits, others once one of
-    ``imported_files`` changes.
-    """
-    return digest(
-        [
-            (str(path.relative_to(package)), path.read_text(encoding="utf-8"))
-            for path in imported_files(module, package)
-        ]
-    )
-
-
-def imported_files(module: str, package: Path) -> tuple[Path, ...]:
-    """Files of the package in this folder that running ``module`` may import, sorted: its own, and
-    what those import, wherever in a file it says so, with the ``__init__`` of every folder between.
-
-    An import under ``if TYPE_CHECKING`` never runs, and is not followed.
-    """
-    found: dict[str, Path] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        path = _file(name, package)
-        if name in found or path is None:
-            continue
-        found[name] = path
-        waiting += _with_folders(name)
-        for node in _nodes_that_run(ast.parse(path.read_bytes())):
-            waiting += _imported_names(node, of=module.partition(".")[0])
-    return tuple(sorted(found.values()))
-
-
-def _file(name: str, package: Path) -> Path | None:
-    """The file of a module; None for a name that is no module, as a function's."""
-    *folders, last = (package.name, *name.split(".")[1:])
-    base = package.parent.joinpath(*folders, last)
-    for path in (base / "__init__.py", base.with_name(f"{last}.py")):
-        if path.is_file():
-            return path
-    return None
-
-
-def _nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node below ``tree``, without the branches that only a type checker reads."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and ast.unparse(child.test) in _ONLY_TYPES:
-            for other in child.orelse:
-                yield other
-                yield from _nodes_that_run(other)
-        else:
-            yield child
-            yield from _nodes_that_run(child)
-
-
-def _imported_names(node: ast.AST, *, of: str) -> Iterator[str]:
-    """Modules of the package ``of`` that a statement imports, and what may be ones: ``from a import
-    b`` imports ``a``, and ``a.b`` where that is a module.
-    """
-    if isinstance(node, ast.Import):
-        names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.module is not None:  # all are absolute here
-        names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    else:
-        return
-    yield from (name for name in names if name.partition(".")[0] == of)
-
-
-def _with_folders(name: str) -> Iterator[str]:
-    """The packages that a module lies in, which are imported before it."""
-    while name := name.rpartition(".")[0]:
-        yield name

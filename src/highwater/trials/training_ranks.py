@@ -19,6 +19,7 @@ from highwater.trials.engine_trial import (
     raise_refusal,
     started,
 )
+from highwater.trials.job import end_reaper
 from highwater.trials.nodes import Across
 from highwater.trials.trial_process import (
     trial_environment,
@@ -86,47 +87,44 @@ def run_ranks(
     with place, (directory / LOG).open("a+b") as log:
         refuse_irregular(log.fileno(), directory / LOG)
         with started(spec, trial_environment(spec.trial), log, across) as ranks:
-            progress = _Progress(ranks.path / REPORTS / PHASE_FILE, on_progress)
-            ending, interrupt = _end_of(ranks, progress)
+            ending, interrupt = _end_of(ranks, on_progress)
     _raise_failure(spec, ending, interrupt)
     if interrupt is not None:
         raise interrupt
     return ending.reports
 
 
-class _Progress:
-    """Passes on what the first rank says of itself."""
-
-    def __init__(self, path: Path, on_progress: OnProgress) -> None:
-        self._path, self._on_progress = path, on_progress
-
-    def tell(self, *, is_stopping: bool) -> None:
-        try:
-            said = from_json(read_file(self._path, most_bytes=_PHASE_BYTES), TrainingProgress)
-        except (OSError, ValueError):
-            said = TrainingProgress(phase="starting")
-        if is_stopping:
-            said = TrainingProgress(phase="stopping", step=said.step, steps=said.steps)
-        self._on_progress(said)
+def _progress(ranks: StartedRanks) -> TrainingProgress:
+    """What the first rank says of itself."""
+    try:
+        said = read_file(ranks.path / REPORTS / PHASE_FILE, most_bytes=_PHASE_BYTES)
+        return from_json(said, TrainingProgress)
+    except (OSError, ValueError):
+        return TrainingProgress(phase="starting")
 
 
-def _end_of(ranks: StartedRanks, progress: _Progress) -> tuple[Ending, KeyboardInterrupt | None]:
+def _end_of(
+    ranks: StartedRanks, on_progress: OnProgress
+) -> tuple[Ending, KeyboardInterrupt | None]:
     """What the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
-        while not ranks.is_over():
+        while ranks.process.poll() is None:
             try:
                 ranks.wait()
-                progress.tell(is_stopping=interrupt is not None and not ranks.is_over())
+                said = _progress(ranks)
+                if interrupt is not None and ranks.process.poll() is None:
+                    said = TrainingProgress(phase="stopping", step=said.step, steps=said.steps)
+                on_progress(said)
             except KeyboardInterrupt as error:
                 if interrupt is not None:
                     raise
                 interrupt = error
-                ranks.stop()
+                ranks.process.terminate()  # they stop after their step, and save
     except BaseException:
-        ranks.abandon()
+        end_reaper(ranks.process)
         raise
-    progress.tell(is_stopping=False)
+    on_progress(_progress(ranks))
     return ranks.end(), interrupt
 
 

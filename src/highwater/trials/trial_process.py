@@ -12,16 +12,21 @@ import shutil
 import stat
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import IO, Literal
+
+from msgspec.structs import replace
 
 from highwater.errors import MachineError
 from highwater.nouns.environment import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.nouns.settings import Allocator
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import Launch, OnPhase, TrialResult, TrialSpec, kept_result
 from highwater.trials.probe import busy_gpus, probe, refuse_busy_gpus
 from highwater.units import MIB
 
@@ -201,6 +206,47 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
     """The end of an open log, whatever became of its name: who writes it may have removed it."""
     start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
     return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialLauncher(ABC):
+    """Launches trials on this machine, each in fresh processes and with a log of its own."""
+
+    log_directory: Path
+    timeout_s: float
+    """Longest time of one trial from launch to exit, where its launch names none."""
+    log_layout: LogLayout = "rung"
+    allow_busy: bool = False
+    """Whether trials run on GPUs that others use too."""
+
+    def launch(
+        self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
+    ) -> TrialResult:
+        """Run a trial as ``Launcher`` says."""
+        spec, began = launch.spec, time.monotonic()
+        place = trial_place(
+            spec, gpus, allow_busy=self.allow_busy, log_directory=self.log_directory
+        )
+        with place:
+            wanted = log_path_of(self.log_directory, spec, self.log_layout)
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
+            with new_log(wanted) as log:
+                result = self._run(spec, log, gpus, timeout_s, ended, on_phase)
+        attempt, wall_s = launch.attempt, time.monotonic() - began
+        return kept_result(replace(result, wall_s=wall_s, attempt=attempt, log_path=log.name))
+
+    @abstractmethod
+    def _run(
+        self,
+        spec: TrialSpec,
+        log: IO[bytes],
+        gpus: tuple[str, ...] | None,
+        timeout_s: float,
+        ended: Event,
+        on_phase: OnPhase,
+    ) -> TrialResult:
+        """Run a trial to its end, and classify it."""
 
 
 _PREFIX = "highwater-"

@@ -238,7 +238,7 @@ class MemoryWatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._segment = _DataSegment() if device.type == "cpu" else None
+        self._segment = DataSegment() if device.type == "cpu" else None
         self._device_used = 0
 
     def begin(self) -> None:
@@ -274,7 +274,7 @@ class MemoryWatch:
         )
 
 
-class _DataSegment:
+class DataSegment:
     """Peak of this process's data segment, read every millisecond."""
 
     def __init__(self) -> None:

@@ -1,10 +1,13 @@
-"""Measurement of one case in its own process: bytes, peaks and time of an attention at one length.
+"""Measurement of an attention in its own process: bytes, peaks and time at one length; and before
+that its check, of output and gradients against the textbook formula in float64, on a short sequence
+whose length no block divides. The formula knows an attention only by its counts: how many times
+each token meets each key, 0 for a key that it does not see.
 
 On the CPU every allocation of PyTorch is recorded in one pass, and time is taken in others; on a
 GPU the allocator keeps its peaks itself.
 
-Shapes:  B sequences of this rank  H query heads  K key/value heads  s tokens of this rank
-         D head size
+Shapes:  B sequences of this rank, 1 in a check  H query heads  K key/value heads  S tokens
+         s tokens of this rank  D head size
 """
 
 import platform
@@ -13,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from highwater.engine.bench.attention.contenders import Build, Compute, Conditions
-from highwater.engine.training.statistics_log import MemoryWatch
-from highwater.nouns.attention_bench import BenchRow
+from highwater.engine.bench.attention.contenders import Build, Compute, Conditions, counts
+from highwater.engine.parallel.sequence_layout import PADDING
+from highwater.engine.training.statistics_log import DataSegment
+from highwater.nouns.attention_bench import CHECKED_TOKENS, BenchRow
 from highwater.version import __version__
 
 _MOST_PASSES, _ENOUGH_S = 5, 0.2
@@ -85,7 +90,7 @@ def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
     timeout_s = conditions.order.timeout_s
     times_s: list[float] = []
     if conditions.device.type == "cpu":
-        run, peaks = _peaks_on_cpu(made, conditions.device)
+        run, peaks = _peaks_on_cpu(made)
     else:
         run, peaks, took_s = _peaks_on_gpus(made, conditions, devices)
         if took_s > timeout_s:
@@ -125,16 +130,24 @@ def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Te
     return made * 3 if is_one else made
 
 
-def _peaks_on_cpu(made: Callable[[], _Pass], device: torch.device) -> tuple[_Pass, _Peaks]:
+@cache
+def data_segment() -> DataSegment:
+    """Return the one watch of this process's data segment, whose thread counts in it too."""
+    return DataSegment()
+
+
+def _peaks_on_cpu(made: Callable[[], _Pass]) -> tuple[_Pass, _Peaks]:
     """Measure bytes of PyTorch's allocator, from every allocation, and the data segment's peak."""
-    watch = MemoryWatch(device)
-    before = watch.peaks().peak_data_segment_bytes or 0
+    watch = data_segment()
+    watch.peak_bytes = 0
+    watch.read()
+    before = watch.peak_bytes
     run, _, after_qkv = _recorded(made)
     (output, share), forward_peak, left = _recorded(run.forward)
     _, backward_peak, _ = _recorded(lambda: run.backward(output))
     peak = after_qkv + max(forward_peak, left + backward_peak)
     # the readings of the data segment may have missed a short pass
-    segment = max(watch.peaks().peak_data_segment_bytes or 0, before + peak)
+    segment = max(watch.peak_bytes, before + peak)
     return run, _Peaks([after_qkv], [peak], [segment], share)
 
 
@@ -212,6 +225,69 @@ def _in_data_parallel(compute: Compute, devices: Sequence[torch.device], share: 
 
     parallel = nn.DataParallel(Module(), device_ids=list(devices))
     return lambda query, key, value: (parallel(query, key, value), share)
+
+
+_COMPARED = ("output", "query_gradient", "key_gradient", "value_gradient")
+
+
+def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str, float]:
+    """Norm-relative differences from float64, over this rank's tokens: the larger ones of two
+    checks, one with the pattern's own sizes, one with sizes that suit a short sequence.
+    """
+    found = [_differences(build, conditions, rank)]
+    if (short := conditions.short()) != conditions:
+        found.append(_differences(build, short, rank))
+    largest = (float(torch.stack(each).max()) for each in zip(*found, strict=True))
+    return dict(zip(_COMPARED, largest, strict=True))
+
+
+def naive_attention(
+    query_HSD: Tensor, key_KSD: Tensor, value_KSD: Tensor, counts: Tensor, scaling: float
+) -> Tensor:
+    """Compute the textbook formula in float64, each exponential as often as it is counted; zeros
+    for a token that meets no key.
+    """
+    groups = len(query_HSD) // len(key_KSD)
+    key_HSD, value_HSD = (t.double().repeat_interleave(groups, 0) for t in (key_KSD, value_KSD))
+    scores_HSS = query_HSD.double() @ key_HSD.transpose(1, 2) * scaling + counts.double().log()
+    return scores_HSS.softmax(-1).nan_to_num(0.0) @ value_HSD
+
+
+def _differences(build: Build, conditions: Conditions, rank: int) -> list[Tensor]:
+    random, size = torch.Generator().manual_seed(0), conditions.order.head_dim
+    # queries, keys, values and output gradient, XSD: the same on every rank
+    whole = [
+        torch.randn(heads, CHECKED_TOKENS, size, generator=random).to(
+            conditions.device, conditions.dtype
+        )
+        for heads in (*conditions.heads_of_qkv, conditions.order.heads)
+    ]
+    expected = _expected(conditions, whole)
+    share = conditions.layout(CHECKED_TOKENS).cut(rank)
+    positions_s = torch.from_numpy(share.positions_T).to(conditions.device)
+    is_token_s = positions_s != PADDING
+    held = [
+        each[:, positions_s.clamp(min=0)].masked_fill(~is_token_s[:, None], 0.0)[None]
+        for each in whole
+    ]
+    inputs = [each.requires_grad_() for each in held[:3]]
+    output = build(conditions, CHECKED_TOKENS)(*inputs)[0]
+    gradients = torch.autograd.grad(output, inputs, held[3])
+    found: list[Tensor] = []
+    for mine, its in zip((output, *gradients), expected, strict=True):
+        theirs = its[:, positions_s[is_token_s]]
+        difference = mine[0][:, is_token_s].detach().double() - theirs
+        found.append(difference.norm() / theirs.norm())
+    return found
+
+
+def _expected(conditions: Conditions, whole: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients by the formula."""
+    query, key, value, upstream = (each.double() for each in whole)
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    counts_HSS = counts(conditions, query.shape[1]).to(conditions.device)
+    output = naive_attention(*inputs, counts_HSS, conditions.scaling)
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
 
 
 def environment() -> dict[str, object]:
