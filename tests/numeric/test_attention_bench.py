@@ -14,7 +14,7 @@ import torch
 from forked_python import forked
 from test_attention_modules import BLOCK, meetings
 
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
 from highwater.engine.bench.attention.correctness import (
     OFF_AT_THE_MOST,

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from highwater.engine.attention.block_table import BlockTable, block_tables
-from highwater.engine.attention.tiles import TilePairs, Tiles
+from highwater.engine.attention.block_table import BlockTable, TilePairs, Tiles, block_tables
 from highwater.engine.parallel.sequence_layout import Integers, SequenceLayout
 from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import SparsePatternConfig

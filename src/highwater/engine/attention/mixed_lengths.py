@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.engine.attention.block_attention import Block, VariedBlock
-from highwater.engine.attention.kept import attended
+from highwater.engine.attention.block_attention import Block, VariedBlock, attended
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 

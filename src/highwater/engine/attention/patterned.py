@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from highwater.engine.attention import kernel_proof as window_proof
-from highwater.engine.attention.block_attention import Block, WindowedBlock
+from highwater.engine.attention.block_attention import Block, WindowedBlock, attended
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
-from highwater.engine.attention.kept import attended
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel

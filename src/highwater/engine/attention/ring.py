@@ -9,7 +9,7 @@ step after the first is half of the row's square, on every rank, without a mask.
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
 log-sum-exp, in float32 or wider. In the backward pass keys and values pass once more, together with
 their gradients, which reach their owner after the last step. A layer that keeps attention outputs
-passes nothing in its recomputation (``engine/attention/kept``).
+passes nothing in its recomputation (``engine/attention/block_attention``).
 
 In a memory-only trial a step attends within pieces of its documents (docs/decisions/006).
 
@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.engine.attention.block_attention import Block, merge_
+from highwater.engine.attention.block_attention import Block, attended, merge_
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
-from highwater.engine.attention.kept import attended
 from highwater.engine.parallel.collectives import pass_on
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel

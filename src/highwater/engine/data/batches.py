@@ -1,21 +1,30 @@
 """Batches: documents packed into one row, with everything the step must know about them on the
-host. Where documents come from is engine/data/micro_batches.py's.
+host. Documents come from a trial's seed, or from a function of the user's (``module:function``);
+those of the user, also in a loop of their own, are checked here.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among
          those  D documents P documents whose last token this rank has  L tokens of one document
 """
 
 import hashlib
+import importlib
+import inspect
 import math
-from collections.abc import Sequence
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
+from highwater.errors import UsageError
+from highwater.nouns.trial import TrialSpec
 
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
@@ -169,3 +178,273 @@ def without_first(labels: Tensor) -> Tensor:
     labels = labels.clone()
     labels[0] = UNTRAINED
     return labels
+
+
+_FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
+"""Fields of a document that is a mapping."""
+EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
+"""One micro-batch, as a hint shows it."""
+_LISTS = f"yield lists of documents: {EXAMPLE}"
+_MOST_SEEN = 60
+_MOST_GROUPS = 2**63
+"""Ranks tell each other a group's number in 64 bits."""
+
+
+def read_documents(
+    micro_batch: Any, spec: TrialSpec, *, source: str, vocab_size: int, window_tokens: int | None
+) -> list[Document]:
+    """The documents of a micro-batch that ``source``, which errors name, yielded.
+
+    Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
+    be, where only those that every layer attends to whole can. How long they are together is not
+    looked at.
+    """
+    if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
+        raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
+    documents = [_document(document, source) for document in cast(Iterable[Any], micro_batch)]
+    if not documents or not all(map(_is_whole, documents)):
+        what = "a micro-batch that is not documents of token ids with labels (and logprobs) of the"
+        raise _refused(source, f"{what} same length", _LISTS)
+    for document in documents:
+        _check_ids(document, source, vocab_size=vocab_size)
+    _check_longest(documents, spec, source, window_tokens=window_tokens)
+    for document in documents:
+        _check_numbers(document, source)
+    if spec.settings.traits.pairs and len(documents) % 2:
+        what = f"{len(documents)} documents in a micro-batch, and {spec.settings.objective} trains"
+        raise _refused(source, f"{what} on pairs", "yield chosen, rejected, chosen, rejected, ...")
+    return documents
+
+
+def refuse_other_length(documents: Sequence[Document], spec: TrialSpec, source: str) -> None:
+    """Raise UsageError for documents that together would prove another length than the trial's."""
+    total = sum(len(document.ids_L) for document in documents)
+    tokens = spec.length_tokens * spec.sequences
+    if total != tokens:
+        raise _refused(
+            source,
+            f"a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another "
+            "length",
+            hint="yield documents of exactly length_tokens x sequences tokens together",
+        )
+
+
+def seen(value: Any) -> str:
+    """The text of a value, as much of it as is told."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
+
+
+def _refused(source: str, what: str, hint: str) -> UsageError:
+    return UsageError(f"{source} yielded {what}", hint=hint)
+
+
+def _document(document: Any, source: str) -> Document:
+    """A mapping with ``input_ids``, or plain token ids, all trained without ``labels``."""
+    is_mapping = isinstance(document, Mapping)
+    fields: dict[Any, Any] = dict(cast(Any, document)) if is_mapping else {"input_ids": document}
+    unread = [str(name) for name in fields if name not in _FIELDS]
+    if unread or "input_ids" not in fields:
+        what = f"the field {unread[0]!r}, which nobody reads" if unread else "no input_ids"
+        raise _refused(source, f"a document with {what}", f"its fields are {', '.join(_FIELDS)}")
+
+    def no_numbers(field: str, meant: str) -> UsageError:
+        what = f"a document whose {field} is not {meant}: {seen(fields.get(field))}"
+        return _refused(source, what, f"for example {EXAMPLE}")
+
+    def tensor(field: str) -> Tensor:
+        try:
+            return torch.as_tensor(fields[field]).detach().cpu()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise no_numbers(field, "a list of numbers") from error
+
+    def whole_numbers(field: str) -> Tensor:
+        found = tensor(field)
+        kind = found.dtype
+        if found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
+            raise no_numbers(field, "whole numbers")
+        return found.to(torch.long)
+
+    ids = whole_numbers("input_ids")
+    labels = ids if fields.get("labels") is None else whole_numbers("labels")
+    is_sampled = fields.get("logprobs") is not None
+    logprobs = tensor("logprobs").to(torch.float32) if is_sampled else None
+    reward = fields.get("reward", 0.0)
+    try:
+        if isinstance(reward, str | bytes):
+            raise TypeError
+        reward = float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise no_numbers("reward", "a number") from error
+    try:
+        group = operator.index(fields.get("group", 0))
+    except TypeError as error:
+        raise no_numbers("group", "a whole number") from error
+    return Document(ids, labels, reward=reward, group=group, old_logprobs_L=logprobs)
+
+
+def _is_whole(document: Document) -> bool:
+    ids, beside = document.ids_L, (document.labels_L, document.old_logprobs_L)
+    same = all(each is None or each.shape == ids.shape for each in beside)
+    return ids.ndim == 1 and len(ids) > 0 and same
+
+
+def _check_ids(document: Document, source: str, *, vocab_size: int) -> None:
+    """Raise UsageError for ids and labels that are no tokens of this model."""
+    ids_L, labels_L = document.ids_L, document.labels_L
+    if ((ids_L < 0) | (ids_L >= vocab_size)).any():
+        what = f"token ids outside 0..{vocab_size - 1}"
+        raise _refused(source, what, "use the model's own tokenizer")
+    foreign = labels_L[(labels_L != UNTRAINED) & ((labels_L < 0) | (labels_L >= vocab_size))]
+    if len(foreign):
+        raise _refused(
+            source,
+            f"the label {int(foreign[0])}, neither {UNTRAINED} nor a token id in "
+            f"0..{vocab_size - 1}",
+            f"label a token with its own id to train on it, with {UNTRAINED} not to",
+        )
+
+
+def _check_longest(
+    documents: Sequence[Document], spec: TrialSpec, source: str, *, window_tokens: int | None
+) -> None:
+    """Raise UsageError for a document too long for the trial, or for a layer to attend to."""
+    longest = max(len(document.ids_L) for document in documents)
+    if longest > spec.length_tokens:
+        raise _refused(
+            source,
+            f"a document of {longest:,} tokens for a length of {spec.length_tokens:,}",
+            f"cut documents to {spec.length_tokens} tokens, or begin with a length of "
+            f"`{longest}` or more",
+        )
+    if window_tokens is not None and longest > window_tokens:
+        raise _refused(
+            source,
+            f"a document of {longest:,} tokens, past the sliding window of {window_tokens:,} in "
+            f"which {spec.model_name} attends, and a ring shares only what all layers attend to "
+            "whole",
+            f"cut documents to {window_tokens} tokens, or use `--ulysses` in the place of `--ring`",
+        )
+
+
+def _check_numbers(document: Document, source: str) -> None:
+    """Raise UsageError for what would make the loss NaN, while the document is known."""
+    if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
+        what = f"a document with the reward {document.reward}"
+        raise _refused(source, what, "yield finite rewards")
+    is_trained, logprobs = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L
+    if logprobs is not None and not logprobs[is_trained].isfinite().all():
+        raise _refused(
+            source,
+            "a document whose logprobs are not finite at tokens that are trained on",
+            "yield each token's log-probability when it was sampled, or no `logprobs` for that "
+            "document",
+        )
+    if not -_MOST_GROUPS <= document.group < _MOST_GROUPS:
+        what = f"a document of the group {document.group}"
+        raise _refused(source, what, "number groups by whole numbers of 64 bits")
+
+
+def user_function(source: str, *, what: str) -> Any:
+    """The function that ``source`` names: the user's code, run as it is. No other code comes from
+    the working directory. ``what`` is what it is for, in a message.
+    """
+    module, colon, name = source.partition(":")
+    if not (module and colon and name):
+        raise UsageError(
+            f"{what} {source!r} is not module:function",
+            hint="name both: `rewards:length` is the function `length` in rewards.py",
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a random.py there is nobody's random
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
+        raise UsageError(f"{what} {source!r}: {error}", hint=hint) from error
+
+
+def refuse_uncallable(function: Any, keywords: Iterable[str], source: str, *, define: str) -> None:
+    """Raise UsageError where a function cannot be called with these keywords; ``define`` is how one
+    that can is written.
+    """
+    keywords = tuple(keywords)
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{source} cannot be called with {', '.join(keywords)}: {error}",
+            hint=f"define it as `{define}`: names that it does not need go into `**_`",
+        ) from error
+
+
+def batches(
+    spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+
+    ``window_tokens``: the longest document that can be trained, where only those that every layer
+    attends to whole can.
+
+    Synthetic sequences are numbered, and a number is the same sequence on any layout: data ranks
+    take turns, a micro-batch each, so that a step has the same ones however many ranks its
+    micro-batches are on.
+
+    A function of the user's, ``module:function``, is called with ``data_rank``,
+    ``data_parallel_degree``, ``length_tokens`` and ``sequences`` as keywords, and again when it
+    runs out. It yields micro-batches of ``length_tokens * sequences`` tokens: each a sequence of
+    documents of at most ``length_tokens`` tokens, each document token ids or a mapping with
+    ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole
+    number that sequences of one prompt share, in whatever micro-batch and on whatever data rank of
+    the step they are; those without one are one group. ``logprobs`` has a number for every token,
+    which counts where the token is trained on: its log-probability when it was sampled. Of a
+    document without them the policy before the step takes their place.
+    """
+    if spec.data is None:
+        in_all_ranks = spec.sequences * spec.layout.data_parallel_degree
+        for first in count(data_rank * spec.sequences, in_all_ranks):
+            numbers = range(first, first + spec.sequences)
+            yield pack([_sequence(spec, number, vocab_size=vocab_size) for number in numbers])
+    assert spec.data is not None
+    function = user_function(spec.data, what="data source")
+    keywords = {
+        "data_rank": data_rank,
+        "data_parallel_degree": spec.layout.data_parallel_degree,
+        "length_tokens": spec.length_tokens,
+        "sequences": spec.sequences,
+    }
+    how: dict[str, Any] = {"vocab_size": vocab_size, "window_tokens": window_tokens}
+    while True:
+        refuse_uncallable(
+            function, keywords, spec.data, define="def batches(*, length_tokens, **_)"
+        )
+        given = function(**keywords)
+        if not isinstance(given, Iterable):
+            raise UsageError(
+                f"{spec.data} returned {seen(given)}, and no micro-batches",
+                hint=f"`yield` lists of documents: {EXAMPLE}",
+            )
+        empty = True
+        for micro_batch in cast(Iterable[Any], given):
+            empty = False
+            documents = read_documents(micro_batch, spec, source=spec.data, **how)
+            refuse_other_length(documents, spec, spec.data)
+            yield pack(documents)
+        if empty:
+            raise _refused(
+                spec.data,
+                "no micro-batch",
+                "yield lists of documents, each a list of token ids",
+            )
+
+
+def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
+    """Random tokens and a reward: exactly the trial's length and trained on, but for the trial's
+    prompt. As far as GRPO is concerned all sequences answer one prompt.
+    """
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
+    ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
+    labels = ids.clone()
+    labels[: min(spec.prompt_tokens, spec.length_tokens // 2)] = UNTRAINED
+    return Document(ids, labels, reward=float(torch.randn((), generator=generator)))

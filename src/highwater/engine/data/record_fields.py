@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.data.batches import UNTRAINED
-from highwater.engine.data.micro_batches import seen
+from highwater.engine.data.batches import UNTRAINED, seen
 from highwater.errors import UsageError
 
 

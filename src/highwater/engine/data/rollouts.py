@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from highwater.engine.data.batches import refuse_uncallable, seen, user_function
 from highwater.engine.data.messages import (
     Said,
     messages_of,
@@ -23,7 +24,6 @@ from highwater.engine.data.messages import (
     spoken,
     with_system,
 )
-from highwater.engine.data.micro_batches import refuse_uncallable, seen, user_function
 from highwater.engine.data.record_fields import DataRecord
 from highwater.engine.data.rendering import Rendering, TokenDocument, Unit, without_fields
 

@@ -19,11 +19,9 @@ import torch
 import torch.distributed as dist
 
 from highwater.engine.activations.recompute import seeded
-from highwater.engine.data.batches import Batch, digest, pack
-from highwater.engine.data.micro_batches import read_documents
+from highwater.engine.data.batches import Batch, digest, pack, read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
-from highwater.engine.training.evaluation import Evaluation, evaluate
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
@@ -46,6 +44,7 @@ from highwater.engine.training.statistics_log import (
 from highwater.engine.training.step import train_step
 from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
+from highwater.engine.training.training_rows import Evaluation, evaluate
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
