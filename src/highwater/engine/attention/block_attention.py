@@ -47,9 +47,7 @@ class Block(NamedTuple):
         return self.kernel if self.key_BKLD.shape[2] > 1 else "flash"
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, BHQD, and the log-sum-exp of each query, BHQ, in float32 or
-        wider.
-        """
+        """Return the output, BHQD, and each query's log-sum-exp, BHQ, in float32 or wider."""
         match self._operator:
             case "cudnn":
                 output, log_sums_BHQ1, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -179,9 +177,7 @@ class VariedBlock(NamedTuple):
     scaling: float
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, qHD, and the log-sum-exp of the queries in the kernel's own
-        layout.
-        """
+        """Return the output, qHD, and the queries' log-sum-exp in the kernel's own layout."""
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
             return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)

@@ -183,9 +183,7 @@ def attend_mask(
 def attend_table_of(
     implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
-    """Choose the function that attends by one table: FlexAttention if its small proof passes, else
-    gathered keys.
-    """
+    """Choose what attends by one table: FlexAttention if its small proof passes, else gather."""
     is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
         return attend_by_gather

@@ -298,8 +298,7 @@ class TilePairs:
     queries: Tiles
     keys: Tiles
     starts: Tensor
-    """Index of each query tile's first pair, then the number of pairs; R + 1, int64, on the
-    host."""
+    """Index of each query tile's first pair, then their number; R + 1, int64, on the host."""
     columns: Tensor
     """Tile of keys of each pair, int32; ME."""
     is_causal: bool = True

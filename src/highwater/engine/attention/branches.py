@@ -29,9 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows with one segment length, rate and offset; every ``rate``-th query head, from ``offset``
-    on, uses them.
-    """
+    """Rows of one segment length, rate and offset, for each ``rate``-th head from ``offset``."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -92,8 +90,7 @@ class Exchange:
     """Work of one rank with another rank's keys, and the tokens sent to it for that."""
 
     pairs: tuple[TilePairs, ...]
-    """Passes whose outputs are merged; their key tiles index the tokens that are sent, or the
-    rank's own."""
+    """Passes to merge; their key tiles index the tokens that are sent, or the rank's own."""
     sent_T: Tensor | None
     """Indices of the other rank's tokens that are sent, in order; None if the keys are our own."""
 

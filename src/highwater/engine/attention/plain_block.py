@@ -37,9 +37,7 @@ class PlainBlock(NamedTuple):
     """True in memory-only trials: only the rows that take the most memory are computed."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, BHSD, and the log-sum-exp of each query, BHS, in float32 or
-        wider.
-        """
+        """Return the output, BHSD, and each query's log-sum-exp, BHS, in float32 or wider."""
         output_BHSD = torch.zeros_like(self.query_BHSD)
         log_sums_BHS = torch.zeros_like(self.query_BHSD[..., 0], dtype=self._wide)
         for rows in self._rows():
@@ -126,9 +124,7 @@ class PlainBlock(NamedTuple):
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
     def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
-        """Return these rows of a tensor, BKGrD, wide and contiguous, so that products copy nothing
-        more.
-        """
+        """Return these rows of a tensor, BKGrD, wide and contiguous: products copy no more."""
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 

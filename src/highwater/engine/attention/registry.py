@@ -146,9 +146,7 @@ class Attention:
         return self.shared.layout_of(document_lengths)
 
     def kept_in_recompute(self) -> Contexts:
-        """Return two contexts, for a layer's forward pass and its recomputation, in which attention
-        is not computed again.
-        """
+        """Return two contexts, for a layer's forward pass and recomputation: attention is kept."""
         dense = create_selective_checkpoint_contexts(_keeps_operator)
         forward, again = map(_both, dense, kept_in_recompute())
         return forward, again

@@ -12,9 +12,9 @@ import inspect
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -35,8 +35,7 @@ class Document(NamedTuple):
 
     ids_L: Tensor
     labels_L: Tensor
-    """The token itself, or UNTRAINED. A document's first token is never predicted: nothing precedes
-    it."""
+    """The token itself, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
     """The number of the document's group: sequences of one prompt, among those of all ranks' step.
@@ -130,9 +129,7 @@ def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
 
 
 def digest(micro_batches: Sequence[Batch]) -> Tensor:
-    """64 bits of all that micro-batches hold, as a tensor of shape (1,): two that differ have two
-    digests.
-    """
+    """64 bits of all that micro-batches hold, of shape (1,): two that differ have two digests."""
     found = hashlib.sha256()
     for batch in micro_batches:
         for field in fields(batch):
@@ -164,13 +161,15 @@ def pack(documents: Sequence[Document]) -> Batch:
 
 
 def _sampled(documents: Sequence[Document], trained_T: Tensor) -> Tensor | None:
-    known = [document.old_logprobs_L for document in documents]
-    if all(logprobs_L is None for logprobs_L in known):
+    if all(document.old_logprobs_L is None for document in documents):
         return None
-    unknown = [torch.full(document.ids_L.shape, math.nan) for document in documents]
-    return torch.cat([u if k is None else k for k, u in zip(known, unknown, strict=True)])[
-        trained_T
-    ]
+    known = (
+        torch.full(document.ids_L.shape, math.nan)
+        if document.old_logprobs_L is None
+        else document.old_logprobs_L
+        for document in documents
+    )
+    return torch.cat(list(known))[trained_T]
 
 
 def without_first(labels: Tensor) -> Tensor:
@@ -182,12 +181,14 @@ def without_first(labels: Tensor) -> Tensor:
 
 _FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
 """Fields of a document that is a mapping."""
-EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
+_EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
 """One micro-batch, as a hint shows it."""
-_LISTS = f"yield lists of documents: {EXAMPLE}"
+_LISTS = f"yield lists of documents: {_EXAMPLE}"
 _MOST_SEEN = 60
 _MOST_GROUPS = 2**63
 """Ranks tell each other a group's number in 64 bits."""
+_Fault = tuple[str, str]
+"""A reason why documents cannot be trained, and a hint."""
 
 
 def read_documents(
@@ -205,28 +206,17 @@ def read_documents(
     if not documents or not all(map(_is_whole, documents)):
         what = "a micro-batch that is not documents of token ids with labels (and logprobs) of the"
         raise _refused(source, f"{what} same length", _LISTS)
-    for document in documents:
-        _check_ids(document, source, vocab_size=vocab_size)
-    _check_longest(documents, spec, source, window_tokens=window_tokens)
-    for document in documents:
-        _check_numbers(document, source)
+    faults = [
+        *chain.from_iterable(_faults_of_ids(each, vocab_size) for each in documents),
+        *_faults_of_length(max(len(each.ids_L) for each in documents), spec, window_tokens),
+        *chain.from_iterable(map(_faults_of_numbers, documents)),
+    ]
     if spec.settings.traits.pairs and len(documents) % 2:
         what = f"{len(documents)} documents in a micro-batch, and {spec.settings.objective} trains"
-        raise _refused(source, f"{what} on pairs", "yield chosen, rejected, chosen, rejected, ...")
+        faults.append((f"{what} on pairs", "yield chosen, rejected, chosen, rejected, ..."))
+    for what, hint in faults:
+        raise _refused(source, what, hint)
     return documents
-
-
-def refuse_other_length(documents: Sequence[Document], spec: TrialSpec, source: str) -> None:
-    """Raise UsageError for documents that together would prove another length than the trial's."""
-    total = sum(len(document.ids_L) for document in documents)
-    tokens = spec.length_tokens * spec.sequences
-    if total != tokens:
-        raise _refused(
-            source,
-            f"a micro-batch of {total:,} tokens for a trial of {tokens:,}: it would prove another "
-            "length",
-            hint="yield documents of exactly length_tokens x sequences tokens together",
-        )
 
 
 def seen(value: Any) -> str:
@@ -248,39 +238,40 @@ def _document(document: Any, source: str) -> Document:
         what = f"the field {unread[0]!r}, which nobody reads" if unread else "no input_ids"
         raise _refused(source, f"a document with {what}", f"its fields are {', '.join(_FIELDS)}")
 
-    def no_numbers(field: str, meant: str) -> UsageError:
-        what = f"a document whose {field} is not {meant}: {seen(fields.get(field))}"
-        return _refused(source, what, f"for example {EXAMPLE}")
-
-    def tensor(field: str) -> Tensor:
+    def read(field: str, meant: str, convert: Callable[[Any], Any]) -> Any:
         try:
-            return torch.as_tensor(fields[field]).detach().cpu()
+            return convert(fields[field])
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise no_numbers(field, "a list of numbers") from error
+            what = f"a document whose {field} is not {meant}: {seen(fields[field])}"
+            raise _refused(source, what, f"for example {_EXAMPLE}") from error
+
+    def numbers(field: str) -> Tensor:
+        return read(field, "a list of numbers", lambda each: torch.as_tensor(each).detach().cpu())
 
     def whole_numbers(field: str) -> Tensor:
-        found = tensor(field)
-        kind = found.dtype
-        if found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
-            raise no_numbers(field, "whole numbers")
-        return found.to(torch.long)
+        found = numbers(field)
+        return read(field, "whole numbers", lambda _: _as_whole(found))
 
     ids = whole_numbers("input_ids")
     labels = ids if fields.get("labels") is None else whole_numbers("labels")
     is_sampled = fields.get("logprobs") is not None
-    logprobs = tensor("logprobs").to(torch.float32) if is_sampled else None
-    reward = fields.get("reward", 0.0)
-    try:
-        if isinstance(reward, str | bytes):
-            raise TypeError
-        reward = float(reward)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise no_numbers("reward", "a number") from error
-    try:
-        group = operator.index(fields.get("group", 0))
-    except TypeError as error:
-        raise no_numbers("group", "a whole number") from error
+    logprobs = numbers("logprobs").to(torch.float32) if is_sampled else None
+    reward = read("reward", "a number", _as_number) if "reward" in fields else 0.0
+    group = read("group", "a whole number", operator.index) if "group" in fields else 0
     return Document(ids, labels, reward=reward, group=group, old_logprobs_L=logprobs)
+
+
+def _as_whole(found: Tensor) -> Tensor:
+    kind = found.dtype
+    if found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
+        raise TypeError
+    return found.to(torch.long)
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return float(value)
 
 
 def _is_whole(document: Document) -> bool:
@@ -289,37 +280,30 @@ def _is_whole(document: Document) -> bool:
     return ids.ndim == 1 and len(ids) > 0 and same
 
 
-def _check_ids(document: Document, source: str, *, vocab_size: int) -> None:
-    """Raise UsageError for ids and labels that are no tokens of this model."""
+def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
+    """Yield a fault for ids and labels that are no tokens of this model."""
     ids_L, labels_L = document.ids_L, document.labels_L
     if ((ids_L < 0) | (ids_L >= vocab_size)).any():
-        what = f"token ids outside 0..{vocab_size - 1}"
-        raise _refused(source, what, "use the model's own tokenizer")
+        yield f"token ids outside 0..{vocab_size - 1}", "use the model's own tokenizer"
     foreign = labels_L[(labels_L != UNTRAINED) & ((labels_L < 0) | (labels_L >= vocab_size))]
     if len(foreign):
-        raise _refused(
-            source,
+        yield (
             f"the label {int(foreign[0])}, neither {UNTRAINED} nor a token id in "
             f"0..{vocab_size - 1}",
             f"label a token with its own id to train on it, with {UNTRAINED} not to",
         )
 
 
-def _check_longest(
-    documents: Sequence[Document], spec: TrialSpec, source: str, *, window_tokens: int | None
-) -> None:
-    """Raise UsageError for a document too long for the trial, or for a layer to attend to."""
-    longest = max(len(document.ids_L) for document in documents)
+def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) -> Iterator[_Fault]:
+    """Yield a fault for a document too long for the trial, or for a layer to attend to."""
     if longest > spec.length_tokens:
-        raise _refused(
-            source,
+        yield (
             f"a document of {longest:,} tokens for a length of {spec.length_tokens:,}",
             f"cut documents to {spec.length_tokens} tokens, or begin with a length of "
             f"`{longest}` or more",
         )
     if window_tokens is not None and longest > window_tokens:
-        raise _refused(
-            source,
+        yield (
             f"a document of {longest:,} tokens, past the sliding window of {window_tokens:,} in "
             f"which {spec.model_name} attends, and a ring shares only what all layers attend to "
             "whole",
@@ -327,27 +311,26 @@ def _check_longest(
         )
 
 
-def _check_numbers(document: Document, source: str) -> None:
-    """Raise UsageError for what would make the loss NaN, while the document is known."""
+def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
+    """Yield a fault for what would make the loss NaN, while the document is known."""
     if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
-        what = f"a document with the reward {document.reward}"
-        raise _refused(source, what, "yield finite rewards")
+        yield f"a document with the reward {document.reward}", "yield finite rewards"
     is_trained, logprobs = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L
     if logprobs is not None and not logprobs[is_trained].isfinite().all():
-        raise _refused(
-            source,
+        yield (
             "a document whose logprobs are not finite at tokens that are trained on",
             "yield each token's log-probability when it was sampled, or no `logprobs` for that "
             "document",
         )
     if not -_MOST_GROUPS <= document.group < _MOST_GROUPS:
         what = f"a document of the group {document.group}"
-        raise _refused(source, what, "number groups by whole numbers of 64 bits")
+        yield what, "number groups by whole numbers of 64 bits"
 
 
-def user_function(source: str, *, what: str) -> Any:
-    """The function that ``source`` names: the user's code, run as it is. No other code comes from
-    the working directory. ``what`` is what it is for, in a message.
+def user_function(source: str, keywords: Iterable[str], *, what: str, define: str) -> Any:
+    """The function that ``source`` names, which is called with these keywords: the user's code, run
+    as it is. No other code comes from the working directory. ``what`` is what it is for, and
+    ``define`` how it is written, in a message.
     """
     module, colon, name = source.partition(":")
     if not (module and colon and name):
@@ -359,17 +342,10 @@ def user_function(source: str, *, what: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)  # last: a random.py there is nobody's random
     try:
-        return getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
         raise UsageError(f"{what} {source!r}: {error}", hint=hint) from error
-
-
-def refuse_uncallable(function: Any, keywords: Iterable[str], source: str, *, define: str) -> None:
-    """Raise UsageError where a function cannot be called with these keywords; ``define`` is how one
-    that can is written.
-    """
-    keywords = tuple(keywords)
     try:
         inspect.signature(function).bind(**dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:
@@ -377,6 +353,7 @@ def refuse_uncallable(function: Any, keywords: Iterable[str], source: str, *, de
             f"{source} cannot be called with {', '.join(keywords)}: {error}",
             hint=f"define it as `{define}`: names that it does not need go into `**_`",
         ) from error
+    return function
 
 
 def batches(
@@ -407,36 +384,36 @@ def batches(
             numbers = range(first, first + spec.sequences)
             yield pack([_sequence(spec, number, vocab_size=vocab_size) for number in numbers])
     assert spec.data is not None
-    function = user_function(spec.data, what="data source")
     keywords = {
         "data_rank": data_rank,
         "data_parallel_degree": spec.layout.data_parallel_degree,
         "length_tokens": spec.length_tokens,
         "sequences": spec.sequences,
     }
+    define = "def batches(*, length_tokens, **_)"
+    function = user_function(spec.data, keywords, what="data source", define=define)
     how: dict[str, Any] = {"vocab_size": vocab_size, "window_tokens": window_tokens}
+    expected = spec.length_tokens * spec.sequences
     while True:
-        refuse_uncallable(
-            function, keywords, spec.data, define="def batches(*, length_tokens, **_)"
-        )
         given = function(**keywords)
         if not isinstance(given, Iterable):
             raise UsageError(
                 f"{spec.data} returned {seen(given)}, and no micro-batches",
-                hint=f"`yield` lists of documents: {EXAMPLE}",
+                hint=f"`yield` lists of documents: {_EXAMPLE}",
             )
         empty = True
         for micro_batch in cast(Iterable[Any], given):
             empty = False
             documents = read_documents(micro_batch, spec, source=spec.data, **how)
-            refuse_other_length(documents, spec, spec.data)
+            total = sum(len(document.ids_L) for document in documents)
+            if total != expected:
+                what = f"a micro-batch of {total:,} tokens for a trial of {expected:,}: it would"
+                hint = "yield documents of exactly length_tokens x sequences tokens together"
+                raise _refused(spec.data, f"{what} prove another length", hint)
             yield pack(documents)
         if empty:
-            raise _refused(
-                spec.data,
-                "no micro-batch",
-                "yield lists of documents, each a list of token ids",
-            )
+            hint = "yield lists of documents, each a list of token ids"
+            raise _refused(spec.data, "no micro-batch", hint)
 
 
 def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:

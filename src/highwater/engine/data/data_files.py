@@ -193,9 +193,7 @@ def bytes_digest(paths: Sequence[Path]) -> str:
 
 
 def _inside(path: Path, name: str) -> Iterator[DataFile]:
-    """A file if it has a kind, and such files below a folder, sorted by name; what is hidden is
-    left out.
-    """
+    """A file if it has a kind, and such files below a folder, sorted by name, none hidden."""
     if not path.is_dir():
         is_packed = path.suffix.lower() == ".gz"
         kind = _KINDS.get((path.with_suffix("") if is_packed else path).suffix.lower())

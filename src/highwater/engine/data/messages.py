@@ -126,9 +126,7 @@ def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Messa
 
 
 def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
-    """A conversation of these messages, with the tools and the variables that the record has for
-    the template.
-    """
+    """A conversation of these messages, with the record's tools and variables for the template."""
     options = record.value("chat_template_kwargs")
     if options is not None and not isinstance(options, Mapping):
         raise record.wrong("chat_template_kwargs", options, "variables of a template", "`{}`")

@@ -223,9 +223,7 @@ _NUMBERS = frozenset(
 )
 """Fields about what has them, where they are a number, a yes or a no."""
 _OR_PROMPTS = frozenset({"config", "file", "origin", "source", "topic"})
-"""Fields that are a part of the prompt for some: about what has them only where all their texts are
-labels.
-"""
+"""Fields that some prompt with: about what has them only where all their texts are labels."""
 _LABEL = re.compile(r"[!-~]*")
 _MASKS = {
     **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),

@@ -53,8 +53,7 @@ STEPS: Mapping[TrainerName, TracedTrainer] = {
     "highwater": highwater_step.TRACED,
     "trinity": trinity_step.TRACED,
 }
-"""The traced step of each trainer that has one. Imported here: traces are kept by what this file
-imports."""
+"""The traced step of each trainer that has one; imported, as traces are kept by imports."""
 
 
 def main() -> None:

@@ -34,9 +34,7 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
 
 
 def sft_logprob_gradient(*, trained_tokens: int) -> float:
-    """Gradient of ``sft`` by each log-probability. Only this objective knows it before the
-    log-probabilities.
-    """
+    """Gradient of ``sft`` by each log-probability, which only this objective knows before them."""
     return -1 / max(1, trained_tokens)
 
 

@@ -1,6 +1,4 @@
-"""Optimizers: AdamW on a model's shards, with everything that it keeps allocated before the first
-step.
-"""
+"""Optimizers: AdamW on a model's shards, with all that it keeps allocated before the first step."""
 
 import re
 from typing import Any
@@ -21,9 +19,7 @@ _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer for one of a trial's models; only here do the trial's settings choose
-    it.
-    """
+    """Return the optimizer of one of a trial's models, which only this chooses by the settings."""
     settings = spec.settings
     return make_optimizer(
         model,

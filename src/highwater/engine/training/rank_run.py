@@ -59,8 +59,7 @@ from highwater.nouns.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.version import __version__
 
 CRITIC_SEED = 1
-"""Added to the trial's seed, so that a critic with random weights does not start as a copy of the
-policy."""
+"""Added to the trial's seed: a critic with random weights is no copy of the policy."""
 
 _MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -277,9 +276,7 @@ def refuse_infinite(values: Mapping[str, float], step: int) -> None:
 
 
 def rehearse(training: Training, batch: Batch) -> None:
-    """Run a step without its updates, so that the driver loads all kernels: this takes memory
-    outside the allocator.
-    """
+    """Run a step without its updates: the driver loads all kernels, outside the allocator."""
 
     def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         clip_trained(training, model, optimizer)

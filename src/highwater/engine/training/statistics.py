@@ -25,8 +25,7 @@ from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Grou
 from highwater.errors import UsageError
 
 Reduced = float | int | tuple[float | int | None, ...] | None
-"""A number, NaN if NaN was added; one for every rank for ``each``; None if there was nothing to
-divide or compare."""
+"""A number, of every rank for ``each``; None if there was nothing to divide or compare."""
 _NOT_SENT = ("same", "rate")
 _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")

@@ -110,8 +110,7 @@ class Trainer:
         self._first_addition: int | None = None
         """Steps done when the loop first added a number since the last ``statistics``."""
         self.steps_done = 0
-        """Number of steps so far, by which dropout's random numbers are drawn; a loop that goes on
-        from a save may set it."""
+        """Steps so far, which seed dropout; a loop that goes on from a save may set it."""
         if self._is_bounded and self.spec.device == "cpu":  # unless a lower limit is set already
             (soft, hard), budget = self._data_limit, self.spec.memory_budget_bytes
             assert budget is not None
@@ -288,9 +287,7 @@ class Trainer:
         self._wait()
 
     def close(self) -> None:
-        """Wait for the other ranks, free the model and leave the process group; further calls do
-        nothing.
-        """
+        """Wait for the other ranks, free the model and leave the process group, once."""
         if self._closed:
             return
         self._wait()

@@ -215,9 +215,7 @@ class TrainingRun(RankRun):
 
 
 def _broken_in(training: Training, rows: Sequence[OwnRow]) -> tuple[Sequence[str], Sequence[str]]:
-    """Name the documents with a trained token whose log-probability is not finite, and all
-    documents, over all ranks.
-    """
+    """Name the documents with a log-probability that is not finite, and all, over all ranks."""
     broken: list[str] = []
     for row, tokens in zip(rows, training.record.tokens, strict=False):
         is_broken_N = ~tokens.logprobs_N.isfinite().cpu()
