@@ -28,7 +28,7 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.statistics import Statistics
 from highwater.engine.training.step import train_step
 from highwater.engine.training.step_quantities import Group, Quantity
-from highwater.engine.training.training_rows import evaluate
+from highwater.engine.training.training_run import evaluate
 from highwater.nouns.layout import Layout
 from references import objectives as plain
 from references.advantages import generalised, standardised_in_groups, whitened

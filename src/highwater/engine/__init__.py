@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from highwater.engine.training.step_quantities import Quantity as Quantity
     from highwater.engine.training.trainer import StepResult as StepResult
     from highwater.engine.training.trainer import Trainer as Trainer
-    from highwater.engine.training.training_rows import Evaluation
+    from highwater.engine.training.training_run import Evaluation
 
 _PUBLIC = {
-    "Evaluation": "highwater.engine.training.training_rows",
+    "Evaluation": "highwater.engine.training.training_run",
     "Quantity": "highwater.engine.training.step_quantities",
     "StepResult": "highwater.engine.training.trainer",
     "Trainer": "highwater.engine.training.trainer",

@@ -20,7 +20,7 @@ from highwater.engine.data.store import make_durable
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype
-from highwater.engine.training.run_checkpoints import PARTIAL, is_ours
+from highwater.engine.training.run_checkpoints import PARTIAL, in_the_way, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.files import CONFIG_BYTES, read_file
@@ -103,11 +103,7 @@ def _remove_partial(partial: Path) -> None:
     if not partial.exists():
         return
     if not is_ours(partial, _OWN_FILE.fullmatch):
-        name = shlex.quote(str(partial))
-        raise UsageError(
-            f"{partial} is in the way of a model, and has files that are none of one",
-            hint=f"`mv {name} {name}.mine`",
-        )
+        raise in_the_way(partial, "a model")
     shutil.rmtree(partial)
 
 

@@ -35,6 +35,7 @@ from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import (
     RankContext,
     compute_dtype,
+    shared_window,
     synchronize,
     take_context,
 )
@@ -53,7 +54,7 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
-from highwater.model.model import load_model
+from highwater.nouns.protocols import OnPhase
 from highwater.nouns.settings import Loss
 from highwater.nouns.trial import MemoryBudget, RankReport, Save, TrialSpec
 from highwater.version import __version__
@@ -220,13 +221,8 @@ class RankRun(ABC):
         synchronize(training.device)
         began = time.perf_counter()
         first = self.report.first_step_at_unix_s or time.time()
-        with seeded(
-            seed=self.spec.seed, rank=self.report.rank, step=number, device=training.device
-        ):
-            loss, norms = train_step(training, micro_batches, enter=self.enter)
-        names = ("loss", "gradient_norm", "critic_gradient_norm")
-        # float() waits for the device
-        values = {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
+        random = {"seed": self.spec.seed, "rank": self.report.rank, "step": number}
+        values = step_numbers(training, micro_batches, enter=self.enter, **random)
         refuse_infinite(values, number)
         self.report = self.with_(
             losses=(*self.report.losses, values["loss"]),
@@ -266,6 +262,17 @@ def settle(training: Training, batch: Batch) -> None:
     rehearse(training, batch)
     synchronize(training.device)
     torch.cuda.empty_cache()
+
+
+def step_numbers(
+    training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase, **random: int
+) -> dict[str, float]:
+    """Train one step, with random numbers by ``random``; returns its loss and norms by name."""
+    with seeded(device=training.device, **random):
+        loss, norms = train_step(training, micro_batches, enter=enter)
+    names = ("loss", "gradient_norm", "critic_gradient_norm")
+    # float() waits for the device
+    return {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
 
 
 def refuse_infinite(values: Mapping[str, float], step: int) -> None:
@@ -310,10 +317,7 @@ class Trial(RankRun):
             self.spec,
             vocab_size=training.policy.causal_lm.config.vocab_size,
             data_rank=context.data_rank,
-            # a ring cannot share a document that is longer than some layer's window
-            window_tokens=load_model(self.spec.model_directory).shape.window_tokens
-            if self.spec.layout.ring_degree > 1
-            else None,
+            window_tokens=shared_window(self.spec),
         )
         for step in range(1, self.spec.steps + 1):
             self.where.enter("data")

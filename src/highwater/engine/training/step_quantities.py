@@ -39,7 +39,7 @@ def _of_tokens(says: str) -> Quantity:
     return Quantity(how="mean", per="n_valid_tokens", says=says)
 
 
-def _peak(says: str) -> Quantity:
+def _by_rank(says: str) -> Quantity:
     return Quantity(how="each", says=says, group="rank", is_count=True)
 
 
@@ -52,15 +52,9 @@ QUANTITIES: Mapping[str, Quantity] = {
     "prompt_tokens": _count("all other tokens: `n_tokens` less `n_valid_tokens`"),
     "n_documents": _count("documents of the step"),
     "n_valid_documents": _count("documents with a token that is trained on", per=DOCUMENT),
-    "n_tokens_by_rank": _count(
-        "of these tokens, those that each rank held", how="each", group="rank"
-    ),
-    "n_valid_tokens_by_rank": _count(
-        "of these, those that each rank held", how="each", group="rank"
-    ),
-    "prompt_tokens_by_rank": _count(
-        "of these, those that each rank held", how="each", group="rank"
-    ),
+    "n_tokens_by_rank": _by_rank("of these tokens, those that each rank held"),
+    "n_valid_tokens_by_rank": _by_rank("of these, those that each rank held"),
+    "prompt_tokens_by_rank": _by_rank("of these, those that each rank held"),
     "nll": _of_tokens("negative log-likelihood of the labels, in nats"),
     "entropy": _of_tokens("entropy of the distribution that a label is drawn from, in nats"),
     "ppl_avg": Quantity(
@@ -99,11 +93,11 @@ QUANTITIES: Mapping[str, Quantity] = {
         says="seconds that rank 0 took for these numbers, in no step's time",
         group="rank",
     ),
-    "peak_allocated_bytes": _peak(
+    "peak_allocated_bytes": _by_rank(
         "most memory of tensors that the allocator handed out, since the first step began"
     ),
-    "peak_reserved_bytes": _peak("most memory that the allocator held, since then"),
-    "device_used_bytes": _peak("most memory in use as the driver says, since then"),
-    "peak_data_segment_bytes": _peak("on the CPU: largest data segment of the process"),
+    "peak_reserved_bytes": _by_rank("most memory that the allocator held, since then"),
+    "device_used_bytes": _by_rank("most memory in use as the driver says, since then"),
+    "peak_data_segment_bytes": _by_rank("on the CPU: largest data segment of the process"),
 }
 """The quantities, in the order in which a line has them. A line leaves out what a step has not."""
