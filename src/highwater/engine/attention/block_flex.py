@@ -235,9 +235,7 @@ def obstacle(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Say why FlexAttention differs from block-gather on small input: output, log-sum-exp or a
-    gradient. None if it does not.
-    """
+    """Say why FlexAttention differs from block-gather on small input; None if it does not."""
     sizes = ProofSizes(groups, PROVEN_BLOCKS * pattern.block_size + 1, head_dim, dtype, device)
     return flaw(partial(deviations, pattern, sizes), sizes)
 

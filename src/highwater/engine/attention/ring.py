@@ -90,9 +90,7 @@ def attend_in_ring(
     ring: Ring,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD. ``sinks_H``: scores of sinks, all
-    of them on every rank.
-    """
+    """Causal attention of each document over itself, BSHD. ``sinks_H``: all, on every rank."""
     assert sum(ring.held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
     assert not any(length % 2 for length in ring.held_lengths), "two chunks of one length"
     output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, sinks_H, ring)

@@ -431,10 +431,7 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
         field = "arguments" if isinstance(arguments, str) else "tool_calls"
         name = changed("tool_calls", function["name"])
         new = {"name": name, "arguments": changed(field, arguments)}
-        return {
-            **others(call, "type", "function"),
-            "function": {**others(function, *new), **new},
-        }
+        return {**others(call, "type", "function"), "function": {**others(function, *new), **new}}
 
     names = ["name"] if is_label(message.get("name")) else []
     new = others(message, "role", "trained", *names, "tool_calls")

@@ -194,9 +194,7 @@ class OpenCorpus:
 
 
 def open_corpus(directory: str | Path) -> OpenCorpus:
-    """The corpus in a folder, of which every byte is what was written. Raises UsageError where
-    there is none, or a damaged one.
-    """
+    """The corpus in a folder, every byte as written; UsageError for none, or a damaged one."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UsageError(f"no corpus at {directory}", hint=_AGAIN)

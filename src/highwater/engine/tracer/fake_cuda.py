@@ -45,9 +45,7 @@ _kept: list[Any] = []
 
 
 def install() -> None:
-    """Make fake CUDA tensors work here, streams included. Raises RuntimeError if this PyTorch
-    cannot be patched.
-    """
+    """Make fake CUDA tensors work, streams included; RuntimeError for an unknown PyTorch."""
     _put_guard()
     _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()

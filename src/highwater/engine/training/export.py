@@ -38,13 +38,7 @@ _OWN_FILE = re.compile(
 """Names of files that an export writes, by which one that was killed is recognised."""
 
 
-def export(
-    training: Training,
-    directory: Path,
-    *,
-    source: Path,
-    merged: bool = False,
-) -> int:
+def export(training: Training, directory: Path, *, source: Path, merged: bool = False) -> int:
     """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else in
     its compute dtype; returns the bytes on disk, on all ranks.
 

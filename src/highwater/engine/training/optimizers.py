@@ -88,9 +88,7 @@ def _made(
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give zero gradients to trained parameters without one: AdamW would skip such a parameter, its
-    decay and its moments.
-    """
+    """Give zero gradients to trained parameters without one, which AdamW would skip."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # FSDP1 leaves an empty tensor for a parameter that other ranks hold

@@ -332,9 +332,7 @@ def _is_name(name: object) -> bool:
 
 
 def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
-    """Return the quantity of this name. Raises UsageError for an unknown one, with the known names
-    and how to declare one.
-    """
+    """Return the quantity of this name; UsageError for an unknown one, with the known names."""
     if not _is_name(name) or name not in quantities:
         own = (f"my_{name}" if name in QUANTITIES else name) if _is_name(name) else "my_metric"
         others = f", or use one of {', '.join(quantities)}" if quantities else ""
