@@ -41,7 +41,7 @@ _COMPRESSED: tuple[DataKind, ...] = ("lines", "text")
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of ``datasets`` that have no records."""
 _OWN_CACHE = "cache-"
-"""How the names of files begin in which ``datasets`` keeps what it can compute again."""
+"""Prefix of files in which ``datasets`` keeps what it can compute again."""
 _CHUNK_BYTES = 1 << 20
 _LIST_BYTES = 1 << 30
 """The longest file that is one list, whose bytes are in memory while it is read."""

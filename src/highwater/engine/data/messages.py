@@ -40,7 +40,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
-"""Who speaks, as people write it; None: as chat templates do."""
+"""Roles, as people write them; None: as chat templates do."""
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'

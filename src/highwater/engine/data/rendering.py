@@ -442,6 +442,6 @@ _PAIR_EXAMPLE = '`{"prompt": "...", "chosen": "...", "rejected": "..."}`'
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many values two sequences begin with alike."""
+    """Count the values that two sequences begin with alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -91,7 +91,7 @@ class EpochRows(NamedTuple):
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
-    """Where each row begins among the documents, and where the last one ends."""
+    """Places among the documents at which rows begin, and the end of the last one."""
 
     @property
     def total(self) -> int:
@@ -104,7 +104,7 @@ class EpochRows(NamedTuple):
 
 
 class StepPlan:
-    """Which documents are in which row of which step."""
+    """Tells which documents are in which row of which step."""
 
     def __init__(
         self,

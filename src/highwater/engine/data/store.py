@@ -58,7 +58,7 @@ class CorpusWriter:
         """Documents by their length, rounded up to a power of two."""
         names = ("documents", "units", "tokens", "trained_tokens", "longest_tokens")
         self.counts = dict.fromkeys(names, 0)
-        """What was written, as ``Corpus`` has it."""
+        """Counts of what was written, as ``Corpus`` has them."""
         self.apart = self.chats = 0
         """Documents whose prompts were tokenised by themselves, and that a chat template made."""
 
@@ -181,7 +181,7 @@ class OpenCorpus:
         )
 
     def name_of(self, number: int) -> str:
-        """Where a document comes from: ``data.jsonl:17``."""
+        """The name of a document by its origin: ``data.jsonl:17``."""
         file, row = (int(self._column[name][number]) for name in ("files", "rows"))
         return f"{self._names[file]}:{row}"
 

@@ -57,7 +57,7 @@ class LengthLimit:
         self._pairs = TRAITS[order.objective].pairs
         """True if a unit is left out whole where one of its documents is."""
         self.counts = dict.fromkeys(("truncated", "truncated_tokens", "split", "empty"), 0)
-        """What was cut and left out, as ``Corpus`` has it."""
+        """Counts of what was cut and left out, as ``Corpus`` has them."""
         self.longest_tokens = 0
         """The longest document before it was cut."""
 

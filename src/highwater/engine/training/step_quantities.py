@@ -14,21 +14,21 @@ How = Literal["sum", "mean", "min", "max", "each", "same", "rate"]
 ``rate``: from other quantities."""
 
 DOCUMENT = "document"
-"""What a quantity is ``per`` whose values are a number of each document, over all its ranks."""
+"""The ``per`` of quantities with a number for each document, over all its ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """How one number of a step is put together."""
+    """Rule by which one number of a step is put together."""
 
     how: How
     says: str = ""
-    """What the number is, in a line of Markdown."""
+    """Description of the number, in a line of Markdown."""
     per: str | None = None
     """Denominator of a mean: a count of the step, a sum of the caller's own, or DOCUMENT."""
     group: Group = "all"
     is_count: bool = False
-    """Whether it is a whole number, put together from whole numbers alone."""
+    """True if it is a whole number, put together from whole numbers alone."""
 
 
 def _count(says: str, **how: str) -> Quantity:
