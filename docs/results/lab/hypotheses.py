@@ -19,9 +19,9 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
+from highwater.memory.table_accuracy import CapacityTable, read_capacity_table
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
     Enter,

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from highwater.memory.table_accuracy import read_capacity_table
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings

@@ -23,11 +23,10 @@ from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
+from highwater.nouns.environment import SnapshotOrder
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
-from highwater.nouns.profiling import SnapshotOrder
-from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
@@ -39,7 +38,7 @@ from highwater.nouns.training import (
     TrainingSpec,
     training_request_from,
 )
-from highwater.nouns.trial import RankReport, StatisticsFiles, TrialSpec
+from highwater.nouns.trial import OnPhase, RankReport, StatisticsFiles, TrialSpec, unheard
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
 from highwater.speed import predicted_step
 from highwater.store.directory import check_run_directory

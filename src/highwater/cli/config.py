@@ -18,10 +18,9 @@ import yaml
 from yaml.composer import ComposerError
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import json_schema, to_builtins
-from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.codec import SETTINGS_BYTES, json_schema, read_file, to_builtins
 from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.nouns.trainer import FOREIGN, foreign_name
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8

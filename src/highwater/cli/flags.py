@@ -23,10 +23,17 @@ from highwater.nouns.declaration import (
     setting,
     words_of,
 )
-from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
 from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName, trainer_title
+from highwater.nouns.trainer import (
+    FOREIGN,
+    OURS,
+    TRAINERS,
+    AnyTrainer,
+    Target,
+    TrainerName,
+    trainer_title,
+)
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 

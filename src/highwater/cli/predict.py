@@ -16,13 +16,12 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, foreign_name
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import request_from, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import TRAINERS
+from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import accuracy_table, prediction_table, term_table
 from highwater.pages.sentence import assumed_host, prediction_answer

@@ -9,10 +9,9 @@ from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
 from highwater.cli.predict import is_tried
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.nouns.foreign_trainer import foreign_name
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.request import request_from, trial_flags
-from highwater.nouns.trainer import predicted_traits
+from highwater.nouns.trainer import foreign_name, predicted_traits
 from highwater.pages.recommendation_tables import recommendation_tables, rung_list
 from highwater.pages.sentence import assumed_host, recommendation_answer
 from highwater.recommendation.recommend import recommend as recommended

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from highwater.nouns.corpus import NOT_MONOTONE
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import (
     RANK_WORDS,
@@ -16,6 +15,7 @@ from highwater.nouns.study import (
     Study,
     counted_ranks,
 )
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import Device, MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.study_commands import alive_rows, brief, request_line
 from highwater.pages.table import TextTable, plain_table

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from highwater.nouns.capacities import Capacity, Source, may_be_simpler, published_grid, simplest
+from highwater.memory.table_accuracy import published_grid
+from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest
 from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
 from highwater.nouns.study import Cell, counted_ranks

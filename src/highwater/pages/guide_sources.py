@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.nouns.capacities import Capacity, study_capacities, table_capacities
+from highwater.memory.table_accuracy import table_capacities
+from highwater.nouns.capacities import Capacity, study_capacities
+from highwater.nouns.codec import record_in
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.files import record_in
 from highwater.nouns.recommendation import Query
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.pages.guide import Guide, guide_tables

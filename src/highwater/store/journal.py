@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.nouns.codec import to_builtins, to_json
+from highwater.nouns.codec import make_durable, to_builtins, to_json
 from highwater.nouns.environment import Environment
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.secrets import HIDDEN
@@ -317,7 +317,7 @@ def _recover(file: JournalFile, question: Question) -> tuple[JournalContent, tup
             raise not_a_study(path)
         file.cut(0)
         file.append(text + b"\n")
-        file.sync_name()
+        make_durable(file.path.parent)
         return JournalContent(header, checksum=checksum), ()
     record = parse(full, path=path)
     if record.question.key != question.key:

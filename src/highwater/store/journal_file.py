@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError
-from highwater.nouns.files import read_file, refuse_irregular
+from highwater.nouns.codec import read_file, refuse_irregular
 from highwater.units import MIB, format_bytes
 
 MOST_BYTES = 512 * MIB
@@ -66,14 +66,6 @@ class JournalFile:
             os.ftruncate(self._descriptor, self._size)
             raise self._unwritable(error) from error
         self._size += len(line)
-
-    def sync_name(self) -> None:
-        """Make a new file's name durable; syncing the file itself does not."""
-        descriptor = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         """Release the lock."""

@@ -7,8 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.codec import CONFIG_BYTES, from_json, read_file, to_json, write_whole
 from highwater.nouns.training import (
     CHECKPOINTS,
     STATE_FILE,
@@ -71,9 +70,7 @@ class TrainingFolder:
 
     def keep(self, spec: TrainingSpec) -> None:
         """Write the specification, and make the folders that the run's ranks write into."""
-        beside = self.path / f".{_SPEC}.partial"
-        beside.write_text(to_json(spec), encoding="utf-8")
-        beside.replace(self._spec)
+        write_whole(self._spec, to_json(spec).encode())
         if spec.trial.memory_snapshots is not None:
             self.snapshots.mkdir(exist_ok=True)
 

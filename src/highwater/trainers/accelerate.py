@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.foreign_request import filled_command, launched_command, placeholders_of
-from highwater.nouns.foreign_trainer import FROM_OUTSIDE, SHARED, ForeignTrainer, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import FROM_OUTSIDE, SHARED, ForeignTrainer, ForeignTraits
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import (
     Dialect,

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from highwater.errors import UsageError
 from highwater.nouns.environment import allocator_environment
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
     CUT_CROSS_ENTROPY,

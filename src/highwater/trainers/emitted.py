@@ -25,9 +25,7 @@ from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import ALL_LINEAR, Lora
-from highwater.nouns.objective import Objective
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import ALL_LINEAR, Lora, Objective, OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell

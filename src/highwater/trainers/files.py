@@ -20,13 +20,12 @@ from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentOrder, missing_files
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import ForeignName
+from highwater.nouns.trainer import ForeignName, ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import refuse_unlaunched
 from highwater.trainers.emitted import (

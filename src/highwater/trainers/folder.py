@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.files import SETTINGS_BYTES, read_file
+from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.trainers.emitted import Emitted, comment
 
 LAUNCH, CHECK = "launch.sh", "CHECK.md"

@@ -16,13 +16,14 @@ import yaml
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.corpus import DocumentOrder
 from highwater.nouns.foreign_request import base_config, filled_command
-from highwater.nouns.foreign_trainer import (
+from highwater.nouns.trainer import (
     FROM_OUTSIDE,
     SHARED,
+    ForeignName,
     ForeignTrainer,
     ForeignTraits,
+    TrainerParts,
 )
-from highwater.nouns.trainer import ForeignName, TrainerParts
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import comment
 

@@ -16,10 +16,10 @@ from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, ForeignTraits
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS, mapping_in
 from highwater.trainers.emitted import (
     DATASET,

@@ -17,7 +17,7 @@ from highwater.errors import UsageError
 from highwater.model.footprint import policy_parameters
 from highwater.model.model import load_model
 from highwater.model.model_place import is_hub_id
-from highwater.nouns.lora import ATTENTION, MLP, Lora
+from highwater.nouns.objective import ATTENTION, MLP, Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
     Dialect,

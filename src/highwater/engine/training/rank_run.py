@@ -54,9 +54,8 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
-from highwater.nouns.protocols import OnPhase
 from highwater.nouns.settings import Loss
-from highwater.nouns.trial import MemoryBudget, RankReport, Save, TrialSpec
+from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
 from highwater.version import __version__
 
 CRITIC_SEED = 1

@@ -33,8 +33,7 @@ from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training, preference_loss, reward_loss, sharing
 from highwater.errors import UsageError
 from highwater.model.model import load_model
-from highwater.nouns.codec import to_json
-from highwater.nouns.files import open_regular
+from highwater.nouns.codec import open_regular, to_json, write_whole
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
@@ -414,9 +413,7 @@ def keep_lines_up_to(path: Path, *, step: int) -> None:
     except FileNotFoundError:
         return
     kept = [line for line in lines if _step_of(line) <= step]
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(b"".join(kept))
-    beside.replace(path)
+    write_whole(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:

@@ -22,6 +22,7 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
+from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.model.families import reads_a_transform
 from highwater.model.footprint import (
@@ -31,7 +32,6 @@ from highwater.model.footprint import (
     policy_parameters,
 )
 from highwater.model.model import ModelShape
-from highwater.nouns.capacities import PUBLISHED_SETTINGS
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Allocator

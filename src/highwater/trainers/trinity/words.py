@@ -11,7 +11,7 @@ Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
 """
 
 from highwater.errors import UsageError
-from highwater.nouns.lora import ALL_LINEAR, Lora
+from highwater.nouns.objective import ALL_LINEAR, Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
     Dialect,

@@ -3,8 +3,7 @@ a step (law.py).
 """
 
 from highwater.memory.trainers import TrainerMemory
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, SHARED, ForeignTraits
-from highwater.nouns.trainer import TrainerTraits
+from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits, TrainerTraits
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.trainers.foreign import TrialStart
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget

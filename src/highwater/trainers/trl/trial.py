@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
-from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import (
     ENDS,

@@ -14,8 +14,7 @@ from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, generation_micro_batches
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import Objective, OptimizerName, generation_micro_batches
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
