@@ -18,9 +18,7 @@ if TYPE_CHECKING:
         BlockSparseRingDilatedAttention as BlockSparseRingDilatedAttention,
     )
     from highwater.engine.attention.modules import DilatedAttention as DilatedAttention
-    from highwater.engine.attention.transformers_interface import (
-        register_block_sparse as register_block_sparse,
-    )
+    from highwater.engine.attention.registry import register_block_sparse
     from highwater.engine.training.memory_profiler import MemoryProfiler as MemoryProfiler
     from highwater.errors import HighwaterError as HighwaterError
     from highwater.nouns.sparse_pattern import SparsePatternConfig as SparsePatternConfig
@@ -47,7 +45,7 @@ _PUBLIC = {
     "DilatedAttention": "highwater.engine.attention.modules",
     "BlockSparseAttention": "highwater.engine.attention.modules",
     "BlockSparseRingDilatedAttention": "highwater.engine.attention.modules",
-    "register_block_sparse": "highwater.engine.attention.transformers_interface",
+    "register_block_sparse": "highwater.engine.attention.registry",
 }
 __all__ = [
     "BlockSparseAttention",

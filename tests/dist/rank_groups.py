@@ -11,7 +11,7 @@ from highwater.nouns.environment import STORE_VARIABLE
 IMPORTED = (
     *("safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.trainer"),
     *("highwater.engine.models.build", "highwater.engine.tracer.trinity_step"),
-    *("highwater.engine.training.checkpoint", "highwater.engine.training.trial"),
+    *("highwater.engine.training.checkpoint", "highwater.engine.training.rank_run"),
 )
 """What the scripts import: none of their processes has to."""
 TIMEOUT_S = 500

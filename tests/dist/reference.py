@@ -19,7 +19,7 @@ from transformers import (
     Trainer,
 )
 
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.nouns.hyperparameters import Hyperparameters
 
 Documents = list[tuple[Tensor, Tensor]]

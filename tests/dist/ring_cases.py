@@ -13,11 +13,11 @@ from rank_steps import each, of_all
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from highwater.engine.attention import kept, ring
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention import block_attention as kept
+from highwater.engine.attention import ring
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.attention.ring import Ring, attend_in_ring
-from highwater.engine.attention.ulysses import attend_sharded
-from highwater.engine.parallel.collectives import pass_on
+from highwater.engine.parallel.collectives import attend_sharded, pass_on
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 
 ROWS = {

@@ -21,8 +21,8 @@ from highwater.engine.attention.modules import (
     BlockSparseRingDilatedAttention,
     DilatedAttention,
 )
-from highwater.engine.attention.ulysses import attend_sharded
 from highwater.engine.parallel import collectives
+from highwater.engine.parallel.collectives import attend_sharded
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from highwater.engine.attention import ring
 from highwater.engine.attention.dense import attend
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.parallel.collectives import pass_on
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout

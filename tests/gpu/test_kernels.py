@@ -7,7 +7,7 @@ import torch
 
 from closeness import deviation
 from highwater.engine.attention.dense import attend, select_kernel
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from closeness import deviation
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.dense import attend, select_kernel
-from highwater.engine.attention.kept import kept_in_recompute
 from highwater.engine.attention.mixed_lengths import attend_mixed, calls_of, front_tokens
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.attention.registry import register
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import ModelError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_attention_modules import BLOCK, meetings
 
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
 from highwater.engine.bench.attention.measurement import differences, naive_attention
 from highwater.nouns.attention_bench import (

@@ -23,13 +23,12 @@ from highwater.engine.attention.block_flex import (
     may_compile,
 )
 from highwater.engine.attention.block_gather import attend_by_gather
-from highwater.engine.attention.block_table import BlockTable, block_tables
+from highwater.engine.attention.block_table import BlockTable, TilePairs, block_tables
 from highwater.engine.attention.branch_attention import Sharing, branch_attention
 from highwater.engine.attention.branch_kernel import attend_branches, branches_obstacle
 from highwater.engine.attention.branches import Branch, dilated_branches, exchange
 from highwater.engine.attention.flex_tiles import tile_mask
 from highwater.engine.attention.registry import register
-from highwater.engine.attention.tiles import TilePairs
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 from tables import deep

@@ -24,8 +24,9 @@ from corpora import (
 from transformers import AutoTokenizer
 
 from highwater.engine.data.data_files import data_files, records
-from highwater.engine.data.rendering import Rendering, rendered, supervised
+from highwater.engine.data.rendering import Rendering, supervised
 from highwater.engine.data.text_tokens import Tokenizer
+from highwater.engine.data.tokenise import rendered
 from highwater.errors import UsageError
 from tables import table
 

@@ -17,8 +17,7 @@ import psutil
 import pytest
 from corpora import ids_of, made, order, write_lines, write_tokenizer
 
-from highwater.engine.data import conversations
-from highwater.engine.data import rendering as render_processes
+from highwater.engine.data import conversations, tokenise
 from highwater.engine.data.data_files import data_files, records
 from highwater.engine.data.store import open_corpus
 from highwater.errors import MachineError, UsageError
@@ -118,7 +117,7 @@ def test_a_template_that_does_not_end_is_refused_with_its_record(
 ):
     monkeypatch.setattr(conversations, "LIMIT_S", 1.0)
     if processes > 1:
-        monkeypatch.setattr(render_processes, "_WORTH_BYTES", 0)
+        monkeypatch.setattr(tokenise, "_WORTH_BYTES", 0)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processes)))
     tokenizer = write_tokenizer(tmp_path / "tokenizer", ENDLESS[name])
     longer = {"messages": [*CHAT["messages"], *CHAT["messages"]]}

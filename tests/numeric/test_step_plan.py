@@ -17,8 +17,8 @@ from tiny_training import trained
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.data.step_plan import StepPlan, evaluation_rows
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.evaluation import evaluate
 from highwater.engine.training.step import Training
+from highwater.engine.training.training_run import evaluate
 from highwater.errors import UsageError
 
 np = pytest.importorskip("numpy", reason="the data plane needs the train extra")

@@ -15,8 +15,7 @@ from tiny_training import trained
 from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM
 
 from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import UNTRAINED, Batch, Document, pack
-from highwater.engine.data.micro_batches import batches
+from highwater.engine.data.batches import UNTRAINED, Batch, Document, batches, pack
 from highwater.engine.models.build import build_on_meta, read_config
 from highwater.engine.models.fused.fused import fuse_norms
 from highwater.engine.models.rope import scale_rope

@@ -366,7 +366,7 @@ def ours(spec: Any, device: Any) -> Any:
     import torch
 
     from highwater.engine.attention.dense import select_kernel
-    from highwater.engine.data.micro_batches import batches
+    from highwater.engine.data.batches import batches
     from highwater.engine.parallel import mesh as process_mesh
     from highwater.engine.training.rank_context import RankContext
     from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse

@@ -181,7 +181,7 @@ def record_trial(name: str) -> dict[str, Any]:
     """
     import torch
 
-    from highwater.engine.training.trial import Trial
+    from highwater.engine.training.rank_run import Trial
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 

@@ -21,8 +21,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from highwater.engine.data.batches import shard
-from highwater.engine.data.micro_batches import batches
+from highwater.engine.data.batches import batches, shard
 from highwater.engine.models import build as model
 from highwater.engine.tracer import fake_cuda, kernel_stubs, tracer
 from highwater.engine.training.rank_run import assemble, rehearsal_batch, rehearse

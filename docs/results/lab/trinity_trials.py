@@ -192,7 +192,7 @@ class Worker:
         """As ``Trial`` takes them, with the reference's model."""
         import torch
 
-        from highwater.engine.data.micro_batches import batches
+        from highwater.engine.data.batches import batches
         from highwater.engine.tracer import trinity_step
         from highwater.engine.training.rank_context import take_context
         from highwater.engine.training.step import train_step

@@ -20,8 +20,7 @@ from trials import FITS_TOKENS, MODEL, Found, snapshot_row, spec_of
 
 import highwater
 from highwater.engine.bench.attention.measurement import environment
-from highwater.engine.data.batches import Batch
-from highwater.engine.data.micro_batches import batches
+from highwater.engine.data.batches import Batch, batches
 from highwater.engine.training.memory_profiler import TrialProfiler
 from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import RankContext, take_context

@@ -4,9 +4,15 @@ blocks, forward and backward, by the kernel of the hardware.
 PyTorch's public attention does not return the log-sum-exp; the operators beneath it, used here, do.
 
 Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D head size
+
+Outputs can be kept for a layer's recomputation. Each attention with an autograd function of its own
+asks ``attended`` before it computes, so the operators of ``torch.utils.checkpoint`` need not list
+the fused kernels inside these functions.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -41,9 +47,7 @@ class Block(NamedTuple):
         return self.kernel if self.key_BKLD.shape[2] > 1 else "flash"
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, BHQD, and the log-sum-exp of each query, BHQ, in float32 or
-        wider.
-        """
+        """Return the output, BHQD, and each query's log-sum-exp, BHQ, in float32 or wider."""
         match self._operator:
             case "cudnn":
                 output, log_sums_BHQ1, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -173,9 +177,7 @@ class VariedBlock(NamedTuple):
     scaling: float
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, qHD, and the log-sum-exp of the queries in the kernel's own
-        layout.
-        """
+        """Return the output, qHD, and the queries' log-sum-exp in the kernel's own layout."""
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
             return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)
@@ -295,3 +297,53 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
     """Return an empty seed and offset, as no random numbers are drawn."""
     none = torch.empty(0, dtype=torch.long, device=query.device)
     return none, none
+
+
+Attended = tuple[Tensor, ...]
+"""Attention output, and the log-sum-exps of the queries."""
+Kept = Callable[[Callable[[], Attended]], Attended]
+"""Function that takes an attention call and returns its result, computed now or kept before."""
+_KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)
+_IS_KEEPING: ContextVar[bool] = ContextVar("attended by a function of ours", default=False)
+
+
+def attended(attend: Callable[[], Attended]) -> Attended:
+    """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
+    kept = _KEPT.get()
+    if kept is None:
+        return attend()
+    token = _IS_KEEPING.set(True)
+    try:
+        return kept(attend)
+    finally:
+        _IS_KEEPING.reset(token)
+
+
+def is_keeping() -> bool:
+    """True inside an attention that is kept as a whole, so that none of its operators need be."""
+    return _IS_KEEPING.get()
+
+
+def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return two contexts for ``torch.utils.checkpoint``, for a layer's forward pass and
+    recomputation: attention outputs are kept in the first and given back in the second.
+    """
+    kept: list[Attended] = []
+
+    def keep(attend: Callable[[], Attended]) -> Attended:
+        kept.append(attend())
+        return kept[-1]
+
+    def give(_: Callable[[], Attended]) -> Attended:
+        return kept.pop(0)
+
+    return _with(keep), _with(give)
+
+
+@contextmanager
+def _with(kept: Kept) -> Generator[None]:
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)

@@ -183,9 +183,7 @@ def attend_mask(
 def attend_table_of(
     implementation: SparseKernel, pattern: SparsePatternConfig, query_BHSD: Tensor, kv_heads: int
 ) -> AttendTable:
-    """Choose the function that attends by one table: FlexAttention if its small proof passes, else
-    gathered keys.
-    """
+    """Choose what attends by one table: FlexAttention if its small proof passes, else gather."""
     is_candidate = takes(query_BHSD.device, query_BHSD.dtype, pattern)
     if implementation == "gather" or (implementation == "auto" and not is_candidate):
         return attend_by_gather
@@ -237,9 +235,7 @@ def obstacle(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Say why FlexAttention differs from block-gather on small input: output, log-sum-exp or a
-    gradient. None if it does not.
-    """
+    """Say why FlexAttention differs from block-gather on small input; None if it does not."""
     sizes = ProofSizes(groups, PROVEN_BLOCKS * pattern.block_size + 1, head_dim, dtype, device)
     return flaw(partial(deviations, pattern, sizes), sizes)
 

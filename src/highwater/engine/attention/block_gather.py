@@ -19,8 +19,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
-from highwater.engine.attention.tiles import TilePairs, pairs_of
+from highwater.engine.attention.block_table import (
+    BlockTable,
+    TilePairs,
+    block_tables,
+    pairs_of,
+    top_k_table,
+)
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs
 
 SCORES_AT_HAND = 2**24

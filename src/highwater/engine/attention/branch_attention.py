@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.engine.attention.block_gather import CutTensors, exact
+from highwater.engine.attention.block_table import Tiles
 from highwater.engine.attention.branches import Branch, Exchange, exchange, refuse_content
 from highwater.engine.attention.flex_tiles import FlexTensors
-from highwater.engine.attention.tiles import Tiles
 from highwater.engine.parallel.collectives import swap
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.sparse_pattern import SparsePatternConfig

@@ -38,9 +38,7 @@ def attend_branches(
 
 
 def branches_obstacle(sharing: Sharing, query_BHTD: Tensor, kv_heads: int) -> str | None:
-    """Say why FlexAttention differs from gathered keys for such branches, on small input; None if
-    it does not.
-    """
+    """Say why FlexAttention differs from gathered keys on small input; None if it does not."""
     block = (sharing.pattern or _DENSE).block_size
     sizes = ProofSizes(
         groups=query_BHTD.shape[1] // kv_heads,

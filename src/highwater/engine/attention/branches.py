@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from highwater.engine.attention.block_table import BlockTable, block_tables
-from highwater.engine.attention.tiles import TilePairs, Tiles
+from highwater.engine.attention.block_table import BlockTable, TilePairs, Tiles, block_tables
 from highwater.engine.parallel.sequence_layout import Integers, SequenceLayout
 from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -30,9 +29,7 @@ _DENSE_BLOCK = 128
 
 
 class Branch(NamedTuple):
-    """Rows with one segment length, rate and offset; every ``rate``-th query head, from ``offset``
-    on, uses them.
-    """
+    """Rows of one segment length, rate and offset, for each ``rate``-th head from ``offset``."""
 
     segment: int | None = None
     """Tokens of a segment; None: whole documents."""
@@ -93,8 +90,7 @@ class Exchange:
     """Work of one rank with another rank's keys, and the tokens sent to it for that."""
 
     pairs: tuple[TilePairs, ...]
-    """Passes whose outputs are merged; their key tiles index the tokens that are sent, or the
-    rank's own."""
+    """Passes to merge; their key tiles index the tokens that are sent, or the rank's own."""
     sent_T: Tensor | None
     """Indices of the other rank's tokens that are sent, in order; None if the keys are our own."""
 

@@ -152,9 +152,7 @@ _PRODUCTS_AT_HAND = 2**22
 
 
 def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> Tensor:
-    """Scale an output over the keys as if the sinks were in its softmax, in place; return the
-    log-sum-exp with the sinks, BHS.
-    """
+    """Scale an output in place by the keys' share; return the log-sum-exp with sinks, BHS."""
     joint_BHS = torch.logaddexp(log_sums_BHS, sinks_H.to(log_sums_BHS.dtype)[:, None])
     output_BHSD.mul_((log_sums_BHS - joint_BHS).exp_()[..., None])
     return joint_BHS

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from highwater.engine.attention.block_flex import IsSeen, attend_mask, filled_mask
 from highwater.engine.attention.block_gather import CutTensors, exact
-from highwater.engine.attention.tiles import TilePairs, Tiles
+from highwater.engine.attention.block_table import TilePairs, Tiles
 
 _FAR = 2**30
 """Position behind every token, and a distance that no two tokens have."""

@@ -108,9 +108,7 @@ def flaw(deviations: Callable[[], Iterator[float]], sizes: ProofSizes) -> str | 
 
 
 def deviations_of(one: AttendAndSum, other: AttendAndSum, sizes: ProofSizes) -> Iterator[float]:
-    """Yield norm-relative errors of one attention against the other: output, log-sum-exp, gradients
-    of queries, keys and values.
-    """
+    """Yield norm-relative errors of output, log-sum-exp, and gradients of each input."""
     random = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn((1, heads, sizes.tokens, sizes.head_dim), generator=random)

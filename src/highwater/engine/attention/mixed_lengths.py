@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from highwater.engine.attention.block_attention import Block, VariedBlock
-from highwater.engine.attention.kept import attended
+from highwater.engine.attention.block_attention import Block, VariedBlock, attended
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
@@ -147,12 +146,7 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query_BHSD: Tensor,
-        key_BKSD: Tensor,
-        value_BKSD: Tensor,
-        calls: Calls,
-        how: _How,
+        ctx: Any, query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, calls: Calls, how: _How
     ) -> Tensor:
         output_SHD, *log_sums = attended(
             lambda: _forward(query_BHSD, key_BKSD, value_BKSD, calls, how)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from highwater.engine.attention import kernel_proof as window_proof
-from highwater.engine.attention.block_attention import Block, WindowedBlock
+from highwater.engine.attention.block_attention import Block, WindowedBlock, attended
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
-from highwater.engine.attention.kept import attended
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
@@ -27,9 +26,7 @@ from highwater.nouns.hardware import Kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Attention of one layer: scaling of the scores, keys that are read, and additions to the
-    softmax.
-    """
+    """Attention of one layer: scaling of scores, keys that are read, additions to the softmax."""
 
     scaling: float
     window_tokens: int | None = None
@@ -48,9 +45,7 @@ class Pattern:
         return self.soft_cap is None and not self.cuts(length_tokens)
 
     def is_dense_up_to(self, length_tokens: int) -> bool:
-        """True if for documents up to this length the pattern is plain full attention, without
-        sinks.
-        """
+        """True if documents up to this length attend in full, without sinks."""
         return self.sinks_H is None and self.is_fused_up_to(length_tokens)
 
     def of_heads(self, rank: int, degree: int) -> "Pattern":

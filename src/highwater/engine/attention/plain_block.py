@@ -4,12 +4,16 @@ queries at a time, forward and backward, in any dtype and on any device.
 The rows at hand read one stretch of keys, so nothing is gathered. Scores held at once are bounded
 for any length, and memory is linear in it. Scores and sums are in float32 or wider.
 
+Beside them the reference that every attention must equal: the textbook formula in float64, document
+by document. It is quadratic in memory on purpose: only tests and benchmarks use it.
+
 Shapes:  B documents  H query heads  K key/value heads  G query heads of each: H/K  S tokens of a
-         document  r rows at hand  l keys that they read  D head size
+         document, or of a packed row  r rows at hand  l keys that they read  D head size
+         Q queries of a document
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +37,7 @@ class PlainBlock(NamedTuple):
     """True in memory-only trials: only the rows that take the most memory are computed."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the attention output, BHSD, and the log-sum-exp of each query, BHS, in float32 or
-        wider.
-        """
+        """Return the output, BHSD, and each query's log-sum-exp, BHS, in float32 or wider."""
         output_BHSD = torch.zeros_like(self.query_BHSD)
         log_sums_BHS = torch.zeros_like(self.query_BHSD[..., 0], dtype=self._wide)
         for rows in self._rows():
@@ -122,9 +124,7 @@ class PlainBlock(NamedTuple):
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
     def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
-        """Return these rows of a tensor, BKGrD, wide and contiguous, so that products copy nothing
-        more.
-        """
+        """Return these rows of a tensor, BKGrD, wide and contiguous: products copy no more."""
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 
@@ -163,3 +163,32 @@ class _Stretch(NamedTuple):
 
     queries: slice
     keys: slice
+
+
+def reference_attention(
+    query_SHD: Tensor,
+    key_SKD: Tensor,
+    value_SKD: Tensor,
+    *,
+    document_lengths: Sequence[int],
+    scaling: float,
+) -> Tensor:
+    """Causal softmax attention of each document over itself, shape SHD, in float64.
+
+    ``document_lengths`` add up to S. Query head h reads key/value head ``h // (H / K)``.
+    """
+    groups = query_SHD.shape[1] // key_SKD.shape[1]
+    documents = zip(
+        query_SHD.double().split(list(document_lengths)),
+        key_SKD.double().repeat_interleave(groups, dim=1).split(list(document_lengths)),
+        value_SKD.double().repeat_interleave(groups, dim=1).split(list(document_lengths)),
+        strict=True,
+    )
+    return torch.cat([_one_document(q, k, v, scaling) for q, k, v in documents])
+
+
+def _one_document(query_SHD: Tensor, key_SHD: Tensor, value_SHD: Tensor, scaling: float) -> Tensor:
+    scores_HQK = torch.einsum("qhd,khd->hqk", query_SHD, key_SHD) * scaling
+    ahead = torch.ones(scores_HQK.shape[-2:], dtype=torch.bool, device=scores_HQK.device).triu(1)
+    weights_HQK = scores_HQK.masked_fill(ahead, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights_HQK, value_SHD)

@@ -9,7 +9,7 @@ step after the first is half of the row's square, on every rank, without a mask.
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
 log-sum-exp, in float32 or wider. In the backward pass keys and values pass once more, together with
 their gradients, which reach their owner after the last step. A layer that keeps attention outputs
-passes nothing in its recomputation (``engine/attention/kept``).
+passes nothing in its recomputation (``engine/attention/block_attention``).
 
 In a memory-only trial a step attends within pieces of its documents (docs/decisions/006).
 
@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.engine.attention.block_attention import Block, merge_
+from highwater.engine.attention.block_attention import Block, attended, merge_
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
-from highwater.engine.attention.kept import attended
 from highwater.engine.parallel.collectives import pass_on
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
@@ -91,9 +90,7 @@ def attend_in_ring(
     ring: Ring,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each document over itself, shape BSHD. ``sinks_H``: scores of sinks, all
-    of them on every rank.
-    """
+    """Causal attention of each document over itself, BSHD. ``sinks_H``: all, on every rank."""
     assert sum(ring.held_lengths) == query_BHSD.shape[2], "the documents are all that is held"
     assert not any(length % 2 for length in ring.held_lengths), "two chunks of one length"
     output_BHSD: Tensor = _RingAttention.apply(query_BHSD, key_BKSD, value_BKSD, sinks_H, ring)

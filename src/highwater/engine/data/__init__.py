@@ -1,3 +1,1 @@
-"""A user's data as tokens: read, rendered and tokenised once, mapped into memory by every rank, and
-laid out into steps.
-"""
+"""A user's data as tokens: tokenised once, mapped into memory by ranks, laid out into steps."""

@@ -1,21 +1,30 @@
 """Batches: documents packed into one row, with everything the step must know about them on the
-host. Where documents come from is engine/data/micro_batches.py's.
+host. Documents come from a trial's seed, or from a function of the user's (``module:function``);
+those of the user, also in a loop of their own, are checked here.
 
 Shapes:  T packed tokens of a micro-batch, or this rank's share of them  N trained tokens among
          those  D documents P documents whose last token this rank has  L tokens of one document
 """
 
 import hashlib
+import importlib
+import inspect
 import math
-from collections.abc import Sequence
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
+from highwater.errors import UsageError
+from highwater.nouns.trial import TrialSpec
 
 UNTRAINED = -100
 """Label of a token that is not trained on, as in Hugging Face."""
@@ -26,8 +35,7 @@ class Document(NamedTuple):
 
     ids_L: Tensor
     labels_L: Tensor
-    """The token itself, or UNTRAINED. A document's first token is never predicted: nothing precedes
-    it."""
+    """The token itself, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
     """The number of the document's group: sequences of one prompt, among those of all ranks' step.
@@ -121,9 +129,7 @@ def shard(batch: Batch, layout: SequenceLayout, *, rank: int) -> Batch:
 
 
 def digest(micro_batches: Sequence[Batch]) -> Tensor:
-    """64 bits of all that micro-batches hold, as a tensor of shape (1,): two that differ have two
-    digests.
-    """
+    """64 bits of all that micro-batches hold, of shape (1,): two that differ have two digests."""
     found = hashlib.sha256()
     for batch in micro_batches:
         for field in fields(batch):
@@ -155,13 +161,15 @@ def pack(documents: Sequence[Document]) -> Batch:
 
 
 def _sampled(documents: Sequence[Document], trained_T: Tensor) -> Tensor | None:
-    known = [document.old_logprobs_L for document in documents]
-    if all(logprobs_L is None for logprobs_L in known):
+    if all(document.old_logprobs_L is None for document in documents):
         return None
-    unknown = [torch.full(document.ids_L.shape, math.nan) for document in documents]
-    return torch.cat([u if k is None else k for k, u in zip(known, unknown, strict=True)])[
-        trained_T
-    ]
+    known = (
+        torch.full(document.ids_L.shape, math.nan)
+        if document.old_logprobs_L is None
+        else document.old_logprobs_L
+        for document in documents
+    )
+    return torch.cat(list(known))[trained_T]
 
 
 def without_first(labels: Tensor) -> Tensor:
@@ -169,3 +177,251 @@ def without_first(labels: Tensor) -> Tensor:
     labels = labels.clone()
     labels[0] = UNTRAINED
     return labels
+
+
+_FIELDS = ("input_ids", "labels", "reward", "group", "logprobs")
+"""Fields of a document that is a mapping."""
+_EXAMPLE = "`[{'input_ids': [1, 2, 3], 'labels': [-100, 2, 3]}]`"
+"""One micro-batch, as a hint shows it."""
+_LISTS = f"yield lists of documents: {_EXAMPLE}"
+_MOST_SEEN = 60
+_MOST_GROUPS = 2**63
+"""Ranks tell each other a group's number in 64 bits."""
+_Fault = tuple[str, str]
+"""A reason why documents cannot be trained, and a hint."""
+
+
+def read_documents(
+    micro_batch: Any, spec: TrialSpec, *, source: str, vocab_size: int, window_tokens: int | None
+) -> list[Document]:
+    """The documents of a micro-batch that ``source``, which errors name, yielded.
+
+    Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
+    be, where only those that every layer attends to whole can. How long they are together is not
+    looked at.
+    """
+    if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
+        raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
+    documents = [_document(document, source) for document in cast(Iterable[Any], micro_batch)]
+    if not documents or not all(map(_is_whole, documents)):
+        what = "a micro-batch that is not documents of token ids with labels (and logprobs) of the"
+        raise _refused(source, f"{what} same length", _LISTS)
+    faults = [
+        *chain.from_iterable(_faults_of_ids(each, vocab_size) for each in documents),
+        *_faults_of_length(max(len(each.ids_L) for each in documents), spec, window_tokens),
+        *chain.from_iterable(map(_faults_of_numbers, documents)),
+    ]
+    if spec.settings.traits.pairs and len(documents) % 2:
+        what = f"{len(documents)} documents in a micro-batch, and {spec.settings.objective} trains"
+        faults.append((f"{what} on pairs", "yield chosen, rejected, chosen, rejected, ..."))
+    for what, hint in faults:
+        raise _refused(source, what, hint)
+    return documents
+
+
+def seen(value: Any) -> str:
+    """The text of a value, as much of it as is told."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SEEN else f"{text[:_MOST_SEEN]}..."
+
+
+def _refused(source: str, what: str, hint: str) -> UsageError:
+    return UsageError(f"{source} yielded {what}", hint=hint)
+
+
+def _document(document: Any, source: str) -> Document:
+    """A mapping with ``input_ids``, or plain token ids, all trained without ``labels``."""
+    is_mapping = isinstance(document, Mapping)
+    fields: dict[Any, Any] = dict(cast(Any, document)) if is_mapping else {"input_ids": document}
+    unread = [str(name) for name in fields if name not in _FIELDS]
+    if unread or "input_ids" not in fields:
+        what = f"the field {unread[0]!r}, which nobody reads" if unread else "no input_ids"
+        raise _refused(source, f"a document with {what}", f"its fields are {', '.join(_FIELDS)}")
+
+    def read(field: str, meant: str, convert: Callable[[Any], Any]) -> Any:
+        try:
+            return convert(fields[field])
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            what = f"a document whose {field} is not {meant}: {seen(fields[field])}"
+            raise _refused(source, what, f"for example {_EXAMPLE}") from error
+
+    def numbers(field: str) -> Tensor:
+        return read(field, "a list of numbers", lambda each: torch.as_tensor(each).detach().cpu())
+
+    def whole_numbers(field: str) -> Tensor:
+        found = numbers(field)
+        return read(field, "whole numbers", lambda _: _as_whole(found))
+
+    ids = whole_numbers("input_ids")
+    labels = ids if fields.get("labels") is None else whole_numbers("labels")
+    is_sampled = fields.get("logprobs") is not None
+    logprobs = numbers("logprobs").to(torch.float32) if is_sampled else None
+    reward = read("reward", "a number", _as_number) if "reward" in fields else 0.0
+    group = read("group", "a whole number", operator.index) if "group" in fields else 0
+    return Document(ids, labels, reward=reward, group=group, old_logprobs_L=logprobs)
+
+
+def _as_whole(found: Tensor) -> Tensor:
+    kind = found.dtype
+    if found.numel() and (kind.is_floating_point or kind.is_complex or kind == torch.bool):
+        raise TypeError
+    return found.to(torch.long)
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError
+    return float(value)
+
+
+def _is_whole(document: Document) -> bool:
+    ids, beside = document.ids_L, (document.labels_L, document.old_logprobs_L)
+    same = all(each is None or each.shape == ids.shape for each in beside)
+    return ids.ndim == 1 and len(ids) > 0 and same
+
+
+def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
+    """Yield a fault for ids and labels that are no tokens of this model."""
+    ids_L, labels_L = document.ids_L, document.labels_L
+    if ((ids_L < 0) | (ids_L >= vocab_size)).any():
+        yield f"token ids outside 0..{vocab_size - 1}", "use the model's own tokenizer"
+    foreign = labels_L[(labels_L != UNTRAINED) & ((labels_L < 0) | (labels_L >= vocab_size))]
+    if len(foreign):
+        yield (
+            f"the label {int(foreign[0])}, neither {UNTRAINED} nor a token id in "
+            f"0..{vocab_size - 1}",
+            f"label a token with its own id to train on it, with {UNTRAINED} not to",
+        )
+
+
+def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) -> Iterator[_Fault]:
+    """Yield a fault for a document too long for the trial, or for a layer to attend to."""
+    if longest > spec.length_tokens:
+        yield (
+            f"a document of {longest:,} tokens for a length of {spec.length_tokens:,}",
+            f"cut documents to {spec.length_tokens} tokens, or begin with a length of "
+            f"`{longest}` or more",
+        )
+    if window_tokens is not None and longest > window_tokens:
+        yield (
+            f"a document of {longest:,} tokens, past the sliding window of {window_tokens:,} in "
+            f"which {spec.model_name} attends, and a ring shares only what all layers attend to "
+            "whole",
+            f"cut documents to {window_tokens} tokens, or use `--ulysses` in the place of `--ring`",
+        )
+
+
+def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
+    """Yield a fault for what would make the loss NaN, while the document is known."""
+    if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
+        yield f"a document with the reward {document.reward}", "yield finite rewards"
+    is_trained, logprobs = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L
+    if logprobs is not None and not logprobs[is_trained].isfinite().all():
+        yield (
+            "a document whose logprobs are not finite at tokens that are trained on",
+            "yield each token's log-probability when it was sampled, or no `logprobs` for that "
+            "document",
+        )
+    if not -_MOST_GROUPS <= document.group < _MOST_GROUPS:
+        what = f"a document of the group {document.group}"
+        yield what, "number groups by whole numbers of 64 bits"
+
+
+def user_function(source: str, keywords: Iterable[str], *, what: str, define: str) -> Any:
+    """The function that ``source`` names, which is called with these keywords: the user's code, run
+    as it is. No other code comes from the working directory. ``what`` is what it is for, and
+    ``define`` how it is written, in a message.
+    """
+    module, colon, name = source.partition(":")
+    if not (module and colon and name):
+        raise UsageError(
+            f"{what} {source!r} is not module:function",
+            hint="name both: `rewards:length` is the function `length` in rewards.py",
+        )
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a random.py there is nobody's random
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        hint = "check the name, and that it is in this folder, or that PYTHONPATH has its folder"
+        raise UsageError(f"{what} {source!r}: {error}", hint=hint) from error
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{source} cannot be called with {', '.join(keywords)}: {error}",
+            hint=f"define it as `{define}`: names that it does not need go into `**_`",
+        ) from error
+    return function
+
+
+def batches(
+    spec: TrialSpec, *, vocab_size: int, data_rank: int, window_tokens: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
+
+    ``window_tokens``: the longest document that can be trained, where only those that every layer
+    attends to whole can.
+
+    Synthetic sequences are numbered, and a number is the same sequence on any layout: data ranks
+    take turns, a micro-batch each, so that a step has the same ones however many ranks its
+    micro-batches are on.
+
+    A function of the user's, ``module:function``, is called with ``data_rank``,
+    ``data_parallel_degree``, ``length_tokens`` and ``sequences`` as keywords, and again when it
+    runs out. It yields micro-batches of ``length_tokens * sequences`` tokens: each a sequence of
+    documents of at most ``length_tokens`` tokens, each document token ids or a mapping with
+    ``input_ids`` and maybe ``labels``, ``reward``, ``group`` and ``logprobs``. ``group`` is a whole
+    number that sequences of one prompt share, in whatever micro-batch and on whatever data rank of
+    the step they are; those without one are one group. ``logprobs`` has a number for every token,
+    which counts where the token is trained on: its log-probability when it was sampled. Of a
+    document without them the policy before the step takes their place.
+    """
+    if spec.data is None:
+        in_all_ranks = spec.sequences * spec.layout.data_parallel_degree
+        for first in count(data_rank * spec.sequences, in_all_ranks):
+            numbers = range(first, first + spec.sequences)
+            yield pack([_sequence(spec, number, vocab_size=vocab_size) for number in numbers])
+    assert spec.data is not None
+    keywords = {
+        "data_rank": data_rank,
+        "data_parallel_degree": spec.layout.data_parallel_degree,
+        "length_tokens": spec.length_tokens,
+        "sequences": spec.sequences,
+    }
+    define = "def batches(*, length_tokens, **_)"
+    function = user_function(spec.data, keywords, what="data source", define=define)
+    how: dict[str, Any] = {"vocab_size": vocab_size, "window_tokens": window_tokens}
+    expected = spec.length_tokens * spec.sequences
+    while True:
+        given = function(**keywords)
+        if not isinstance(given, Iterable):
+            raise UsageError(
+                f"{spec.data} returned {seen(given)}, and no micro-batches",
+                hint=f"`yield` lists of documents: {_EXAMPLE}",
+            )
+        empty = True
+        for micro_batch in cast(Iterable[Any], given):
+            empty = False
+            documents = read_documents(micro_batch, spec, source=spec.data, **how)
+            total = sum(len(document.ids_L) for document in documents)
+            if total != expected:
+                what = f"a micro-batch of {total:,} tokens for a trial of {expected:,}: it would"
+                hint = "yield documents of exactly length_tokens x sequences tokens together"
+                raise _refused(spec.data, f"{what} prove another length", hint)
+            yield pack(documents)
+        if empty:
+            hint = "yield lists of documents, each a list of token ids"
+            raise _refused(spec.data, "no micro-batch", hint)
+
+
+def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
+    """Random tokens and a reward: exactly the trial's length and trained on, but for the trial's
+    prompt. As far as GRPO is concerned all sequences answer one prompt.
+    """
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
+    ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
+    labels = ids.clone()
+    labels[: min(spec.prompt_tokens, spec.length_tokens // 2)] = UNTRAINED
+    return Document(ids, labels, reward=float(torch.randn((), generator=generator)))

@@ -113,7 +113,7 @@ class ChatTemplate:
         all_marked = self.text(_marked(conversation))
         written = "".join(text.split())
         ends = [0] * (len(conversation.messages) + 1)
-        """Where the texts of the messages before each one end."""
+        """Ends of the texts of the messages before each one."""
         for index, (number, field, said) in enumerate(_texts(conversation)):
             is_system = conversation.messages[number]["role"] in ("system", "developer")
             begin = 0 if is_system else max(ends[: number + 1])
@@ -230,7 +230,7 @@ class ChatTemplate:
         return start, end
 
     def _end(self, conversation: Conversation, number: int, text: str) -> int:
-        """Where a turn ends that the template writes otherwise once it is not the last, as those do
+        """The end of a turn that the template writes otherwise once it is not the last, as those do
         that leave out what was thought.
 
         With a word in the place of its content, what follows the word in the whole conversation is
@@ -431,10 +431,7 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
         field = "arguments" if isinstance(arguments, str) else "tool_calls"
         name = changed("tool_calls", function["name"])
         new = {"name": name, "arguments": changed(field, arguments)}
-        return {
-            **others(call, "type", "function"),
-            "function": {**others(function, *new), **new},
-        }
+        return {**others(call, "type", "function"), "function": {**others(function, *new), **new}}
 
     names = ["name"] if is_label(message.get("name")) else []
     new = others(message, "role", "trained", *names, "tool_calls")
@@ -444,7 +441,7 @@ def _with_texts(message: Message, change: Callable[[str, str], str]) -> Message:
 
 
 def _as_written(field: str, text: str) -> Iterator[str]:
-    """How a template may write a text, without space: as it is, or as JSON, but no JSON twice."""
+    """Ways to write a text, without space: as it is, or as JSON, but no JSON twice."""
     for form in (text, _as_json(text)[1:-1], json.dumps(text)[1:-1]):
         yield "".join(form.split())
         if field == "arguments":

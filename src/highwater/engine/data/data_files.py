@@ -40,7 +40,7 @@ _COMPRESSED: tuple[DataKind, ...] = ("lines", "text")
 _ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of ``datasets`` that have no records."""
 _OWN_CACHE = "cache-"
-"""How the names of files begin in which ``datasets`` keeps what it can compute again."""
+"""Prefix of files in which ``datasets`` keeps what it can compute again."""
 _CHUNK_BYTES = 1 << 20
 _LIST_BYTES = 1 << 30
 """The longest file that is one list, whose bytes are in memory while it is read."""
@@ -192,9 +192,7 @@ def bytes_digest(paths: Sequence[Path]) -> str:
 
 
 def _inside(path: Path, name: str) -> Iterator[DataFile]:
-    """A file if it has a kind, and such files below a folder, sorted by name; what is hidden is
-    left out.
-    """
+    """A file if it has a kind, and such files below a folder, sorted by name, none hidden."""
     if not path.is_dir():
         is_packed = path.suffix.lower() == ".gz"
         kind = _KINDS.get((path.with_suffix("") if is_packed else path).suffix.lower())

@@ -40,7 +40,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call", "tool_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
-"""Who speaks, as people write it; None: as chat templates do."""
+"""Roles, as people write them; None: as chat templates do."""
 _CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT and ms-swift whose text is the JSON of a tool call, or of a list of them."""
 _MESSAGES_EXAMPLE = '`[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]`'
@@ -126,9 +126,7 @@ def messages_of(record: DataRecord, name: str, value: Any = None) -> tuple[Messa
 
 
 def conversation_of(record: DataRecord, messages: Sequence[Message]) -> Conversation:
-    """A conversation of these messages, with the tools and the variables that the record has for
-    the template.
-    """
+    """A conversation of these messages, with the record's tools and variables for the template."""
     options = record.value("chat_template_kwargs")
     if options is not None and not isinstance(options, Mapping):
         raise record.wrong("chat_template_kwargs", options, "variables of a template", "`{}`")

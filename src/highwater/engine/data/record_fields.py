@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from highwater.engine.data.batches import UNTRAINED
-from highwater.engine.data.micro_batches import seen
+from highwater.engine.data.batches import UNTRAINED, seen
 from highwater.errors import UsageError
 
 
@@ -224,9 +223,7 @@ _NUMBERS = frozenset(
 )
 """Fields about what has them, where they are a number, a yes or a no."""
 _OR_PROMPTS = frozenset({"config", "file", "origin", "source", "topic"})
-"""Fields that are a part of the prompt for some: about what has them only where all their texts are
-labels.
-"""
+"""Fields that some prompt with: about what has them only where all their texts are labels."""
 _LABEL = re.compile(r"[!-~]*")
 _MASKS = {
     **dict.fromkeys(("weight", "train", "training", "trained", "loss"), True),

@@ -29,8 +29,7 @@ from highwater.errors import UsageError
 from highwater.units import counted
 
 _OPEN_ROWS = 1024
-"""Rows that a unit is looked a place for in: enough that little is left over, and as quick for any
-number of documents."""
+"""Rows that a unit is looked a place for in: little is left over, and it stays quick."""
 _NUMBER_BITS = 40
 """Bits of a row's number, below those of the room in it."""
 _CHUNK = 1 << 16
@@ -92,7 +91,7 @@ class EpochRows(NamedTuple):
 
     documents: NDArray[np.int64]
     starts: NDArray[np.int64]
-    """Where each row begins among the documents, and where the last one ends."""
+    """Places among the documents at which rows begin, and the end of the last one."""
 
     @property
     def total(self) -> int:
@@ -105,7 +104,7 @@ class EpochRows(NamedTuple):
 
 
 class StepPlan:
-    """Which documents are in which row of which step."""
+    """Tells which documents are in which row of which step."""
 
     def __init__(
         self,
@@ -132,8 +131,7 @@ class StepPlan:
         self._spread = spread_units
         self._epoch = lru_cache(maxsize=_KEPT_EPOCHS)(self._packed)
         self._ends = [0]
-        """How many rows there are up to the end of each epoch that is known, before the first
-        none."""
+        """The number of rows up to the end of each epoch that is known; 0 before the first."""
         self._know(1)
         self.efficiency: float = int(self._units.lengths.sum()) / (self._ends[1] * row_tokens)
         """The part of an epoch's rows that tokens fill."""
@@ -289,9 +287,7 @@ class _Packing(NamedTuple):
         return cls(rows, sorted((row_tokens - count, at) for at, count in enumerate(tokens)))
 
     def adding(self, items: Iterable[Measured]) -> "_Packing | None":
-        """The rows with these documents too, by best fit, the longest first; None where one of
-        them has no room.
-        """
+        """The rows with these documents too, by best fit, longest first; None without room."""
         rows, rooms = [list(row) for row in self.rows], list(self.rooms)
         for item in sorted(items, reverse=True):
             found = bisect_left(rooms, (item[0], -1))
@@ -318,9 +314,7 @@ class _OpenStep:
         return self._documents < len(self._packing.rows)
 
     def take(self, unit: int, items: list[Measured]) -> bool:
-        """Take a unit, all documents packed anew a few times if they do not fit otherwise; false
-        if they do not.
-        """
+        """Take a unit, packing anew a few times if need be; false if it does not fit."""
         if sum(length for length, _ in items) > sum(room for room, _ in self._packing.rooms):
             return False
         packing = self._packing.adding(items)

@@ -50,9 +50,7 @@ _DOCUMENT_FILES = {"units": "<i8", "files": "<i4", "rows": "<i8", "rewards": "<f
 
 
 class CorpusWriter:
-    """Writes a corpus, unit after unit. A folder that was not finished is gone when its context
-    is left.
-    """
+    """Writes a corpus, unit after unit; a folder that was not finished is gone at the end."""
 
     def __init__(self, directory: Path, *, vocab_size: int) -> None:
         """Write into ``directory``, which is new. Raises MachineError where the disk refuses."""
@@ -61,10 +59,15 @@ class CorpusWriter:
         self._types = {"ids": ids_type, **_TOKEN_FILES, **_DOCUMENT_FILES, "offsets": "<i8"}
         self._open: dict[str, IO[bytes]] = {}
         self._groups: dict[tuple[int, str | int], int] = {}
-        self._unit_documents, self._last_unit = array("i"), -1
+        self._last_unit = -1
         self._is_ordered, self._has_logprobs, self._is_finished = True, False, False
-        self._histogram: Counter[int] = Counter()
-        self.documents = self.tokens = self.trained_tokens = self.longest_tokens = 0
+        self.unit_documents = array("i")
+        """The number of documents of each unit."""
+        self.histogram: Counter[int] = Counter()
+        """Documents by their length, rounded up to a power of two."""
+        names = ("documents", "units", "tokens", "trained_tokens", "longest_tokens")
+        self.counts = dict.fromkeys(names, 0)
+        """Counts of what was written, as ``Corpus`` has them."""
         self.apart = self.chats = 0
         """Documents whose prompts were tokenised by themselves, and that a chat template made."""
 
@@ -83,41 +86,25 @@ class CorpusWriter:
         if not self._is_finished:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    @property
-    def units(self) -> int:
-        """Units so far."""
-        return len(self._unit_documents)
-
-    @property
-    def units_of_one(self) -> int:
-        """Units of a single document."""
-        return self._unit_documents.count(1)
-
-    @property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """The histogram of lengths, as in ``Corpus``."""
-        return tuple(sorted(self._histogram.items()))
-
     def add(self, unit: Unit, *, file: int, row: int) -> None:
         """Write the documents of a unit, of a row of a file; those of one group of a file are one
         unit, wherever they stand in it. Raises MachineError where the disk refuses.
         """
-        number = self.units
+        number = self.counts["units"]
         if unit.group is not None:
             number = self._groups.setdefault((file, unit.group), number)
-        if number == self.units:
-            self._unit_documents.append(0)
+        if number == self.counts["units"]:
+            self.counts["units"] += 1
+            self.unit_documents.append(0)
         self._is_ordered &= number >= self._last_unit
         self._last_unit = number
-        self._unit_documents[number] += len(unit.documents)
+        self.unit_documents[number] += len(unit.documents)
         with disk_errors(self._directory):
             for document in unit.documents:
                 self._add(document, (number, file, row))
 
     def finish(self, summary: Corpus, names: Sequence[str]) -> None:
-        """Write the rest, the manifest last; ``names`` are the files'. Raises MachineError where
-        the disk refuses.
-        """
+        """Write the rest, the manifest last; ``names`` are the files'. Raises MachineError."""
         with disk_errors(self._directory):
             for stream in self._open.values():
                 _flush(stream)
@@ -141,14 +128,14 @@ class CorpusWriter:
         self._append("logprobs", np.full(count, np.nan) if logprobs_L is None else logprobs_L)
         for name, value in zip(_DOCUMENT_FILES, (*where, document.reward), strict=True):
             self._append(name, value)
-        self.documents += 1
         self.apart += document.is_apart
         self.chats += document.is_chat
-        self.tokens += count
-        self.trained_tokens += int(np.count_nonzero(document.trained_L[1:]))
-        self.longest_tokens = max(self.longest_tokens, count)
-        self._histogram[1 << (count - 1).bit_length()] += 1
-        self._append("offsets", self.tokens)
+        self.counts["documents"] += 1
+        self.counts["tokens"] += count
+        self.counts["trained_tokens"] += int(np.count_nonzero(document.trained_L[1:]))
+        self.counts["longest_tokens"] = max(self.counts["longest_tokens"], count)
+        self.histogram[1 << (count - 1).bit_length()] += 1
+        self._append("offsets", self.counts["tokens"])
 
     def _append(self, name: str, values: Any) -> None:
         self._open[name].write(np.asarray(values, dtype=self._types[name]).tobytes())
@@ -165,50 +152,50 @@ class OpenCorpus:
         """
         self.summary = summary
         self._names, self._directory, self._checked = names, directory, checked
-        self._offsets = self._mapped("offsets", "<i8", summary.documents + 1)
         ids_path = directory / "ids.bin"
         is_small = ids_path.is_file() and ids_path.stat().st_size == 2 * summary.tokens
-        self._ids = self._mapped("ids", "<u2" if is_small else "<u4", summary.tokens)
-        self._trained = self._mapped("trained", "u1", summary.tokens)
-        has_logprobs = "logprobs.bin" in checked
-        self._logprobs = self._mapped("logprobs", "<f4", summary.tokens) if has_logprobs else None
-        self._rewards = self._mapped("rewards", "<f8", summary.documents)
-        self._files = self._mapped("files", "<i4", summary.documents)
-        self._rows = self._mapped("rows", "<i8", summary.documents)
-        self.units: NDArray[np.int64] = self._mapped("units", "<i8", summary.documents)
+        of_tokens = {"ids": "<u2" if is_small else "<u4", **_TOKEN_FILES}
+        if "logprobs.bin" not in checked:
+            del of_tokens["logprobs"]
+        self._column = {"offsets": self._mapped("offsets", "<i8", summary.documents + 1)}
+        for types, count in ((of_tokens, summary.tokens), (_DOCUMENT_FILES, summary.documents)):
+            self._column |= {name: self._mapped(name, types[name], count) for name in types}
+        self.units: NDArray[np.int64] = self._column["units"]
         """The unit of each document, ascending."""
-        self.lengths: NDArray[np.int64] = np.diff(self._offsets)
+        self.lengths: NDArray[np.int64] = np.diff(self._column["offsets"])
         """Tokens of each document."""
-        if int(self._offsets[-1]) != summary.tokens:
+        if int(self._column["offsets"][-1]) != summary.tokens:
             raise _damaged(directory, "its documents have other lengths than it says")
 
     @property
     def largest_id(self) -> int:
         """The largest token id; every id is read."""
-        return int(self._ids.max(initial=0))
+        return int(self._column["ids"].max(initial=0))
 
     def document(self, number: int) -> Document:
         """A document, as the engine trains it; its group is its unit."""
-        where = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
-        ids_L = torch.from_numpy(self._ids[where].astype(np.int64))
-        is_trained_L = torch.from_numpy(self._trained[where].astype(np.bool_))
+        where = slice(*self._column["offsets"][number : number + 2].tolist())
+        ids_L = torch.from_numpy(self._column["ids"][where].astype(np.int64))
+        is_trained_L = torch.from_numpy(self._column["trained"][where].astype(np.bool_))
         logprobs_L = None
-        if self._logprobs is not None:
-            found_L = torch.from_numpy(np.array(self._logprobs[where], dtype=np.float32))
+        if "logprobs" in self._column:
+            logprobs = np.array(self._column["logprobs"][where], dtype=np.float32)
+            found_L = torch.from_numpy(logprobs)
             logprobs_L = None if bool(found_L.isnan().all()) else found_L
         return Document(
             ids_L,
             ids_L.where(is_trained_L, UNTRAINED),
-            reward=float(self._rewards[number]),
+            reward=float(self._column["rewards"][number]),
             group=int(self.units[number]),
             old_logprobs_L=logprobs_L,
         )
 
     def name_of(self, number: int) -> str:
-        """Where a document comes from: ``data.jsonl:17``."""
-        return f"{self._names[int(self._files[number])]}:{int(self._rows[number])}"
+        """The name of a document by its origin: ``data.jsonl:17``."""
+        file, row = (int(self._column[name][number]) for name in ("files", "rows"))
+        return f"{self._names[file]}:{row}"
 
-    def _mapped(self, name: str, kind: str, count: int) -> Any:
+    def _mapped(self, name: str, kind: str, count: int) -> NDArray[Any]:
         path = self._directory / f"{name}.bin"
         size = path.stat().st_size if path.name in self._checked else None
         if size != count * np.dtype(kind).itemsize:
@@ -217,9 +204,7 @@ class OpenCorpus:
 
 
 def open_corpus(directory: str | Path) -> OpenCorpus:
-    """The corpus in a folder, of which every byte is what was written. Raises UsageError where
-    there is none, or a damaged one.
-    """
+    """The corpus in a folder, every byte as written; UsageError for none, or a damaged one."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UsageError(f"no corpus at {directory}", hint=_AGAIN)

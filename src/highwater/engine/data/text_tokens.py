@@ -99,8 +99,7 @@ class Parts(NamedTuple):
     ids: tuple[list[int], ...]
     """Token ids of each part."""
     is_apart: bool
-    """True if a token of the whole text would reach from one part into the next, so that each was
-    tokenised by itself."""
+    """True if a token would reach from one part into the next, so each was tokenised by itself."""
 
 
 def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Parts:

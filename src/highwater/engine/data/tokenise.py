@@ -3,42 +3,47 @@ highwater.engine.data.tokenise ORDER.json REPORT.json PARENT_FOLDER``.
 
 The folder of the report is where the corpus is made, on the disk of the parent folder, in which it
 is kept under its digest: of all that its tokens may depend on, and of nothing else, so that the
-same data in another folder is the same corpus. A corpus that is there is not made again.
+same data in another folder is the same corpus. A corpus that is there is not made again. Large data
+is rendered in several processes, with the same documents in the same order.
 """
 
 import inspect
 import json
+import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+from torch.utils.data import DataLoader
 
 from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
 from highwater.engine.data.record_fields import DataRecord
 from highwater.engine.data.rendering import (
+    Render,
     Rendering,
+    RewardFunction,
     TokenDocument,
     Unit,
-    processes_for,
-    rendered,
+    preferences,
+    rollouts,
     supervised,
 )
-from highwater.engine.data.rollouts import RewardFunction, preferences, rollouts
 from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
-from highwater.errors import UsageError
+from highwater.errors import HighwaterError, UsageError
 from highwater.nouns.codec import CONFIG_BYTES, digest, read_file
 from highwater.nouns.corpus import Corpus, CorpusOrder
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.trial import TOLD_S, OnPhase, serve, tell_phase
-from highwater.units import counted
+from highwater.units import MIB, counted
 
 
 class LengthLimit:
@@ -50,8 +55,10 @@ class LengthLimit:
         self._length, self._choice = order.length_tokens, order.long_documents
         self._pairs = TRAITS[order.objective].pairs
         """True if a unit is left out whole where one of its documents is."""
-        self.truncated = self.truncated_tokens = self.split = self.empty = self.longest_tokens = 0
-        """Counts of documents, and the longest one before it was cut."""
+        self.counts = dict.fromkeys(("truncated", "truncated_tokens", "split", "empty"), 0)
+        """Counts of what was cut and left out, as ``Corpus`` has them."""
+        self.longest_tokens = 0
+        """The longest document before it was cut."""
 
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
         """The units that are trained of a unit, without those of which nothing is.
@@ -66,14 +73,14 @@ class LengthLimit:
             starts = range(0, len(document.ids_L), self._length)
             pieces = [_slice(document, start, start + self._length) for start in starts]
             trained = [piece for piece in pieces if _is_trained(piece)]
-            self.split += len(pieces) > 1
-            self.empty += not trained
+            self.counts["split"] += len(pieces) > 1
+            self.counts["empty"] += not trained
             yield from (Unit((piece,)) for piece in trained)
             return
         documents = [self._cut(document, name) for document in unit.documents]
         kept = tuple(document for document in documents if _is_trained(document))
         if len(kept) < len(documents):
-            self.empty += 1 if self._pairs else len(documents) - len(kept)
+            self.counts["empty"] += 1 if self._pairs else len(documents) - len(kept)
             kept = () if self._pairs else kept
         if kept:
             yield unit._replace(documents=kept)
@@ -89,8 +96,8 @@ class LengthLimit:
                 hint="cut such documents, `--long-documents truncate`, or train longer ones: "
                 f"`--length {len(document.ids_L)}`",
             )
-        self.truncated += 1
-        self.truncated_tokens += over
+        self.counts["truncated"] += 1
+        self.counts["truncated_tokens"] += over
         return _slice(document, 0, self._length)
 
 
@@ -117,9 +124,7 @@ _OF_A_TOKENIZER = (
 
 
 def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | None) -> str:
-    """16 digits that name what an order makes of these files; ``reward`` is the function that the
-    order names.
-    """
+    """16 digits that name what an order makes of these files with its ``reward`` function."""
     data = [(file.name, bytes_digest(file.parts)) for file in files]
     choices = (
         *(order.objective, order.length_tokens, order.vocab_size),
@@ -211,27 +216,19 @@ def _make(
         everything = chain.from_iterable(map(records, found.files))
         rows = rendered(everything, render, processes=processes)
         _write(rows, len(found.files), limit, writer, on_phase)
-        if not writer.documents:
+        if not writer.counts["documents"]:
             raise _nothing(order, limit)
-        on_phase(f"writing {writer.tokens:,} tokens")
-        notes = _notes(order, found, rendering, writer)
+        on_phase(f"writing {writer.counts['tokens']:,} tokens")
         summary = Corpus(
             directory=str(place),
             digest=place.name,
             objective=order.objective,
             length_tokens=order.length_tokens,
-            documents=writer.documents,
-            units=writer.units,
-            tokens=writer.tokens,
-            trained_tokens=writer.trained_tokens,
-            longest_tokens=writer.longest_tokens,
-            lengths=writer.lengths,
-            truncated=limit.truncated,
-            truncated_tokens=limit.truncated_tokens,
-            split=limit.split,
-            empty=limit.empty,
+            lengths=tuple(sorted(writer.histogram.items())),
             tokenizer=tokens.name,
-            notes=notes,
+            notes=_notes(order, found, tokens, writer),
+            **writer.counts,
+            **limit.counts,
         )
         writer.finish(summary, [file.name for file in found.files])
     return summary
@@ -261,7 +258,7 @@ def _write(
     for count, (record, units) in enumerate(rows, 1):
         if time.monotonic() - told > TOLD_S:
             told = time.monotonic()
-            read, made = counted(count, "record"), counted(writer.tokens, "token")
+            read, made = counted(count, "record"), counted(writer.counts["tokens"], "token")
             where = f", file {record.file + 1} of {files}" if files > 1 else ""
             on_phase(f"tokenising: {read}, {made}{where}")
         for unit in units:
@@ -277,14 +274,14 @@ def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
     else:
         hint = "name data with text in it"
     return UsageError(
-        f"nothing to train on: none of {counted(limit.empty, 'record')} has a trained token past "
-        f"its first, within {order.length_tokens} tokens",
+        f"nothing to train on: none of {counted(limit.counts['empty'], 'record')} has a trained "
+        f"token past its first, within {order.length_tokens} tokens",
         hint=hint,
     )
 
 
 def _notes(
-    order: CorpusOrder, found: DataFiles, rendering: Rendering, writer: CorpusWriter
+    order: CorpusOrder, found: DataFiles, tokens: TextTokens, writer: CorpusWriter
 ) -> tuple[str, ...]:
     """Notes for the user about the corpus."""
     notes: list[str] = []
@@ -299,15 +296,85 @@ def _notes(
             f"in {counted(writer.apart, 'document')} a token would reach from the prompt into "
             "the response: the two are tokenised by themselves, as a model sees a prompt"
         )
-    chat = rendering.tokens.chat
-    if writer.chats and chat is not None and chat.writes_the_date:
+    if writer.chats and tokens.chat is not None and tokens.chat.writes_the_date:
         notes.append("the chat template writes the date: that of today is in every conversation")
-    if TRAITS[order.objective].advantages == "groups" and (alone := writer.units_of_one):
+    alone = writer.unit_documents.count(1)
+    if TRAITS[order.objective].advantages == "groups" and alone:
         notes.append(
             f"{counted(alone, 'prompt')} with a single response: with no other to compare it with, "
             "its advantage is its reward / (1 + 1e-6)"
         )
     return tuple(notes)
+
+
+_CHUNK = 32
+"""Records that go to a process at a time."""
+_WAITING = 3
+"""Chunks for each process that are read ahead."""
+_MOST_PROCESSES = 32
+_WORTH_BYTES = 16 * MIB
+"""Data from which on more processes than this one are worth their start."""
+
+
+def processes_for(files: Sequence[DataFile]) -> int:
+    """Processes that render these files: this one alone where they are small."""
+    size = sum(path.stat().st_size for file in files for path in file.parts)
+    return min(_MOST_PROCESSES, len(os.sched_getaffinity(0))) if size > _WORTH_BYTES else 1
+
+
+def rendered(
+    records: Iterable[DataRecord], render: Render, *, processes: int
+) -> Iterator[tuple[DataRecord, list[Unit]]]:
+    """Each record with the units that it is, in the order of the records.
+
+    Raises UsageError for the first record that is refused.
+    """
+    if processes == 1:
+        yield from ((record, list(render(record))) for record in records)
+        return
+    waiting: deque[DataRecord] = deque()
+
+    def read() -> Iterator[DataRecord | HighwaterError]:
+        try:
+            for record in records:
+                waiting.append(record)
+                yield record
+        except HighwaterError as error:  # what was read before it comes first
+            yield error
+
+    loader = DataLoader[Any](
+        cast(Any, _Rendered(render)),
+        batch_size=_CHUNK,
+        sampler=cast(Any, read()),
+        num_workers=processes,
+        prefetch_factor=_WAITING,
+        collate_fn=list,
+        multiprocessing_context="fork",
+    )
+    for units in chain.from_iterable(loader):
+        if isinstance(units, HighwaterError):
+            raise units
+        yield waiting.popleft(), units
+
+
+class _Rendered(NamedTuple):
+    """The dataset of a loader, whose indices are the records themselves."""
+
+    render: Render
+
+    def __getitems__(
+        self, records: Sequence[DataRecord | HighwaterError]
+    ) -> list[list[Unit] | HighwaterError]:
+        """The units of each record, up to the first that is refused."""
+        found: list[list[Unit] | HighwaterError] = []
+        for record in records:
+            try:
+                if isinstance(record, HighwaterError):
+                    raise record
+                found.append(list(self.render(record)))
+            except HighwaterError as error:
+                return [*found, error]
+        return found
 
 
 if __name__ == "__main__":

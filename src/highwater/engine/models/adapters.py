@@ -119,9 +119,7 @@ def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
-    """Context manager: turn off a model's adapters while the block runs. No effect on a model
-    without adapters.
-    """
+    """Context manager: turn off a model's adapters, if it has any, while the block runs."""
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
     for layer in layers:
         layer.is_on = False
@@ -133,9 +131,7 @@ def without_adapters(model: nn.Module) -> Generator[None]:
 
 
 def name_for_peft(name: str) -> str:
-    """Return the name of an adapter's parameter in peft's files, from its name in the causal
-    LM.
-    """
+    """Return the name in peft's files of an adapter's parameter, from the causal LM's."""
     return "base_model.model." + name.replace(f".{NAME}.", ".")
 
 

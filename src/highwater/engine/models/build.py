@@ -174,9 +174,7 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Replace every gated MLP by a tiled one. Raises ModelError if tiles are asked for and the
-    family has no known MLP.
-    """
+    """Replace every gated MLP by a tiled one; ModelError if the family has none that is known."""
     if not fuse_mlps(model.causal_lm, tiles=tiles) and tiles is not None:
         raise ModelError(
             f"{model.causal_lm.config.model_type} has no MLP of the form down(silu(gate) * up), "

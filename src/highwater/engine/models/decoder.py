@@ -53,8 +53,7 @@ class Decoder(nn.Module):
         self.attention = attention
         self.document_ropes = follow_documents(causal_lm)
         self.parameter_count = sum(p.numel() for p in causal_lm.parameters())
-        """Parameters of the whole model, before it is sharded; tied ones are counted
-        once."""
+        """Parameters of the whole model, before it is sharded; tied ones count once."""
 
     def hidden_states(
         self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
@@ -164,9 +163,7 @@ class LanguageModel(Decoder):
 
 
 class ScalarModel(Decoder):
-    """A causal LM with one number per token instead of logits: a critic, or a reward
-    model.
-    """
+    """A causal LM with one number per token instead of logits: a critic or reward model."""
 
     gives_scalars = True
 

@@ -73,9 +73,7 @@ _LEFT_IN_FILES = (r"rotary_emb\.inv_freq$",)
 
 
 class Fill:
-    """Gives values to the modules of a model that was built on meta, by each parameter's name in
-    files.
-    """
+    """Gives values to a model that was built on meta, by each parameter's name in files."""
 
     def __init__(
         self, model: Decoder, saved: weights.SavedWeights | None, *, device: torch.device, seed: int

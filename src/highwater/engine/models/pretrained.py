@@ -234,8 +234,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> int:
 
 END = "</s>"
 _WORDS = 32768
-"""Words of a made tokenizer: enough to reach many experts, and a file of less than 1
-MiB."""
+"""Words of a made tokenizer: enough to reach many experts, in less than 1 MiB."""
 
 
 def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -> Path:

@@ -28,9 +28,7 @@ from highwater.model.model_config import ATTENTION_LAYERS
 
 
 def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
-    """Refuse a parameter used in several places, except a tied embedding: FSDP would train each
-    place by itself.
-    """
+    """Refuse a parameter in several places but a tied embedding: FSDP would train each alone."""
     first: dict[nn.Parameter, str] = {}
     head = cast(nn.Linear, causal_lm.get_output_embeddings()).weight
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
@@ -44,9 +42,7 @@ def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
 
 
 def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
-    """Refuse layers that mix tokens other than by attention, or whose attention cannot be
-    replaced.
-    """
+    """Refuse layers that mix tokens not by attention, or by one that cannot be replaced."""
     config = causal_lm.config
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
     if kinds:

@@ -110,9 +110,7 @@ class SequenceLayout:
         )
 
     def restored(self, ranks_PX: Tensor) -> Tensor:
-        """Return the row's tokens in their order, SX, from all ranks' tokens, one rank after the
-        other.
-        """
+        """Return the row's tokens in order, SX, from all ranks' tokens, rank after rank."""
         order_P = self._order()
         places_P = np.empty_like(order_P)
         places_P[order_P] = np.arange(len(order_P))

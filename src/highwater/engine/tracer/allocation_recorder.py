@@ -121,9 +121,7 @@ class AllocationRecorder(TorchDispatchMode):
     """Records every storage on the device that an operator returns: its birth, resizing and end."""
 
     def __init__(self, sums: InplaceAccumulation | None = None) -> None:
-        """Start without events. Without ``sums``, or before they have learned, gradients are added
-        up in copies.
-        """
+        """Start without events; without ``sums`` gradients are added up in copies."""
         super().__init__()
         self.events: list[TraceEvent] = []
         self.operators: dict[str, int] = {}

@@ -45,9 +45,7 @@ _kept: list[Any] = []
 
 
 def install() -> None:
-    """Make fake CUDA tensors work here, streams included. Raises RuntimeError if this PyTorch
-    cannot be patched.
-    """
+    """Make fake CUDA tensors work, streams included; RuntimeError for an unknown PyTorch."""
     _put_guard()
     _put_hooks(is_built=torch.backends.cuda.is_built())
     _put_streams()
@@ -77,8 +75,7 @@ class Stream:
         self.device = torch.device("cuda", 0)
         self.device_index = 0
         self.before: dict[int, int] = {}
-        """For each other stream, by number: the moment up to which its work is done before what is
-        launched here."""
+        """For each other stream, by number: when its work before what is launched here is done."""
 
     @staticmethod
     def moment() -> int:
@@ -336,8 +333,7 @@ def _library(name: str) -> Path:
 
 aten: Any = torch.ops.aten
 _WRITE_OVER = (aten.addmm.dtype_out, aten.mm.out)
-"""Operators answered with their ``out`` tensor, which has the right shape wherever the engine gives
-one."""
+"""Operators answered with their ``out`` tensor, whose shape the engine gives right."""
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = frozenset((int, float, bool, str, type(None), *_OF_TORCH))
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from highwater.engine.data.micro_batches import batches
+from highwater.engine.data.batches import batches
 from highwater.engine.models.build import read_config
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.tracer import fake_cuda, highwater_step, kernel_stubs, trinity_step
@@ -54,8 +54,7 @@ STEPS: Mapping[TrainerName, TracedTrainer] = {
     "highwater": highwater_step.TRACED,
     "trinity": trinity_step.TRACED,
 }
-"""The traced step of each trainer that has one. Imported here: traces are kept by what this file
-imports."""
+"""The traced step of each trainer that has one; imported, as traces are kept by imports."""
 
 
 def main() -> None:

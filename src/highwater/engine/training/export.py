@@ -19,7 +19,7 @@ import torch.distributed as dist
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype
-from highwater.engine.training.run_checkpoints import PARTIAL, is_ours
+from highwater.engine.training.run_checkpoints import PARTIAL, in_the_way, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import CONFIG_BYTES, make_durable, read_file
@@ -37,13 +37,7 @@ _OWN_FILE = re.compile(
 """Names of files that an export writes, by which one that was killed is recognised."""
 
 
-def export(
-    training: Training,
-    directory: Path,
-    *,
-    source: Path,
-    merged: bool = False,
-) -> int:
+def export(training: Training, directory: Path, *, source: Path, merged: bool = False) -> int:
     """Write the policy to ``directory``, in the dtype that the config at ``source`` names, else in
     its compute dtype; returns the bytes on disk, on all ranks.
 
@@ -102,11 +96,7 @@ def _remove_partial(partial: Path) -> None:
     if not partial.exists():
         return
     if not is_ours(partial, _OWN_FILE.fullmatch):
-        name = shlex.quote(str(partial))
-        raise UsageError(
-            f"{partial} is in the way of a model, and has files that are none of one",
-            hint=f"`mv {name} {name}.mine`",
-        )
+        raise in_the_way(partial, "a model")
     shutil.rmtree(partial)
 
 

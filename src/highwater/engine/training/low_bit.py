@@ -114,9 +114,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict with its moments as they are; PyTorch would cast them to the
-        parameters' dtype.
-        """
+        """Load moments as they are; PyTorch would cast them to the parameters' dtype."""
         super().load_state_dict(state_dict)
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         theirs = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

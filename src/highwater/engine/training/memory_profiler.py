@@ -65,9 +65,7 @@ class MemoryProfiler:
         _name_phase(phase)
 
     def stop(self) -> Path:
-        """Write the snapshot, stop recording, and return its path; the file appears whole or not at
-        all.
-        """
+        """Write the snapshot, whole or not at all, stop recording, and return its path."""
         try:
             write_snapshot(self.path)
         finally:
@@ -111,9 +109,7 @@ class TrialProfiler:
 
     @contextmanager
     def step(self, number: int, *, trains: bool = True) -> Generator[None]:
-        """Record a step (the first is 0) if it was asked for. With ``trains=False``, as before a
-        step, no events are recorded.
-        """
+        """Record a step (the first is 0) if it was asked for, and if it ``trains``."""
         self._part = f"step_{number}"
         profiling = self._order.profiling
         if not trains or number not in profiling.profile_steps:
@@ -131,9 +127,7 @@ class TrialProfiler:
             write_snapshot(self._path)
 
     def write_failed(self) -> None:
-        """Write the snapshot of a step that failed; if that fails too, say so on stderr without
-        raising.
-        """
+        """Write the snapshot of a failed step; if that fails too, say so on stderr."""
         _try(self.write, self._path)
         _record("state")
 

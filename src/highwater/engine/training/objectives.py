@@ -20,8 +20,7 @@ from torch import Tensor
 from highwater.nouns.hyperparameters import KlEstimator
 
 _MOST_LOG_RATIO = 20.0
-"""Largest log-ratio; larger ones are clamped and have no gradient, as float32 cannot hold a ratio
-of e^89. As in verl."""
+"""Largest log-ratio, as in verl: float32 cannot hold e^89. Past it there is no gradient."""
 _MOST_K3 = 10.0
 """Largest value of the estimator k3; larger ones are clamped, as in verl."""
 _SMALL = 1e-6
@@ -34,9 +33,7 @@ def sft(logprobs_N: Tensor, *, trained_tokens: int) -> Tensor:
 
 
 def sft_logprob_gradient(*, trained_tokens: int) -> float:
-    """Gradient of ``sft`` by each log-probability. Only this objective knows it before the
-    log-probabilities.
-    """
+    """Gradient of ``sft`` by each log-probability, which only this objective knows before them."""
     return -1 / max(1, trained_tokens)
 
 

@@ -1,6 +1,4 @@
-"""Optimizers: AdamW on a model's shards, with everything that it keeps allocated before the first
-step.
-"""
+"""Optimizers: AdamW on a model's shards, with all that it keeps allocated before the first step."""
 
 import re
 from typing import Any
@@ -21,9 +19,7 @@ _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
-    """Return the optimizer for one of a trial's models; only here do the trial's settings choose
-    it.
-    """
+    """Return the optimizer of one of a trial's models, which only this chooses by the settings."""
     settings = spec.settings
     return make_optimizer(
         model,
@@ -92,9 +88,7 @@ def _made(
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Give zero gradients to trained parameters without one: AdamW would skip such a parameter, its
-    decay and its moments.
-    """
+    """Give zero gradients to trained parameters without one, which AdamW would skip."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             # FSDP1 leaves an empty tensor for a parameter that other ranks hold

@@ -101,6 +101,12 @@ def take_context(spec: TrialSpec) -> RankContext:
     )
 
 
+def shared_window(spec: TrialSpec) -> int | None:
+    """Longest document that a ring can share: no longer than any layer's window; None: any."""
+    has_ring = spec.layout.ring_degree > 1
+    return load_model(spec.model_directory).shape.window_tokens if has_ring else None
+
+
 def device_of(device: Device) -> torch.device:
     """Return the GPU of this process's LOCAL_RANK, the first if that is not set; or the CPU."""
     if device == "cpu":

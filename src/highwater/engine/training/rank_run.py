@@ -1,6 +1,7 @@
 """Rank run: the common part of a rank in a trial and in training. It joins the groups, builds
 models and optimizers by the settings, divides the memory budget and takes steps; a report can be
-made at any time.
+made at any time. A trial takes its steps, saves what the settings ask for, and checks that all
+stayed within the memory budget.
 """
 
 import math
@@ -9,8 +10,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,15 +24,18 @@ from transformers.utils import logging as transformers_logging
 
 from highwater.engine.activations.recompute import seeded
 from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.data.batches import Batch, Document, batches, digest, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel.collectives import gather_rows
+from highwater.engine.training import checkpoint
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.training.optimizers import optimizer_of
 from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import (
     RankContext,
     compute_dtype,
+    shared_window,
     synchronize,
     take_context,
 )
@@ -37,6 +44,7 @@ from highwater.engine.training.statistics_log import (
     StatisticsLog,
     allocator_settings,
     divide_budget,
+    past_budget,
 )
 from highwater.engine.training.step import (
     Training,
@@ -45,13 +53,13 @@ from highwater.engine.training.step import (
     clip_trained,
     train_step,
 )
+from highwater.errors import UsageError
 from highwater.nouns.settings import Loss
-from highwater.nouns.trial import MemoryBudget, RankReport, TrialSpec
+from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
 from highwater.version import __version__
 
 CRITIC_SEED = 1
-"""Added to the trial's seed, so that a critic with random weights does not start as a copy of the
-policy."""
+"""Added to the trial's seed: a critic with random weights is no copy of the policy."""
 
 _MASTER_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -212,13 +220,8 @@ class RankRun(ABC):
         synchronize(training.device)
         began = time.perf_counter()
         first = self.report.first_step_at_unix_s or time.time()
-        with seeded(
-            seed=self.spec.seed, rank=self.report.rank, step=number, device=training.device
-        ):
-            loss, norms = train_step(training, micro_batches, enter=self.enter)
-        names = ("loss", "gradient_norm", "critic_gradient_norm")
-        # float() waits for the device
-        values = {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
+        random = {"seed": self.spec.seed, "rank": self.report.rank, "step": number}
+        values = step_numbers(training, micro_batches, enter=self.enter, **random)
         refuse_infinite(values, number)
         self.report = self.with_(
             losses=(*self.report.losses, values["loss"]),
@@ -260,6 +263,17 @@ def settle(training: Training, batch: Batch) -> None:
     torch.cuda.empty_cache()
 
 
+def step_numbers(
+    training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase, **random: int
+) -> dict[str, float]:
+    """Train one step, with random numbers by ``random``; returns its loss and norms by name."""
+    with seeded(device=training.device, **random):
+        loss, norms = train_step(training, micro_batches, enter=enter)
+    names = ("loss", "gradient_norm", "critic_gradient_norm")
+    # float() waits for the device
+    return {name: float(value) for name, value in zip(names, (loss, *norms), strict=False)}
+
+
 def refuse_infinite(values: Mapping[str, float], step: int) -> None:
     """Raise FloatingPointError for the first of a step's numbers that is not finite."""
     for name, value in values.items():
@@ -268,9 +282,7 @@ def refuse_infinite(values: Mapping[str, float], step: int) -> None:
 
 
 def rehearse(training: Training, batch: Batch) -> None:
-    """Run a step without its updates, so that the driver loads all kernels: this takes memory
-    outside the allocator.
-    """
+    """Run a step without its updates: the driver loads all kernels, outside the allocator."""
 
     def clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         clip_trained(training, model, optimizer)
@@ -291,3 +303,82 @@ def versions() -> dict[str, str]:
         found["nccl"] = ".".join(str(part) for part in nccl_version())
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found
+
+
+class Trial(RankRun):
+    """One rank of a trial."""
+
+    def run(self) -> None:
+        """Take all steps. Raises whatever stops them; ``snapshot`` then says how far they came."""
+        training, context = self.assembled()
+        self.divide_budget(training, context)
+        source = batches(
+            self.spec,
+            vocab_size=training.policy.causal_lm.config.vocab_size,
+            data_rank=context.data_rank,
+            window_tokens=shared_window(self.spec),
+        )
+        for step in range(1, self.spec.steps + 1):
+            self.where.enter("data")
+            self.on_phase(f"step {step} of {self.spec.steps}")
+            whole = [next(source) for _ in range(self.spec.micro_batches)]
+            if self.spec.data is not None:
+                self._refuse_different(whole, context)
+            own = [context.share_of(batch) for batch in whole]
+            with self.profiler.step(step - 1) if self.profiler else nullcontext():
+                self.step(training, own, number=step)
+                self._save_what_is_due(training, last=step == self.spec.steps)
+        self.where.enter("report")
+        assert self.watch is not None
+        if self.report.budget is not None:  # a trial that fit only by using more did not fit
+            why = past_budget(self.watch.peaks(), self.report.budget)
+            if why is not None:
+                raise torch.OutOfMemoryError(f"CUDA out of memory: {why}")
+
+    def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
+        """Raise UsageError if ranks that share a sequence were given different documents."""
+        digests = gather_rows(digest(whole).to(context.device), context.sequence)
+        if len(digests.unique()) > 1:
+            raise UsageError(
+                f"{self.spec.data} yielded different documents to the {context.sequence_degree} "
+                f"ranks of data rank "
+                f"{context.data_rank}, each of which trains a part of them",
+                hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
+            )
+
+    def _save_what_is_due(self, training: Training, *, last: bool) -> None:
+        """Save what is due after a step; memory peaks of saving count for the trial."""
+        settings, source, mesh = self.spec.settings, Path(self.spec.model_directory), training.mesh
+        directory = Path(self.spec.checkpoint_directory or "")
+        if settings.checkpoint == "sharded" and last:
+            targets = (directory / "sharded", directory / "sharded-critic")
+            # not every objective has a critic
+            for target, (model, optimizer) in zip(targets, training.trained, strict=False):
+                save = partial(checkpoint.save_sharded, model, optimizer, target, mesh=mesh)
+                self._save("sharded", save)
+        if settings.save_hf == "always" or (settings.save_hf == "last" and last):
+            save = partial(
+                checkpoint.save_pretrained,
+                training.policy,
+                directory / "hf",
+                mesh=mesh,
+                dtype=compute_dtype(training.device),
+                source=source,
+                merged=settings.lora_merged,
+            )
+            self._save("hf", save)
+
+    def _save(self, kind: Literal["sharded", "hf"], save: Callable[[], int]) -> None:
+        assert self.spec.checkpoint_directory is not None, "a launcher makes one for who saves"
+        self.enter("save")
+        self.on_phase("saving")
+        began = time.perf_counter()
+        try:
+            written_bytes = save()
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            where = self.spec.checkpoint_directory
+            raise OSError(error.errno, error.strerror, where) from error
+        done = Save(kind=kind, time_s=time.perf_counter() - began, written_bytes=written_bytes)
+        self.report = self.with_(saves=(*self.report.saves, done))

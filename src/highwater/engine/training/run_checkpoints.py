@@ -195,10 +195,7 @@ class RunCheckpoints:
         try:
             partial.mkdir(parents=True)
         except FileExistsError as error:
-            raise UsageError(
-                f"{partial} is in the way of a checkpoint, and has files that are none of one",
-                hint=f"`mv {shlex.quote(str(partial))} {shlex.quote(str(partial))}.mine`",
-            ) from error
+            raise in_the_way(partial, "a checkpoint") from error
         disk = shutil.disk_usage(self.folder)
         if disk.total and disk.free < needed:  # some network disks say nothing
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -364,6 +361,15 @@ def is_ours(folder: Path, is_own_file: Callable[[str], object]) -> bool:
             (path.is_dir() and not path.is_symlink()) or is_own_file(str(path.relative_to(folder)))
             for path in folder.rglob("*")
         )
+    )
+
+
+def in_the_way(partial: Path, what: str) -> UsageError:
+    """The error about a folder with files that no save of ours writes."""
+    name = shlex.quote(str(partial))
+    return UsageError(
+        f"{partial} is in the way of {what}, and has files that are none of one",
+        hint=f"`mv {name} {name}.mine`",
     )
 
 

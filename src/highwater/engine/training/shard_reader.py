@@ -59,9 +59,7 @@ class IndexedTensor(Record, frozen=True, kw_only=True):
 
 
 class ShardIndex(Record, frozen=True, kw_only=True):
-    """All tensors of a checkpoint by name: ``model.<parameter>``, and
-    ``optimizer.state.<parameter>.exp_avg`` for example.
-    """
+    """Tensors by name: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg``, ..."""
 
     tensors: Mapping[str, IndexedTensor]
 

@@ -25,8 +25,7 @@ from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Grou
 from highwater.errors import UsageError
 
 Reduced = float | int | tuple[float | int | None, ...] | None
-"""A number, NaN if NaN was added; one for every rank for ``each``; None if there was nothing to
-divide or compare."""
+"""A number, of every rank for ``each``; None if there was nothing to divide or compare."""
 _NOT_SENT = ("same", "rate")
 _DECLARATION = "`quantities={'my_metric': Quantity(how='sum')}`"
 _OF_ONES_OWN = ("sum", "mean", "min", "max")
@@ -44,35 +43,19 @@ class Coordinates:
     sharing: int
     """Number of ranks that share one sequence."""
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of groups of ranks that share sequences."""
-        return self.ranks // self.sharing
-
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's group among those."""
-        return self.rank // self.sharing
+    def slot(self, group: Group, rank: int | None = None) -> int:
+        """Return the number of a rank's group of this kind; None: this rank's."""
+        rank = self.rank if rank is None else rank
+        data_rank, place = divmod(rank, self.sharing)
+        return {"rank": rank, "context": data_rank, "data": place, "all": 0}[group]
 
     def slots(self, group: Group) -> int:
         """Return the number of groups of this kind."""
-        groups = {"rank": self.ranks, "context": self.data_ranks, "data": self.sharing, "all": 1}
-        return groups[group]
+        return self.slot(group, self.ranks - 1) + 1
 
-    def slot(self, group: Group) -> int:
-        """Return the number of this rank's group of this kind."""
-        of_data = self.rank % self.sharing
-        return {"rank": self.rank, "context": self.data_rank, "data": of_data, "all": 0}[group]
-
-    def members(self, group: Group) -> range:
+    def members(self, group: Group) -> list[int]:
         """Return the ranks of this rank's group of this kind."""
-        first = self.data_rank * self.sharing
-        return {
-            "rank": range(self.rank, self.rank + 1),
-            "context": range(first, first + self.sharing),
-            "data": range(self.rank % self.sharing, self.ranks, self.sharing),
-            "all": range(self.ranks),
-        }[group]
+        return [rank for rank in range(self.ranks) if self.slot(group, rank) == self.slot(group)]
 
 
 class Statistics:
@@ -171,7 +154,7 @@ class Statistics:
         """Number of values summed over the ranks if none has more documents than this."""
         slots = self.coordinates.slots
         scalars = sum(slots(group) * _numbers_of(each) for _, each, group in self._sent)
-        return scalars + _PER_DOCUMENT * most_documents * self.coordinates.data_ranks
+        return scalars + _PER_DOCUMENT * most_documents * slots("context")
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
@@ -213,8 +196,8 @@ class Statistics:
     def _documents(self, most: int) -> Iterator[float]:
         """Yield this rank's part of its documents, and zeros for those of other data ranks."""
         padding = [(0.0, 0.0)] * (most - len(self._of_documents))
-        for data_rank in range(self.coordinates.data_ranks):
-            is_own = data_rank == self.coordinates.data_rank
+        for data_rank in range(self.coordinates.slots("context")):
+            is_own = data_rank == self.coordinates.slot("context")
             for numbers in [*self._of_documents, *padding] if is_own else [(0.0, 0.0)] * most:
                 yield from numbers
 
@@ -252,7 +235,7 @@ class Statistics:
     def _over_documents(self, slots: Sequence[float], most: int) -> dict[str, Reduced]:
         """Return the results of the quantities that are per document."""
         pairs = list(zip(slots[0::_PER_DOCUMENT], slots[1::_PER_DOCUMENT], strict=True))
-        first = self.coordinates.data_rank * most
+        first = self.coordinates.slot("context") * most
         numbers: dict[str, Reduced] = {}
         for name, quantity in self._quantities.items():
             if quantity.per != DOCUMENT:
@@ -349,9 +332,7 @@ def _is_name(name: object) -> bool:
 
 
 def known(name: str, quantities: Mapping[str, Quantity]) -> Quantity:
-    """Return the quantity of this name. Raises UsageError for an unknown one, with the known names
-    and how to declare one.
-    """
+    """Return the quantity of this name; UsageError for an unknown one, with the known names."""
     if not _is_name(name) or name not in quantities:
         own = (f"my_{name}" if name in QUANTITIES else name) if _is_name(name) else "my_metric"
         others = f", or use one of {', '.join(quantities)}" if quantities else ""

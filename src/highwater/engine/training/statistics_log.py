@@ -242,9 +242,7 @@ class MemoryWatch:
         self._device_used = 0
 
     def begin(self) -> None:
-        """Reset the peaks; on the CPU, whose limit binds from the start of the process, nothing is
-        reset.
-        """
+        """Reset the peaks; not on the CPU, whose limit binds from the start of the process."""
         self._device_used = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

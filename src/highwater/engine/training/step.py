@@ -1,6 +1,4 @@
-"""One optimizer step, in reading order: experience, forward and backward pass of every micro-batch,
-clipping, update.
-"""
+"""One optimizer step: experience, forward and backward pass of every micro-batch, clip, update."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -155,9 +153,7 @@ def backward_of(
 
 
 def clip_trained(training: Training, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Clip the gradients of a trained model as the hyperparameters say; returns their norm before
-    clipping.
-    """
+    """Clip a trained model's gradients as the hyperparameters say; returns their norm before."""
     if not training.keeps_gradients:
         fill_missing_gradients(optimizer)
     return clip(model, mesh=training.mesh, max_norm=training.hyperparameters.max_grad_norm)

@@ -14,21 +14,21 @@ How = Literal["sum", "mean", "min", "max", "each", "same", "rate"]
 ``rate``: from other quantities."""
 
 DOCUMENT = "document"
-"""What a quantity is ``per`` whose values are a number of each document, over all its ranks."""
+"""The ``per`` of quantities with a number for each document, over all its ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """How one number of a step is put together."""
+    """Rule by which one number of a step is put together."""
 
     how: How
     says: str = ""
-    """What the number is, in a line of Markdown."""
+    """Description of the number, in a line of Markdown."""
     per: str | None = None
     """Denominator of a mean: a count of the step, a sum of the caller's own, or DOCUMENT."""
     group: Group = "all"
     is_count: bool = False
-    """Whether it is a whole number, put together from whole numbers alone."""
+    """True if it is a whole number, put together from whole numbers alone."""
 
 
 def _count(says: str, **how: str) -> Quantity:
@@ -39,7 +39,7 @@ def _of_tokens(says: str) -> Quantity:
     return Quantity(how="mean", per="n_valid_tokens", says=says)
 
 
-def _peak(says: str) -> Quantity:
+def _by_rank(says: str) -> Quantity:
     return Quantity(how="each", says=says, group="rank", is_count=True)
 
 
@@ -52,15 +52,9 @@ QUANTITIES: Mapping[str, Quantity] = {
     "prompt_tokens": _count("all other tokens: `n_tokens` less `n_valid_tokens`"),
     "n_documents": _count("documents of the step"),
     "n_valid_documents": _count("documents with a token that is trained on", per=DOCUMENT),
-    "n_tokens_by_rank": _count(
-        "of these tokens, those that each rank held", how="each", group="rank"
-    ),
-    "n_valid_tokens_by_rank": _count(
-        "of these, those that each rank held", how="each", group="rank"
-    ),
-    "prompt_tokens_by_rank": _count(
-        "of these, those that each rank held", how="each", group="rank"
-    ),
+    "n_tokens_by_rank": _by_rank("of these tokens, those that each rank held"),
+    "n_valid_tokens_by_rank": _by_rank("of these, those that each rank held"),
+    "prompt_tokens_by_rank": _by_rank("of these, those that each rank held"),
     "nll": _of_tokens("negative log-likelihood of the labels, in nats"),
     "entropy": _of_tokens("entropy of the distribution that a label is drawn from, in nats"),
     "ppl_avg": Quantity(
@@ -99,11 +93,11 @@ QUANTITIES: Mapping[str, Quantity] = {
         says="seconds that rank 0 took for these numbers, in no step's time",
         group="rank",
     ),
-    "peak_allocated_bytes": _peak(
+    "peak_allocated_bytes": _by_rank(
         "most memory of tensors that the allocator handed out, since the first step began"
     ),
-    "peak_reserved_bytes": _peak("most memory that the allocator held, since then"),
-    "device_used_bytes": _peak("most memory in use as the driver says, since then"),
-    "peak_data_segment_bytes": _peak("on the CPU: largest data segment of the process"),
+    "peak_reserved_bytes": _by_rank("most memory that the allocator held, since then"),
+    "device_used_bytes": _by_rank("most memory in use as the driver says, since then"),
+    "peak_data_segment_bytes": _by_rank("on the CPU: largest data segment of the process"),
 }
 """The quantities, in the order in which a line has them. A line leaves out what a step has not."""

@@ -18,17 +18,15 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from highwater.engine.activations.recompute import seeded
-from highwater.engine.data.batches import Batch, digest, pack
-from highwater.engine.data.micro_batches import read_documents
+from highwater.engine.data.batches import Batch, digest, pack, read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
-from highwater.engine.training.evaluation import Evaluation, evaluate
 from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
 from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
     compute_dtype,
     device_of,
+    shared_window,
     take_context,
 )
 from highwater.engine.training.rank_run import (
@@ -36,6 +34,7 @@ from highwater.engine.training.rank_run import (
     refuse_infinite,
     rehearsal_batch,
     settle,
+    step_numbers,
 )
 from highwater.engine.training.statistics import Reduced, Statistics, known
 from highwater.engine.training.statistics_log import (
@@ -43,11 +42,10 @@ from highwater.engine.training.statistics_log import (
     divide_budget,
     follow_logits,
 )
-from highwater.engine.training.step import train_step
-from highwater.engine.training.step_quantities import QUANTITIES, Quantity
+from highwater.engine.training.step_quantities import Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
+from highwater.engine.training.training_run import Evaluation, evaluate
 from highwater.errors import HighwaterError, UsageError
-from highwater.model.model import load_model
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.nouns.request import Request
 from highwater.units import counted, parse_tokens
@@ -111,8 +109,7 @@ class Trainer:
         self._first_addition: int | None = None
         """Steps done when the loop first added a number since the last ``statistics``."""
         self.steps_done = 0
-        """Number of steps so far, by which dropout's random numbers are drawn; a loop that goes on
-        from a save may set it."""
+        """Steps so far, which seed dropout; a loop that goes on from a save may set it."""
         if self._is_bounded and self.spec.device == "cpu":  # unless a lower limit is set already
             (soft, hard), budget = self._data_limit, self.spec.memory_budget_bytes
             assert budget is not None
@@ -211,18 +208,15 @@ class Trainer:
         """
         whole, tokens = self._read(micro_batches, trains=True)
         number = self.steps_done + 1
-        seed = self.spec.seed
+        random = {"seed": self.spec.seed, "rank": self.rank, "step": number}
         own = self._shares(whole)
-        with self._recorded(), seeded(seed=seed, rank=self.rank, step=number, device=self.device):
-            loss, norms = train_step(self.training, own, enter=self._where.enter)
-            policy_norm, *critic_norm = map(float, norms)  # waits for the device
-            result = StepResult(float(loss), policy_norm, tokens, *critic_norm)
+        with self._recorded():
+            values = step_numbers(self.training, own, enter=self._where.enter, **random)
         self.steps_done = number
-        values = {name: value for name, value in result._asdict().items() if value is not None}
         refuse_infinite(values, number)
-        for name in values.keys() & QUANTITIES.keys():
-            self._statistics.add(name, values[name])
-        return result
+        for name, value in values.items():
+            self._statistics.add(name, value)
+        return StepResult(tokens=tokens, **values)
 
     def add(self, name: str, value: float | torch.Tensor) -> None:
         """Add this rank's part of one of the ``quantities``: to a sum, to the numerator of a mean
@@ -289,9 +283,7 @@ class Trainer:
         self._wait()
 
     def close(self) -> None:
-        """Wait for the other ranks, free the model and leave the process group; further calls do
-        nothing.
-        """
+        """Wait for the other ranks, free the model and leave the process group, once."""
         if self._closed:
             return
         self._wait()
@@ -357,15 +349,12 @@ class Trainer:
 
     def _packed(self, micro_batch: Any) -> Batch:
         spec = self.spec
-        # a ring cannot share a document that is longer than some layer's window
-        has_ring = spec.layout.ring_degree > 1
-        window = load_model(spec.model_directory).shape.window_tokens if has_ring else None
         documents = read_documents(
             micro_batch,
             spec,
             source=_SOURCE,
             vocab_size=self.training.policy.causal_lm.config.vocab_size,
-            window_tokens=window,
+            window_tokens=shared_window(spec),
         )
         tokens = sum(len(document.ids_L) for document in documents)
         most = spec.length_tokens * spec.sequences

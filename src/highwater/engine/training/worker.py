@@ -50,7 +50,7 @@ def main() -> None:
     try:
         # torch is imported here, so that the limit bounds that too
         if training is None:
-            from highwater.engine.training.trial import Trial
+            from highwater.engine.training.rank_run import Trial
 
             run = Trial(spec, on_phase=partial(_tell, reports))
         else:

@@ -26,9 +26,9 @@ from highwater.engine.attention.branch_kernel import attend_branches, branches_o
 from highwater.engine.attention.branches import dilated_branches
 from highwater.engine.attention.dense import attend
 from highwater.engine.attention.dilated import dilated_attention
-from highwater.engine.attention.reference import reference_attention
+from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.attention.ring import Ring, attend_in_ring
-from highwater.engine.attention.ulysses import attend_sharded
+from highwater.engine.parallel.collectives import attend_sharded
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import IMPLEMENTATIONS, SHARES, BenchOrder, FusedKernel, Mode

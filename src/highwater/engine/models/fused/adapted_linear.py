@@ -52,9 +52,7 @@ class Adapter(NamedTuple):
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with an adapter, with peft's names: ``base_layer``, ``lora_A.default`` and
-    ``lora_B.default``.
-    """
+    """A linear layer with an adapter, by peft's names: ``base_layer``, ``lora_A.default``, ..."""
 
     def __init__(self, theirs: nn.Module, *, scale: float) -> None:
         """Take over the children of peft's own layer."""
