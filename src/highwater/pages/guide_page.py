@@ -37,6 +37,7 @@ from highwater.pages.guide import (
 )
 from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import recommendation_answer
+from highwater.pages.study_answer import layout_table
 from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.store.directory import check_new_file, free_name, write_new_file
@@ -235,22 +236,18 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
 
     for settings in sorted({each.cell.settings for each in capacities}, key=order):
         own = [each for each in capacities if each.cell.settings == settings]
-        found: dict[tuple[Layout, str], list[Capacity]] = {}
+        found: dict[str, dict[Layout, list[Capacity]]] = {name: {} for name in models}
         for each in own:
-            found.setdefault((each.cell.layout, each.model_name), []).append(each)
-        layouts = sorted({each.cell.layout for each in own}, key=msgspec.structs.astuple)
+            found[each.model_name].setdefault(each.cell.layout, []).append(each)
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
-        yield TextTable(
-            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
-            columns=("GPUs", "SP", *models),
-            rows=tuple(
-                (
-                    *(str(layout.gpus), layout.sharing),
-                    *(_figure(found.get((layout, name), ())) for name in models),
-                )
-                for layout in layouts
-            ),
-            left_columns=0,
+        yield layout_table(
+            f"{settings.label} ({strategy}, Hugging Face weights {weights})",
+            {
+                name: dict(zip(has, map(_figure, has.values()), strict=True))
+                for name, has in found.items()
+            },
+            gpus="GPUs",
+            names=0,
         )
 
 
