@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 
 class HuggingFacePeer:

@@ -38,7 +38,7 @@ from highwater.model.model import load_model
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import Lora, LoraBase
+from highwater.nouns.objective import Lora, LoraBase
 from highwater.nouns.settings import Loss, Recompute
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import parse_bytes

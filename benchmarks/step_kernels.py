@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from highwater.engine.bench.attention.measurement import environment
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.codec import CONFIG_BYTES, read_file
 from step import CONTENDERS, TimedStep, same_weights, sequences_of
 
 KINDS: Mapping[str, str] = {

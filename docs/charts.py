@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from templates import environment
 
-from highwater.nouns.capacities import published_grid
+from highwater.memory.table_accuracy import published_grid
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -16,8 +16,7 @@ from session import session
 from statistics_page import statistics_page
 
 from highwater import guide, study_report, write_guide, write_report
-from highwater.cli.grammar import commands
-from highwater.cli.parser import Parser
+from highwater.cli.grammar import Parser, commands
 from highwater.cli.search_context_length_capacity import grammar
 from highwater.pages.guide import Guide
 from highwater.pages.guide_page import guide_markdown

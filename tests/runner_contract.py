@@ -9,8 +9,7 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from highwater.nouns.protocols import Launch, Runner, TrialEndedError
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import Launch, Outcome, Runner, TrialEndedError, TrialResult, TrialSpec
 
 ENDS_S = 200
 """Bound on the time of a trial that ends by itself, on a machine that is busy."""

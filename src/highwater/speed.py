@@ -20,7 +20,7 @@ from highwater.nouns.codec import Record, from_builtins
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import adapter_parameters_of_layer
+from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 

@@ -30,7 +30,6 @@ ELSEWHERE: dict[str, set[str]] = {}
 """Words that mean what the field means by them there."""
 SHARED = {
     "files": "files that are read and written: of users, and those that trainers read",
-    "law": "the memory of a trainer's step, below the trainer's own room",
     "logs": "what trials write: where it lies, and what it says",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
@@ -38,7 +37,6 @@ SHARED = {
     "trainer": "who trains: the trainers that are known, and ours in a loop of one's own",
     "training": "what a run of training is, and how it is started",
     "trial": "what a trial is, and how it is trained",
-    "words": "a recommendation in a trainer's words, below the trainer's own room",
 }
 """Names of files in more than one room, and the one thing that they mean in all."""
 SAME_BY_CHANCE = {

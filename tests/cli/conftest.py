@@ -32,7 +32,7 @@ FORKED = {
 }
 """Programs that are forked from a process that has imported them: as installed each costs a third
 of a second of imports, and the tests start more than a thousand."""
-COMMANDS = ("commands", "doctor", "documents", "emit", "predict", "recommend")
+COMMANDS = ("commands", "doctor", "documents", "predict", "recommend")
 TIMEOUT_S = 240
 """Of one command."""
 

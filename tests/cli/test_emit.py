@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import following
 
-from highwater.cli import emit as command
+from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import refusal
 
-from highwater.store.lines import sealed
+from highwater.store.journal_file import sealed
 
 pytestmark = pytest.mark.timeout(300)
 

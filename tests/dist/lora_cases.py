@@ -38,7 +38,7 @@ from highwater.engine.models.adapters import is_adapter, name_for_peft
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 from tables import deep
 
 SIZES = {

@@ -33,7 +33,7 @@ from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.mesh import total
 from highwater.engine.training.step import Training, backward_of
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 LORA = Lora(rank=3, alpha=6)
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

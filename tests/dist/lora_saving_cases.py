@@ -35,7 +35,7 @@ from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 LORA = Lora(rank=4, alpha=8)
 PACKED = Lora(rank=4, alpha=8, base="nf4")

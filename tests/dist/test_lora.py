@@ -33,7 +33,7 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.errors import ModelError
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 KINDS = ("went-on", "resumed")
 

@@ -23,9 +23,8 @@ from highwater.nouns.trainer import Target, TrainerName
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import CUT_CROSS_ENTROPY, LIGER, Emitted
-from highwater.trainers.folder import LAUNCH, launch_script
 from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
-from highwater.trainers.targets import TARGETS
+from highwater.trainers.targets import LAUNCH, TARGETS, launch_script
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 

@@ -13,9 +13,8 @@ import pytest
 import highwater
 from highwater.errors import HighwaterError
 from highwater.model.model import load_model
-from highwater.nouns.protocols import Launch, TrialEndedError
 from highwater.nouns.request import request_from
-from highwater.nouns.trial import Outcome, TrialResult
+from highwater.nouns.trial import Launch, Outcome, TrialEndedError, TrialResult
 from highwater.trainers.logs import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
 from tiny_models import TINY, write_model

@@ -16,7 +16,7 @@ from processes import marked
 import highwater
 from highwater.api.search import prepare_trial
 from highwater.nouns.codec import from_json
-from highwater.nouns.profiling import Profiling
+from highwater.nouns.environment import Profiling
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.store.logs import snapshot_lines

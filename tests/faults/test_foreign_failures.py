@@ -14,9 +14,16 @@ import pytest
 from processes import marked
 
 from highwater.nouns.codec import from_json
-from highwater.nouns.foreign_trainer import ForeignTrainer
-from highwater.nouns.protocols import Launch, TrialEndedError, unheard
-from highwater.nouns.trial import Device, Outcome, TrialResult, TrialSpec
+from highwater.nouns.trainer import ForeignTrainer
+from highwater.nouns.trial import (
+    Device,
+    Launch,
+    Outcome,
+    TrialEndedError,
+    TrialResult,
+    TrialSpec,
+    unheard,
+)
 from highwater.trials.foreign_trial import ForeignLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB

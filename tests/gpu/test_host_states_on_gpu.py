@@ -34,7 +34,7 @@ from highwater.model.footprint import pinned_state_bytes, update_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import STREAMED
+from highwater.nouns.objective import STREAMED
 from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
 

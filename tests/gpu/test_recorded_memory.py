@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
-from highwater.nouns.profiling import Profiling
+from highwater.nouns.environment import Profiling
 from highwater.nouns.settings import Loss
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_commands import request_line, sizes_of

@@ -23,7 +23,7 @@ from highwater.engine.data.data_files import data_files, records
 from highwater.engine.data.store import open_corpus
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.protocols import REFUSED_FILE, Refused, TrialEndedError, unheard
+from highwater.nouns.trial import REFUSED_FILE, Refused, TrialEndedError, unheard
 from highwater.trials.inputs import tokenised
 from highwater.trials.trial_process import cache_directory
 

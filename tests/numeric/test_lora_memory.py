@@ -15,7 +15,7 @@ from traces import RING, SHARED, alive_at, formula_bytes, peak_bytes, shape_of
 
 from highwater.model.footprint import device_state_bytes
 from highwater.model.model import load_model
-from highwater.nouns.lora import adapter_parameters
+from highwater.nouns.objective import adapter_parameters
 
 SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
     "vocab_size": 2048,

@@ -44,7 +44,7 @@ from highwater.engine.training.out_of_memory import stored
 from highwater.engine.training.step import clip
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OPTIMIZERS, QUANTIZED_BLOCK
+from highwater.nouns.objective import OPTIMIZERS, QUANTIZED_BLOCK
 
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 

@@ -25,7 +25,7 @@ from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.statistics_log import past_budget
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.profiling import Profiling, SnapshotOrder
+from highwater.nouns.environment import Profiling, SnapshotOrder
 from highwater.nouns.request import request_from
 from highwater.nouns.trial import MemoryBudget, RankMemory
 from highwater.units import GIB

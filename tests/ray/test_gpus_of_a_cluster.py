@@ -11,11 +11,10 @@ from processes import wait_until
 from told_gpus import GO
 
 from highwater.nouns.layout import Layout
-from highwater.nouns.protocols import Launch
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import Launch, TrialSpec
 from highwater.trials.inputs import model_files
 from highwater.trials.ray_job import Needs, Node
 from highwater.trials.ray_runner import RayRunner, cluster_at

@@ -25,8 +25,7 @@ from local_cluster import LocalCluster
 from processes import wait_until
 
 from highwater.errors import MachineError
-from highwater.nouns.protocols import Launch
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Launch, Outcome, TrialSpec
 from highwater.trials.ray_runner import RayRunner
 from highwater.units import GIB
 from runner_contract import ENDS_S, RunnerContract

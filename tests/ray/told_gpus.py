@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError
 from highwater.nouns.request import Request
-from highwater.nouns.trial import Outcome, TrialResult
+from highwater.nouns.trial import Launch, OnPhase, Outcome, TrialEndedError, TrialResult
 
 GO = "go"
 """File in the folder of ``FAULTS``: the trials end once it is there."""

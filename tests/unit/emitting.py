@@ -22,9 +22,9 @@ from highwater.trainers import (
     torchtitan,
     verl,
 )
+from highwater.trainers import trinity as trinity
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.targets import TARGETS
-from highwater.trainers.trinity import words as trinity
 from highwater.trainers.trl import words as trl
 
 FILES = {

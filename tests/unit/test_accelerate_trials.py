@@ -15,11 +15,10 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.foreign_request import launched_command, program_of
 from highwater.nouns.plan import plan
-from highwater.nouns.protocols import unheard
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trial import Device, TrialSpec
+from highwater.nouns.trial import Device, TrialSpec, unheard
 from highwater.trainers.accelerate import LauncherFile, launcher_file
 from highwater.trainers.foreign import TRIALS, TrialHome
 from highwater.trials.foreign_trial import check_foreign

@@ -14,10 +14,10 @@ from highwater.cli.app import main
 from highwater.cli.config import to_yaml
 from highwater.cli.flags import request_of
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.capacities import read_capacity_table, table_capacities
+from highwater.memory.table_accuracy import read_capacity_table, table_capacities
+from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.corpus import least_packed, packed_tokens
 from highwater.nouns.declaration import MOST_GPUS, MOST_LENGTHS
-from highwater.nouns.files import SETTINGS_BYTES, read_file
 from highwater.nouns.layout import Layout
 from highwater.nouns.request import Request
 from highwater.units import parse_bytes, parse_seconds, parse_tokens

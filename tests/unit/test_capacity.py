@@ -14,7 +14,7 @@ from highwater.memory.trace.replay import ScaledTrace
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import gpu_catalog
-from highwater.trainers.trinity import law as trinity
+from highwater.trainers import trinity as trinity
 from highwater.units import GIB
 from tables import table
 

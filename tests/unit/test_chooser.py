@@ -28,7 +28,7 @@ from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal
 from highwater.trainers.emitted import answered_first
-from highwater.trainers.trinity.words import trinity
+from highwater.trainers.trinity import trinity
 from highwater.trainers.verl import verl
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB

@@ -28,7 +28,7 @@ from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import nested
 from highwater.trainers.targets import TARGETS, configured
 from highwater.trainers.torchtitan import FLAVORS, torchtitan
-from highwater.trainers.trinity.words import trinity
+from highwater.trainers.trinity import trinity
 from highwater.trainers.trl import words as trl_file
 from highwater.trainers.trl.words import trl
 from highwater.trainers.verl import verl

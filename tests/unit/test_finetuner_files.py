@@ -13,9 +13,9 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
-from highwater.nouns.foreign_trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
+from highwater.nouns.trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers import axolotl, llamafactory, ms_swift
 from highwater.trainers.axolotl import AXOLOTL

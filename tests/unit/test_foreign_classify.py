@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
 from highwater.trainers.logs import log_lines, progress_of
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, evidence_of

@@ -27,13 +27,20 @@ from highwater.nouns.foreign_request import (
     placeholders_of,
     split_command,
 )
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName, TriedTrainer
+from highwater.nouns.trainer import (
+    FOREIGN,
+    OURS,
+    REGISTRY,
+    TRAINERS,
+    ForeignTrainer,
+    TrainerName,
+    TriedTrainer,
+)
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study_commands import find_words, try_words
 from highwater.trainers.foreign import TRIALS

@@ -19,12 +19,8 @@ from markup import Page, markdown_rows
 
 from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
-from highwater.nouns.capacities import (
-    PUBLISHED_SETTINGS,
-    Capacity,
-    published_grid,
-    study_capacities,
-)
+from highwater.memory.table_accuracy import PUBLISHED_SETTINGS, published_grid
+from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout

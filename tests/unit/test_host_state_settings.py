@@ -26,7 +26,7 @@ from highwater.model.model import ModelShape, load_model
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import STREAMED
+from highwater.nouns.objective import STREAMED
 from highwater.nouns.plan_notes import offload_notes
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings

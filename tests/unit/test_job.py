@@ -18,7 +18,7 @@ import pytest
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.corpus import Prepared
 from highwater.nouns.environment import STORE_VARIABLE
-from highwater.nouns.protocols import TrialEndedError
+from highwater.nouns.trial import TrialEndedError
 from highwater.trials.job import Job, failed, how_ended, last_words
 
 MODULE = """
@@ -26,7 +26,7 @@ import atexit, os, signal, subprocess, sys, time
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.protocols import serve, tell_phase
+from highwater.nouns.trial import serve, tell_phase
 from highwater.nouns.corpus import Prepared
 
 

@@ -17,9 +17,8 @@ from studies import without_checksums
 from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.nouns.environment import RECORDED_VARIABLES
-from highwater.nouns.protocols import Runner
 from highwater.nouns.study import Question, Study
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import Outcome, Runner, TrialResult, TrialSpec
 from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study

@@ -22,7 +22,8 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.study import STUDY_SCHEMA_VERSION, Cell, CellAnswer
 from highwater.store.journal import open_journal, read_study
-from highwater.store.lines import AnsweredLine, FinishedLine, HeaderLine, Line, StartedLine, sealed
+from highwater.store.journal_file import sealed
+from highwater.store.lines import AnsweredLine, FinishedLine, HeaderLine, Line, StartedLine
 from highwater.units import GIB
 from tables import deep
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from studies import fifo
 
-from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
 from highwater.store.logs import LINES, log_end
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign

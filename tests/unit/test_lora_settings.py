@@ -14,7 +14,7 @@ from highwater.memory.formula.layers import Step
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import Lora, adapter_parameters, nf4_bytes, saved_by_base
+from highwater.nouns.objective import Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest

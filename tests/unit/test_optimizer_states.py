@@ -13,7 +13,7 @@ from highwater.model.layer_kind import Matrices
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.declaration import words_of
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLOCK, TABLE_BYTES
+from highwater.nouns.objective import LEAST_QUANTIZED, OPTIMIZERS, QUANTIZED_BLOCK, TABLE_BYTES
 from highwater.nouns.settings import Settings
 from highwater.pages.recommendation_tables import costs
 from highwater.recommendation.recommend import recommend

@@ -23,8 +23,13 @@ from highwater.store.directory import (
     write_new_file,
 )
 from highwater.trainers.emitted import Emitted
-from highwater.trainers.folder import launch_script, refuse_no_folder, write_folder
-from highwater.trainers.targets import TARGETS, configured
+from highwater.trainers.targets import (
+    TARGETS,
+    configured,
+    launch_script,
+    refuse_no_folder,
+    write_folder,
+)
 from highwater.trials.trial_process import private_folder
 from highwater.units import MIB
 from tiny_models import write_model

@@ -16,9 +16,9 @@ from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.snapshot.memory_profile import _coordinates
+from highwater.nouns.environment import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan
-from highwater.nouns.profiling import Profiling, SnapshotOrder, coordinates, snapshot_name
 from highwater.nouns.request import request_from
 from highwater.nouns.study import RecordedTrial
 from highwater.nouns.trial import Outcome, RankReport, TrialResult

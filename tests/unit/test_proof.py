@@ -11,10 +11,9 @@ from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, EXIT_INCONCLUSIVE
 from highwater.model.footprint import step_flops
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
-from highwater.nouns.protocols import Runner
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import Outcome, Runner, TrialResult, TrialSpec
 from highwater.pages.study_answer import (
     answer_table,
     published_line,

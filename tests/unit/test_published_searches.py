@@ -8,7 +8,7 @@ import pytest
 
 import tables
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.capacities import CapacityTable, read_capacity_table, table_capacities
+from highwater.memory.table_accuracy import CapacityTable, read_capacity_table, table_capacities
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.search.cell_outcomes import CellAnswered

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.layout import Layout
-from highwater.nouns.protocols import refused
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trial import refused
 from highwater.trials.inputs import ModelFiles, model_files
 from highwater.trials.ray_job import Needs, Node, loss_reason, read_node
 from highwater.trials.ray_runner import Demand, Placement, choose, cluster_at, demand_of

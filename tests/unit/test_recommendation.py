@@ -22,7 +22,7 @@ from highwater.pages.recommendation_tables import next_rungs, recommendation_tab
 from highwater.pages.table import plain_table
 from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
 from highwater.recommendation.recommend import recommend
-from highwater.trainers.trinity import law as trinity
+from highwater.trainers import trinity as trinity
 from highwater.trials.probe import gpus_meant
 from highwater.units import GIB, format_bytes, format_tokens
 from places import examples

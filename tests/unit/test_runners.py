@@ -20,10 +20,18 @@ from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
-from highwater.nouns.protocols import Launch, OnPhase, TrialEndedError, unheard
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer
-from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.nouns.trial import (
+    Launch,
+    OnPhase,
+    Outcome,
+    RankReport,
+    TrialEndedError,
+    TrialResult,
+    TrialSpec,
+    unheard,
+)
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study

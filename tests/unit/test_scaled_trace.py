@@ -34,7 +34,7 @@ from highwater.nouns.events import (
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trainers.trinity.law import bundled_trace
+from highwater.trainers.trinity import bundled_trace
 from highwater.units import GIB, MIB
 from scaled_traces import log_at, scaled_trace
 

@@ -40,8 +40,8 @@ from highwater.recommendation.training_settings import (
     data_notes,
     named_settings,
 )
+from highwater.store.directory import TrainingFolder
 from highwater.store.journal import read_study
-from highwater.store.training_folder import TrainingFolder
 from highwater.trials.probe import probe
 from highwater.trials.training_ranks import own_folder
 from highwater.units import GIB, format_bytes

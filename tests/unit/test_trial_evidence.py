@@ -39,7 +39,7 @@ from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.scheduler import recorded_search, search_cells
 from highwater.store.journal import open_journal, read_study
-from highwater.store.trial_evidence import unsupported
+from highwater.store.lines import unsupported
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 from places import examples, question_of

@@ -6,10 +6,10 @@ import highwater
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import adapter_parameters
+from highwater.nouns.objective import adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.trainers.trinity.law import OF_ADAPTERS, covers, footprint
+from highwater.trainers.trinity import OF_ADAPTERS, covers, footprint
 
 SHAPE = load_model("Qwen3-4B").shape
 RANK = 16

@@ -14,7 +14,7 @@ from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
-from highwater.nouns.foreign_trainer import ForeignTrainer
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.files import FinetunerTrial, TrialPlace
 from highwater.trainers.foreign import OwnFile

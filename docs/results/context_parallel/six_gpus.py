@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import highwater
-from highwater.nouns.capacities import read_capacity_table
+from highwater.memory.table_accuracy import read_capacity_table
 from highwater.units import format_tokens
 
 HERE = Path(__file__).parent

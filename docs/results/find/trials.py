@@ -18,10 +18,17 @@ import msgspec
 import highwater
 from highwater.nouns.hardware import Gpu, Machine, kind_of
 from highwater.nouns.plan import Plan, plan
-from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.nouns.trial import (
+    Launch,
+    OnPhase,
+    Outcome,
+    RankReport,
+    TrialResult,
+    TrialSpec,
+    unheard,
+)
 from highwater.search.budget import Budget, expected_s, outlook
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished
 from highwater.search.proof import ran_out_s, step_time_s, trial_s

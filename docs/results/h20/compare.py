@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import highwater
-from highwater.memory.table_accuracy import memory_limits_of
-from highwater.memory.trainers import predict_by_formula
-from highwater.nouns.capacities import (
+from highwater.memory.table_accuracy import (
     PUBLISHED_TRAINER,
+    memory_limits_of,
     published_grid,
     read_capacity_table,
     rung_name,
 )
+from highwater.memory.trainers import predict_by_formula
 from highwater.pages.guide_page import guide_rows
 from highwater.units import format_tokens
 

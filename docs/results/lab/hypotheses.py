@@ -19,9 +19,9 @@ from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import edge
+from highwater.memory.table_accuracy import CapacityTable, read_capacity_table
 from highwater.memory.trace.allocator import CachingAllocator, CapacityError
 from highwater.memory.trace.replay import replay
-from highwater.nouns.capacities import CapacityTable, read_capacity_table
 from highwater.nouns.events import (
     Allocate,
     Enter,
@@ -33,7 +33,7 @@ from highwater.nouns.events import (
 )
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
-from highwater.trainers.trinity.law import OUTSIDE_BYTES, bundled_trace
+from highwater.trainers.trinity import OUTSIDE_BYTES, bundled_trace
 from highwater.units import GIB
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))

@@ -17,11 +17,11 @@ from typing import Any
 import hypotheses
 
 from highwater.memory.predictor import edge
+from highwater.memory.table_accuracy import read_capacity_table
 from highwater.memory.trace.replay import Replayed, replay
-from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog
 from highwater.nouns.study import Cell, Question
-from highwater.trainers.trinity.law import OUTSIDE_BYTES
+from highwater.trainers.trinity import OUTSIDE_BYTES
 from highwater.units import GIB
 
 FILE = Path(__file__).with_suffix(".json")

@@ -3,7 +3,7 @@ published A100 table.
 
 ``python docs/results/lab/trinity.py --folder FOLDER`` (no GPU; three traces a cell, a quarter
 of an hour for all on 2 cores) keeps what it has made in the folder and writes
-``src/highwater/trainers/trinity/trinity.json.xz`` when all are there.
+``src/highwater/trainers/trinity.json.xz`` when all are there.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
+from highwater.memory.table_accuracy import read_capacity_table
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.trinity.law import TRACES_FILE, BundledTrace
+from highwater.trainers.trinity import TRACES_FILE, BundledTrace
 
 sys.path.append(str(Path(__file__).parents[3] / "tools"))
 from scaled_traces import scaled_trace

@@ -28,9 +28,9 @@ import hypotheses
 import msgspec
 import trinity
 
+from highwater.memory.table_accuracy import read_capacity_table
 from highwater.memory.trace.replay import Replayed, replay
 from highwater.model.model import load_model
-from highwater.nouns.capacities import read_capacity_table
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Allocator
 from highwater.nouns.trial import Device, TrialSpec

@@ -16,7 +16,7 @@ import torch
 from highwater.engine.parallel.mesh import alone
 from highwater.model.footprint import device_state_bytes
 from highwater.model.model import load_model
-from highwater.nouns.optimizer import OPTIMIZERS
+from highwater.nouns.objective import OPTIMIZERS
 from highwater.nouns.settings import Settings
 
 TIMES_AS_WIDE = 4

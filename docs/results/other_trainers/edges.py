@@ -9,7 +9,7 @@ from pathlib import Path
 
 from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
-from highwater.trainers.trl.law import study_edges
+from highwater.trainers.trl import study_edges
 
 HERE = Path(__file__).parent
 STUDIES = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")

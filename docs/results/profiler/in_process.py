@@ -27,7 +27,7 @@ from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import RankContext, take_context
 from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import train_step
-from highwater.nouns.profiling import Profiling, SnapshotOrder
+from highwater.nouns.environment import Profiling, SnapshotOrder
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 

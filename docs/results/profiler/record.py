@@ -48,7 +48,7 @@ from trials import (
 )
 
 import highwater
-from highwater.nouns.profiling import Profiling
+from highwater.nouns.environment import Profiling
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.probe import busy_gpus, probe

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from highwater.nouns.environment import SNAPSHOTS, coordinates, snapshot_name
 from highwater.nouns.layout import Layout
-from highwater.nouns.profiling import SNAPSHOTS, coordinates, snapshot_name
 from highwater.units import counted, format_bytes
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import msgspec
 
 from highwater.memory.snapshot.memory_profile import memory_profile
 from highwater.model.model import load_model
+from highwater.nouns.environment import Profiling
 from highwater.nouns.layout import Layout
-from highwater.nouns.profiling import Profiling
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.pages.study_commands import request_line, sizes_of

@@ -36,10 +36,10 @@ from paced_batches import PACE_S  # noqa: E402
 
 from highwater.nouns.codec import to_builtins  # noqa: E402
 from highwater.nouns.plan import plan  # noqa: E402
-from highwater.nouns.protocols import Runner  # noqa: E402
 from highwater.nouns.request import request_from  # noqa: E402
 from highwater.nouns.settings import Settings, short_settings  # noqa: E402
 from highwater.nouns.study import Cell, Question  # noqa: E402
+from highwater.nouns.trial import Runner  # noqa: E402
 from highwater.search.scheduler import recorded_search  # noqa: E402
 from highwater.store.journal import open_journal, read_study  # noqa: E402
 from highwater.trials.engine_trial import EngineLauncher  # noqa: E402

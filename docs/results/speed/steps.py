@@ -18,7 +18,7 @@ import msgspec
 
 import highwater
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import LoraBase
+from highwater.nouns.objective import LoraBase
 from highwater.nouns.settings import Recompute, Settings
 from highwater.nouns.trial import Outcome, TrialResult
 

@@ -13,7 +13,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import memory_limit_of, prediction_of, with_usual_host
+from highwater.memory.question import memory_limit_of, prediction_of
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
@@ -22,7 +22,7 @@ from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.candidates import trainer_question
-from highwater.trials.probe import gpus_meant, host_meant
+from highwater.trials.probe import gpus_meant
 from highwater.units import parse_memory, parse_tokens
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def predict(
     memory_limit = memory_limit_of(
         where, host_memory=host_memory, reserved=reserved, constants=own_readings
     )
-    memory_limit = with_usual_host(memory_limit, where, host_meant(gpus, gpu_memory))
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     if exact and settings.get("attention") == "block_sparse":
@@ -175,8 +174,11 @@ def predict_against(
     ``gpu_memory`` is that of the kind that no catalog has, or of the table's only kind; ``limits``
     are ``host_memory`` and ``reserved``, as for ``predict``.
     """
-    from highwater.memory.table_accuracy import memory_limits_of, table_accuracy
-    from highwater.nouns.capacities import read_capacity_table
+    from highwater.memory.table_accuracy import (
+        memory_limits_of,
+        read_capacity_table,
+        table_accuracy,
+    )
 
     table = read_capacity_table(Path(table_path))
     for question in table.questions:

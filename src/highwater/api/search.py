@@ -1,7 +1,7 @@
 """Studies and single trials: where a search, a runner and a journal are put together."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -76,12 +76,12 @@ def open_study(path: str | Path) -> Study:
 
 
 def machine_of(request: Request) -> Machine:
-    """What the trials of a request may count on: this machine, or a node of a cluster."""
+    """The machine that trials of a request may count on: this one, or a node of a cluster."""
     return _machine(request)[0]
 
 
 def machine_notes(request: Request) -> tuple[str, ...]:
-    """What is said of where trials run: nothing of this machine, which nodes of a cluster."""
+    """Notes on where trials run: none about this machine, which nodes of a cluster."""
     return _machine(request)[1]
 
 
@@ -150,37 +150,23 @@ def answer(
     on disk when this raises, KeyboardInterrupt included. Where the plan's budget ends the search
     the study is not complete, and a note says so.
     """
+    path = study_file(request, planned.question)
     try:
-        return _answer(request, planned, on_event, log_layout, command)
+        runner = _runner(request, log_layout, planned.question.device_total_bytes)
+        searched = partial(_search, request, planned, runner, on_event=on_event, command=command)
+        if path is not None:
+            return searched(path)
+        # a dry run leaves nothing behind
+        with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
+            return msgspec.structs.replace(searched(Path(folder, "study.jsonl")), path=None)
     finally:
         ray_runner.leave()
 
 
-def _answer(
-    request: Request,
-    planned: Plan,
-    on_event: Listener | None,
-    log_layout: LogLayout,
-    command: Sequence[str],
-) -> Study:
-    path = study_file(request, planned.question)
-    runner = _runner(request, log_layout, planned.question.device_total_bytes)
-    if path is not None:
-        return _search(request, planned, runner, path, on_event, command)
-    with tempfile.TemporaryDirectory(
-        prefix="highwater-"
-    ) as folder:  # a dry run leaves nothing behind
-        own = Path(folder, "study.jsonl")
-        study = _search(request, planned, runner, own, on_event, command)
-    return msgspec.structs.replace(study, path=None)
-
-
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     """Run one prepared trial; it is recorded in no study."""
-    totals = [
-        gpu.memory_total_bytes
-        for gpu in used_gpus(probe(), device=spec.device, count=spec.layout.gpus)
-    ]
+    gpus = used_gpus(probe(), device=spec.device, count=spec.layout.gpus)
+    totals = [gpu.memory_total_bytes for gpu in gpus]
     try:
         return _runner(request, "rung", min(totals, default=None)).run(spec)
     finally:
@@ -199,6 +185,7 @@ def _search(
     planned: Plan,
     runner: LocalRunner | RayRunner | SimulatedRunner,
     path: Path,
+    *,
     on_event: Listener | None,
     command: Sequence[str],
 ) -> Study:
@@ -225,12 +212,12 @@ def _search(
             timeout_s=None if question.simulated else planned.timeout_s,
             begins_shortest=planned.begins_shortest,
         )
-        for event in _until_spent(events):
-            if event is None:
-                spent = (_spent_note(planned, journal.snapshot()),)
-                break
-            if on_event is not None:
-                on_event(event)
+        try:
+            for event in events:
+                if on_event is not None:
+                    on_event(event)
+        except BudgetSpentError:
+            spent = (_spent_note(planned, journal.snapshot()),)
         study = journal.snapshot()
     return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes, *spent))
 
@@ -250,16 +237,8 @@ def _budget(
     )
 
 
-def _until_spent(events: Iterator[SearchEvent]) -> Iterator[SearchEvent | None]:
-    """The events; None at the end where the budget is."""
-    try:
-        yield from events
-    except BudgetSpentError:
-        yield None
-
-
 def _spent_note(planned: Plan, study: Study) -> str:
-    """Which cells the budget left without an answer."""
+    """Name the cells that the budget left without an answer."""
     question = planned.question
     answered = {answer.cell for answer in study.answers_within(question.timeout_s)}
     left = [cell for cell in question.cells if cell not in answered]
@@ -271,7 +250,7 @@ def _spent_note(planned: Plan, study: Study) -> str:
 
 
 def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
-    """What trials run on, and what there is to say of it: this machine, or a cluster's nodes."""
+    """The machine that trials run on, and notes on it: this one, or a cluster's nodes."""
     if not request.on_ray:
         return probe(), ()
     chosen = ray_runner.nodes_of(request)
@@ -279,14 +258,11 @@ def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
 
 
 def _runner(
-    request: Request,
-    log_layout: LogLayout,
-    device_total_bytes: int | None = None,
+    request: Request, log_layout: LogLayout, device_total_bytes: int | None
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
-        return SimulatedRunner(
-            FormulaLaw(shape=load_model(request.model).shape), device_total_bytes=device_total_bytes
-        )
+        law = FormulaLaw(shape=load_model(request.model).shape)
+        return SimulatedRunner(law, device_total_bytes=device_total_bytes)
     if request.on_ray:
         return ray_runner.runner_of(request, log_layout)
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1

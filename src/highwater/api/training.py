@@ -10,8 +10,7 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,13 @@ from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
+from highwater.nouns.environment import SnapshotOrder
 from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
-from highwater.nouns.profiling import SnapshotOrder
-from highwater.nouns.protocols import OnPhase, unheard
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
-    RunState,
     Schedule,
     TrainingProgress,
     TrainingRequest,
@@ -39,11 +36,10 @@ from highwater.nouns.training import (
     TrainingSpec,
     training_request_from,
 )
-from highwater.nouns.trial import RankReport, StatisticsFiles, TrialSpec
+from highwater.nouns.trial import OnPhase, RankReport, StatisticsFiles, TrialSpec, unheard
 from highwater.recommendation.training_settings import ChosenTrial, chosen_trial, training_notes
 from highwater.speed import predicted_step
-from highwater.store.directory import check_run_directory
-from highwater.store.training_folder import TrainingFolder
+from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
 from highwater.trials.nodes import Across, across
 from highwater.trials.probe import probe
@@ -56,15 +52,15 @@ class PreparedTraining(Record, frozen=True, kw_only=True):
 
     spec: TrainingSpec
     predicted: CellPrediction
-    """What is predicted of its memory, as a trial's."""
+    """The prediction of its memory, as a trial's."""
     rows_bytes: int = 0
-    """What its rows take besides."""
+    """Bytes that its rows take besides."""
     expected_s: float | None
     """Seconds that its steps take, predicted; None: nobody knows."""
     notes: tuple[str, ...]
     allow_busy: bool
     across: Across | None = None
-    """How several machines are started; None: this one alone."""
+    """The start of several machines; None: this one alone."""
     done_steps: int = 0
     """Steps of the checkpoint that it goes on from."""
 
@@ -88,39 +84,26 @@ def train(
     first. Raises HighwaterError for what cannot be trained, before anything starts, and for what
     ended it.
     """
-    of_training = set(TrainingRequest.__struct_fields__)
-    named = {name: value for name, value in settings.items() if name in of_training}
-    asked = training_request_from(
-        {
-            "data": _several(data),
-            "length": length,
-            "steps": steps,
-            "output": str(output),
-            "eval_data": _several(eval_data),
-            **named,
-        }
-    )
-    others = {name: value for name, value in settings.items() if name not in of_training}
-    _refuse_what_says_nothing(others)
-    request = request_from({"model": model, **others}, keywords=True)
-    with own_folder(Path(asked.output)):
-        return run_training(prepare_training(request, asked), on_progress=on_progress)
-
-
-def _refuse_what_says_nothing(settings: Collection[str]) -> None:
-    """Raise UsageError for a setting of searches and trials alone; what no setting is called is
-    left to the request.
-    """
-    for name in settings:
+    named: dict[str, Any] = {
+        "data": (data,) if isinstance(data, str) else tuple(data),
+        "length": length,
+        "steps": steps,
+        "output": str(output),
+        "eval_data": (eval_data,) if isinstance(eval_data, str) else tuple(eval_data),
+    }
+    others: dict[str, Any] = {"model": model}
+    for name, value in settings.items():
+        (named if name in TrainingRequest.__struct_fields__ else others)[name] = value
+    asked = training_request_from(named)
+    for name in others:  # what no setting is called is left to the request
         if name in DECLARED and "train" not in DECLARED[name].commands:
             raise UsageError(
                 f"{name} is a setting of searches and trials, and says nothing about a training",
                 hint=f"leave `{name}` out",
             )
-
-
-def _several(named: str | Sequence[str]) -> tuple[str, ...]:
-    return (named,) if isinstance(named, str) else tuple(named)
+    request = request_from(others, keywords=True)
+    with own_folder(Path(asked.output)):
+        return run_training(prepare_training(request, asked), on_progress=on_progress)
 
 
 def prepare_training(
@@ -186,7 +169,7 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """What is asked with what goes without saying, and its trial; raises HighwaterError for what
+    """Complete the request by what it implies, and choose its trial; raises HighwaterError for what
     cannot be, before the data is read.
     """
     machine = probe()
@@ -227,18 +210,14 @@ def _rows(asked: TrainingRequest) -> int | None:
 
 def _refuse_other_runs(request: Request) -> None:
     """Raise UsageError for what a file of ``--config`` has a search do, and no training does."""
-    others = {
-        "trainer": request.trainer != OURS,
-        "runner": request.on_ray,
-        "dry_run": request.dry_run,
-    }
-    name = next((name for name, is_named in others.items() if is_named), None)
-    if name is not None:
-        raise UsageError(
-            "this package's engine trains, on the machines that it is started on, and nothing else "
-            f"does: the file of `--config` has `{name}`",
-            hint=f"leave `{name}` out of it",
-        )
+    others = {"runner": request.on_ray, "dry_run": request.dry_run}
+    for name, is_named in {"trainer": request.trainer != OURS, **others}.items():
+        if is_named:
+            raise UsageError(
+                "this package's engine trains, on the machines that it is started on, and nothing "
+                f"else does: the file of `--config` has `{name}`",
+                hint=f"leave `{name}` out of it",
+            )
 
 
 def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -> None:
@@ -257,7 +236,7 @@ def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -
 
 
 def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) -> CorpusOrder:
-    """What is tokenised for a training."""
+    """The order to tokenise a training's data."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
     return CorpusOrder(
@@ -349,59 +328,44 @@ def run_training(
 ) -> TrainingResult:
     """Run what was prepared, in its ``own_folder``; what is done already is not done again."""
     spec = prepared.spec
-    if prepared.done_steps == spec.steps and Path(spec.model_directory).exists():
-        return _result(spec, (), prepared.notes, None)
-    TrainingFolder(spec.output_directory).keep(spec)
+    reports: Sequence[RankReport] = ()
     last: list[TrainingProgress] = []
-    hear = partial(_hear, last, on_progress)
-    reports = run_ranks(
-        spec, allow_busy=prepared.allow_busy, on_progress=hear, across=prepared.across
-    )
-    return _result(spec, reports, prepared.notes, last[-1] if last else None)
 
+    def hear(said: TrainingProgress) -> None:
+        last[:] = [said]
+        if on_progress is not None:
+            on_progress(said)
 
-def _hear(
-    last: list[TrainingProgress], on_progress: OnProgress | None, said: TrainingProgress
-) -> None:
-    last[:] = [said]
-    if on_progress is not None:
-        on_progress(said)
-
-
-def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
-    """What a run that was told to stop left; None where it had no checkpoint."""
-    state = TrainingFolder(prepared.spec.output_directory).last_state()
-    return None if state is None else _of_state(prepared.spec, state, (), prepared.notes, None)
-
-
-def _result(
-    spec: TrainingSpec,
-    reports: Sequence[RankReport],
-    notes: tuple[str, ...],
-    last: TrainingProgress | None,
-) -> TrainingResult:
-    state = TrainingFolder(spec.output_directory).last_state()
-    if state is None:
+    if prepared.done_steps < spec.steps or not Path(spec.model_directory).exists():
+        TrainingFolder(spec.output_directory).keep(spec)
+        reports = run_ranks(
+            spec, allow_busy=prepared.allow_busy, on_progress=hear, across=prepared.across
+        )
+    result = _result(prepared, reports, last)
+    if result is None:
         raise MachineError(
             f"the checkpoint in {spec.output_directory} is gone", hint="type the same command again"
         )
-    return _of_state(spec, state, reports, notes, last)
+    return result
 
 
-def _of_state(
-    spec: TrainingSpec,
-    state: RunState,
-    reports: Sequence[RankReport],
-    notes: tuple[str, ...],
-    last: TrainingProgress | None,
-) -> TrainingResult:
+def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
+    """The result of a run that was told to stop; None where it had no checkpoint."""
+    return _result(prepared, (), ())
+
+
+def _result(
+    prepared: PreparedTraining, reports: Sequence[RankReport], heard: Sequence[TrainingProgress]
+) -> TrainingResult | None:
+    """The result that the last checkpoint tells of; None without one."""
+    spec = prepared.spec
+    state = TrainingFolder(spec.output_directory).last_state()
+    if state is None:
+        return None
     is_done = state.step >= spec.steps and Path(spec.model_directory).exists()
-    peaks = [
-        peak
-        for report in reports
-        if (peak := report.memory.device_used_bytes or report.memory.peak_data_segment_bytes)
-        is not None
-    ]
+    memories = [report.memory for report in reports]
+    peaks = [each.device_used_bytes or each.peak_data_segment_bytes for each in memories]
+    speeds = (said.tokens / said.seconds for said in heard if said.seconds)
     return TrainingResult(
         status="done" if is_done else "stopped",
         step=state.step,
@@ -411,7 +375,7 @@ def _of_state(
         best_step=state.best_step,
         output_directory=spec.output_directory,
         model_directory=spec.model_directory if is_done else None,
-        tokens_per_s=last.tokens / last.seconds if last and last.seconds else None,
-        peak_bytes=max(peaks, default=None),
-        notes=notes,
+        tokens_per_s=next(speeds, None),
+        peak_bytes=max((peak for peak in peaks if peak is not None), default=None),
+        notes=prepared.notes,
     )

@@ -18,7 +18,7 @@ from highwater.cli.grammar import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""What a system answers to a program that is wrong. All else that it refuses is the machine's:
+"""Errors by which a system answers a wrong program. All else that it refuses is the machine's:
 rights, room, names, limits."""
 
 
@@ -105,20 +105,16 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
             from highwater.cli import commands as module
         case "report" | "profile" | "guide":
             from highwater.cli import documents as module
-        case "models" | "gpus":
+        case "models" | "gpus" | "completion":
             from highwater.cli import catalog as module
         case "train":
             from highwater.cli import train as module
         case "predict":
             from highwater.cli import predict as module
-        case "recommend":
+        case "recommend" | "emit":
             from highwater.cli import recommend as module
-        case "emit":
-            from highwater.cli import emit as module
         case "doctor":
             from highwater.cli import doctor as module
-        case "completion":
-            from highwater.cli import completion as module
         case _:
             from highwater.cli import bench as module
     return getattr(module, f"{name}_" if iskeyword(name) else name)

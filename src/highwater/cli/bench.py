@@ -84,10 +84,10 @@ def bench(arguments: argparse.Namespace) -> int:
         interrupt = caught
     not_run = tuple(each.not_run for each in told if each.not_run is not None)
     rows = tuple(each.row for each in told if each.row is not None)
-    if not rows and interrupt is not None:
-        console.talk("interrupted: no case had ended, and nothing of it runs any more")
-        return exit_code_of(interrupt)
     if not rows:
+        if interrupt is not None:
+            console.talk("interrupted: no case had ended, and nothing of it runs any more")
+            return exit_code_of(interrupt)
         reasons = "; ".join(f"{each.implementation}: {each.reason}" for each in not_run)
         raise UsageError(
             f"nothing that is named runs here: {reasons}", hint="add `--implementations dense`"
@@ -124,7 +124,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _line_words(line: BenchLine) -> str:
-    """What is known now, on one line."""
+    """Say on one line what is known now."""
     if line.machine is not None:
         return f"{plain(line.machine.device_name)}, dense attention on {line.machine.kernel}"
     if line.check is not None:
@@ -143,7 +143,7 @@ def _line_words(line: BenchLine) -> str:
 
 
 def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
-    """What was typed, with the defaults of this machine. Raises UsageError and MachineError."""
+    """Order what was typed, with this machine's defaults; UsageError, MachineError."""
     given = {name: getattr(arguments, name) for name in PATTERN_FIELDS}
     typed = {name: value for name, value in given.items() if value is not None}
     names = implementations_named(arguments.implementations, has_pattern=bool(typed))
@@ -244,7 +244,7 @@ def _branches(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, 
 
 
 def _taking(flags: str, typed: Collection[str], names: Sequence[str]) -> dict[str, Implementation]:
-    """Those of the named that take the flags. Raises UsageError for none."""
+    """Find the named that take the flags. Raises UsageError for none."""
     every = {name: each for name, each in IMPLEMENTATIONS.items() if getattr(each, flags)}
     found = {name: each for name, each in every.items() if name in names}
     if not found:
@@ -292,7 +292,7 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
 
 
 def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> BenchDtype:
-    """What is computed in, unless another is named: what the GPUs are fastest in. Raises
+    """The dtype to compute in, unless another is named: the GPUs' fastest. Raises
     MachineError for bf16 on one that has none.
     """
     if device == "cpu":

@@ -1,69 +1,53 @@
-"""``highwater models`` and ``highwater gpus``: what the catalog has, for a name to type and its
-source.
+"""``highwater models``, ``gpus`` and ``completion``: names of the catalogs, the source of each,
+and the script by which a shell completes them after ``highwater``.
+
+shtab writes the script from the grammar: commands, flags, and values that are one of a list. It
+cannot know names of models and kinds of GPUs, also after ``4x``: they are added here. No completion
+starts Python, and no other command imports shtab.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import get_args
 
 from highwater.cli import console
+from highwater.cli.flags import Shell
+from highwater.cli.grammar import Parser, grammar
 from highwater.errors import EXIT_ANSWERED, UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
-from highwater.nouns.codec import Record
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
+from highwater.nouns.request import DECLARED
 from highwater.pages.table import TextTable
 from highwater.units import counted, format_bytes, format_tokens
 
 _BILLION = 1e9
 
 
-class ListedModel(Record, frozen=True, kw_only=True):
-    """One model of the catalog, with its shape."""
-
-    model: CatalogModel
-    parameters: int
-    """Parameters as its shape has them."""
-    shape: ModelShape
-
-
-class ModelList(Record, frozen=True, kw_only=True):
-    """The document that ``highwater models --json`` prints."""
-
-    schema_version: int = 1
-    models: tuple[ListedModel, ...]
-
-
-class GpuList(Record, frozen=True, kw_only=True):
-    """The document that ``highwater gpus --json`` prints."""
-
-    schema_version: int = 1
-    gpus: tuple[GpuKind, ...]
-    hosts: tuple[Host, ...] = ()
-    """Machines with these GPUs, whose host memory is taken where nobody names another."""
-
-
 def models(arguments: argparse.Namespace) -> int:
     """Print the models of the catalog, all or those whose names have the words that were typed."""
     rows = [each for each in model_catalog() if _has(arguments.words, each.name, *each.hub_ids)]
     _refuse_none(rows, arguments.words, what="model", command="models")
-    listed = tuple(_listed(row) for row in rows)
+    listed = [(row, load_model(row.name).shape) for row in rows]
     if arguments.json:
-        console.answer_json(ModelList(models=listed))
-        return EXIT_ANSWERED
+        found = [
+            {"model": row, "parameters": shape.parameters, "shape": shape} for row, shape in listed
+        ]
+        return console.answer_json({"schema_version": 1, "models": found})
     console.answer_table(_model_table(listed))
-    console.next_command(f"highwater predict {listed[0].model.name} --gpus 4xA100-80GB")
+    console.next_command(f"highwater predict {rows[0].name} --gpus 4xA100-80GB")
     return EXIT_ANSWERED
 
 
 def gpus(arguments: argparse.Namespace) -> int:
-    """Print the kinds of GPUs, all or those whose names have the words that were typed."""
-    kinds = tuple(each for each in gpu_catalog() if _has(arguments.words, each.name, each.match))
+    """Print the kinds of GPUs, all or those whose names have the words that were typed; as JSON
+    with the machines whose host memory is taken where nobody names another.
+    """
+    kinds = [each for each in gpu_catalog() if _has(arguments.words, each.name, each.match)]
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:
-        names = {kind.name for kind in kinds}
-        hosts = tuple(host for host in host_catalog() if host.kind in names)
-        console.answer_json(GpuList(gpus=kinds, hosts=hosts))
-        return EXIT_ANSWERED
+        hosts = [host for host in host_catalog() if host.kind in {kind.name for kind in kinds}]
+        return console.answer_json({"schema_version": 1, "gpus": kinds, "hosts": hosts})
     console.answer_table(_gpu_table(kinds))
     usual = [kind.name for kind in kinds if kind.usable_bytes is not None and not lacking(kind)]
     console.next_command(
@@ -73,7 +57,7 @@ def gpus(arguments: argparse.Namespace) -> int:
 
 
 def _has(words: Sequence[str], *names: str) -> bool:
-    """Whether each word is part of one of the names, in any case."""
+    """True if each word is part of one of the names, in any case."""
     return all(any(word.lower() in name.lower() for name in names) for word in words)
 
 
@@ -86,12 +70,7 @@ def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, co
         )
 
 
-def _listed(row: CatalogModel) -> ListedModel:
-    shape = load_model(row.name).shape
-    return ListedModel(model=row, parameters=shape.parameters, shape=shape)
-
-
-def _model_table(listed: Sequence[ListedModel]) -> TextTable:
+def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]]) -> TextTable:
     return TextTable(
         title=f"{counted(len(listed), 'model')} in the catalog; any other is named by its "
         "directory, or by its id on the Hub",
@@ -101,18 +80,20 @@ def _model_table(listed: Sequence[ListedModel]) -> TextTable:
         ),
         rows=tuple(
             (
-                each.model.name,
-                each.model.hub_id or "-",
-                each.shape.model_type,
-                f"{each.parameters / _BILLION:.2f}",
-                format_tokens(each.shape.native_length_tokens),
-                str(each.shape.layers),
-                f"{each.shape.query_heads}/{each.shape.kv_heads}",
+                *(row.name, row.hub_id or "-", shape.model_type),
+                f"{shape.parameters / _BILLION:.2f}",
+                format_tokens(shape.native_length_tokens),
+                str(shape.layers),
+                f"{shape.query_heads}/{shape.kv_heads}",
             )
-            for each in listed
+            for row, shape in listed
         ),
         footnotes=("tuned models of the same shape, and the source of each: `--json`",),
     )
+
+
+def _hosts_with(kind: GpuKind) -> list[Host]:
+    return [host for host in host_catalog() if host.kind == kind.name]
 
 
 def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
@@ -129,7 +110,7 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 format_bytes(kind.usable_bytes),
                 "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
                 "no" if lacking(kind) else "yes",
-                _host_memory(kind),
+                ", ".join(map(_host_memory, _hosts_with(kind))) or "-",
             )
             for kind in kinds
         ),
@@ -140,20 +121,119 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 f"{kind.name}, host memory: "
                 + "; ".join(f"{host.machine} ({host.source})" for host in hosts)
                 for kind in kinds
-                if (hosts := [host for host in host_catalog() if host.kind == kind.name])
+                if (hosts := _hosts_with(kind))
             ),
         ),
         left_columns=1,
     )
 
 
-def _host_memory(kind: GpuKind) -> str:
-    """``2,048 for 8``: host memory of each machine that has GPUs of this kind."""
-    hosts = [host for host in host_catalog() if host.kind == kind.name]
-    return (
-        ", ".join(
-            f"{host.host_gib:,} for {host.gpus}" if host.is_divided else f"{host.host_gib:,}"
-            for host in hosts
-        )
-        or "-"
+def _host_memory(host: Host) -> str:
+    """``2,048 for 8``: host memory of a machine, and the number of its GPUs."""
+    return f"{host.host_gib:,} for {host.gpus}" if host.is_divided else f"{host.host_gib:,}"
+
+
+_MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
+"""Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a
+directory."""
+_FILES = {"FILE", "CSV", "STUDY", "SOURCE", "PATH"}
+_FOLDERS = {"DIR"}
+_SOURCED = {
+    "bash": "source <(highwater completion bash)",
+    "zsh": "source <(highwater completion zsh)",
+    "fish": "highwater completion fish | source",
+}
+"""The line that makes the open shell complete, by shell."""
+
+_BASH = """\
+{models}() (
+  shopt -s nocasematch
+  for name in {model_names}; do
+    [[ $name == "$1"* ]] && printf '%s\\n' "$name"
+  done
+  compgen -d -- "$1"
+)
+{gpus}() (
+  shopt -s nocasematch
+  [[ $1 =~ ^([0-9]+x)* ]]
+  count=${{BASH_REMATCH[0]}}
+  for kind in {gpu_kinds}; do
+    [[ $kind == "${{1#"$count"}}"* ]] && printf '%s\\n' "$count$kind"
+  done
+)
+"""
+_ZSH = """\
+{models}() {{
+  compadd -M 'm:{{a-zA-Z}}={{A-Za-z}}' -- {model_names}
+  _files -/
+}}
+{gpus}() {{
+  compset -P '[0-9]##x'
+  compset -P '[0-9]##x'
+  compadd -M 'm:{{a-zA-Z}}={{A-Za-z}}' -- {gpu_kinds}
+}}
+"""
+_FISH = """\
+function {models}
+  printf '%s\\n' {model_names}
+  __fish_complete_directories
+end
+function {gpus}
+  set -l count (string match -r '^(?:[0-9]+x)*' -- (commandline -ct))
+  for kind in {gpu_kinds}
+    printf '%s\\n' "$count$kind"
+  end
+end
+"""
+_FUNCTIONS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+"""Both functions, by shell: names in any case, as the catalogs know them."""
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    """Print the script of a shell; the next command tries it at once."""
+    console.answer_exactly(script(arguments.shell).rstrip("\n"))
+    console.next_command(
+        f"{_SOURCED[arguments.shell]}  (completes here; `--help` says where to keep it)"
     )
+    return EXIT_ANSWERED
+
+
+def script(shell: str) -> str:
+    """The script that completes ``highwater`` in a shell."""
+    from shtab import complete
+
+    whole = grammar()
+    for parser in (whole, *whole.commands.values()):
+        _say_what_completes(parser)
+    rows = model_catalog()
+    models = (*(row.name for row in rows), *(name for row in rows for name in row.hub_ids))
+    names = {
+        "models": _MODELS,
+        "gpus": _GPUS,
+        "model_names": " ".join(dict.fromkeys(models)),
+        "gpu_kinds": " ".join(kind.name for kind in gpu_catalog()),
+    }
+    return complete(whole, shell=shell, preamble=_FUNCTIONS[shell].format(**names))
+
+
+def _say_what_completes(parser: Parser) -> None:
+    """Tell shtab what each value is: by ``complete``, an attribute that it reads, or by choices."""
+    for action in parser.arguments:
+        if isinstance(action.metavar, str):  # zsh takes a colon for the end of it
+            action.metavar = action.metavar.replace(":", " ")
+        what = _value(action)
+        if what is not None:
+            vars(action)["complete"] = what
+        elif action.dest in DECLARED and DECLARED[action.dest].kind is None:
+            action.choices = DECLARED[action.dest].choices
+
+
+def _value(action: argparse.Action) -> object:
+    """The completion of a value, in shtab's words; None where it has none."""
+    if action.metavar == "MODEL" or action.dest == "cluster":
+        name = _MODELS if action.metavar == "MODEL" else _GPUS
+        called: dict[str, Callable[[str], str]] = {"fish": "({})".format}
+        return {shell: called.get(shell, str)(name) for shell in get_args(Shell)}
+    if action.metavar in _FILES:
+        return "file"
+    return "directory" if action.metavar in _FOLDERS else None

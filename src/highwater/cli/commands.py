@@ -99,13 +99,9 @@ def try_(arguments: argparse.Namespace) -> int:
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
     console.notes(search.machine_notes(request))
-    console.notes(
-        (
-            *ignored_options(os.environ, spec.device),
-            *memory_notes(request, spec.device, spec.memory_budget_bytes),
-            *_trial_notes(request, spec),
-        )
-    )
+    of_memory = memory_notes(request, spec.device, spec.memory_budget_bytes)
+    of_trial = _trial_notes(request, spec)
+    console.notes((*ignored_options(os.environ, spec.device), *of_memory, *of_trial))
     console.talk(
         f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, "
         f"{short_settings(spec.settings)}, {spec.layout.gpus} x {spec.device}"
@@ -117,19 +113,18 @@ def try_(arguments: argparse.Namespace) -> int:
         return exit_code_of(interrupt)
     if request.memory_profiler is not None:
         console.notes(tuple(snapshot_lines(spec, result, request.memory_profiler)))
+    code = EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE
+    code = EXIT_ANSWERED if result.outcome.is_fit else code
     if arguments.json:
-        console.answer_json({"schema_version": 1, "spec": spec, "result": result})
-    else:
-        console.answer_table(trial_table(spec, result))
-        typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
-        console.next_command(_after_try(typed))
-    if result.outcome.is_fit:
-        return EXIT_ANSWERED
-    return EXIT_ANSWERED_NO if result.outcome.is_memory else EXIT_INCONCLUSIVE
+        return console.answer_json({"schema_version": 1, "spec": spec, "result": result}, code)
+    console.answer_table(trial_table(spec, result))
+    typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
+    console.next_command(_after_try(typed))
+    return code
 
 
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
-    """What a user should know of one trial before it starts."""
+    """Notes on one trial for its user, before it starts."""
     if spec.foreign is not None:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
@@ -157,11 +152,10 @@ def show(arguments: argparse.Namespace) -> int:
                 f"{len(studies)} studies are no one document",
                 hint=f"`highwater show {shlex.quote(studies[0].path or '')} --as json`",
             )
-        console.answer_json(studies[0])
-        return EXIT_ANSWERED
+        return console.answer_json(studies[0])
     if arguments.as_ == "table":
         for study in studies:
-            _say_answer(study)
+            console.answer_page(study_answer(study), answer_table(study))
     elif arguments.as_ == "published":
         for number, table in enumerate(published_tables(studies)):
             if number:
@@ -192,42 +186,34 @@ def schema(_: argparse.Namespace) -> int:
     """``highwater schema``: the JSON Schema of a configuration file."""
     from highwater.cli.config import config_schema
 
-    console.answer_json(config_schema())
-    return EXIT_ANSWERED
+    return console.answer_json(config_schema())
 
 
 def exit_code(study: Study, *, has_budget: bool = False) -> int:
     """0 when every cell has an answer, 1 when in none of them anything fits, 4 when a cell has no
     answer; with a budget, which may end before they have, 4 when nothing was found to fit.
     """
-    answers = study.answers
-    if has_budget and any(
-        trial.result is not None and study.question.counts_as_fit(trial.result)
-        for trial in study.trials
-    ):
+    answers, results = study.answers, (trial.result for trial in study.trials)
+    if has_budget and any(each and study.question.counts_as_fit(each) for each in results):
         return EXIT_ANSWERED
-    if not study.complete or any(
-        answer.reach_tokens is None or answer.is_undecided for answer in answers
-    ):
+    is_open = any(answer.reach_tokens is None or answer.is_undecided for answer in answers)
+    if is_open or not study.complete:
         return EXIT_INCONCLUSIVE
     return EXIT_ANSWERED if any(answer.reach_tokens for answer in answers) else EXIT_ANSWERED_NO
 
 
 def say_interrupted(path: Path | None) -> None:
     """Say after Ctrl-C what the study keeps, and how to go on."""
-    try:
+    study = None
+    with suppress(StudyError):
         study = None if path is None else read_study(path)
-    except StudyError:
-        study = None
-    if study is None or path is None:
+    if study is None:
         console.talk("interrupted: no trial had finished")
         return
-    console.talk(
-        f"interrupted: the study keeps every finished trial, {study.finished_trials} so far: {path}"
-    )
-    console.next_command(
-        f"{shlex.join(study.command) or 'the same command'}  (goes on where this stopped)"
-    )
+    finished = f"the study keeps every finished trial, {study.finished_trials} so far"
+    console.talk(f"interrupted: {finished}: {path}")
+    again = shlex.join(study.command) or "the same command"
+    console.next_command(f"{again}  (goes on where this stopped)")
 
 
 def _say_found(
@@ -240,18 +226,12 @@ def _say_found(
     if arguments.json:
         console.answer_json(study)
     else:
-        _say_answer(study)
+        console.answer_page(study_answer(study), answer_table(study))
     if request is not None and study.complete:
         _diagnose(request, study)
     if not arguments.json:
         console.next_command(_after_find(study, arguments.command_line))
     return exit_code(study, has_budget=planned is not None and planned.budget_s is not None)
-
-
-def _say_answer(study: Study) -> None:
-    console.answer(study_answer(study))
-    console.answer("")
-    console.answer_table(answer_table(study))
 
 
 def _diagnose(request: Request, study: Study) -> None:
@@ -282,20 +262,11 @@ def _note_resumed(request: Request, question: Question) -> bool:
     with suppress(StudyError):
         study = read_study(path)
         if study.question.key == question.key and study.finished_trials:
-            late = sum(
-                trial.ran_out_of_less_than(question.timeout_s or 0.0) for trial in study.trials
-            )
-            again = (
-                f"; of these {late} ran out of less time than there is now, and may be"
-                if late
-                else ""
-            )
-            console.notes(
-                [
-                    f"resuming {path}: finished trials are not run again, {study.finished_trials} "
-                    f"so far{again}"
-                ]
-            )
+            now_s = question.timeout_s or 0.0
+            late = sum(trial.ran_out_of_less_than(now_s) for trial in study.trials)
+            again = f"; of these {late} ran out of less time than there is now, and may be"
+            said = f"finished trials are not run again, {study.finished_trials} so far"
+            console.notes([f"resuming {path}: {said}{again if late else ''}"])
             return True
     return False
 
@@ -316,7 +287,7 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:
-    """What was typed, with the memory limit that nobody named: it asks the same once more,
+    """Add the memory limit that nobody named to what was typed: it asks the same once more,
     whatever memory is free then.
     """
     if request.memory is not None or budget_bytes is None:

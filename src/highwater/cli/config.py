@@ -18,10 +18,9 @@ import yaml
 from yaml.composer import ComposerError
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import json_schema, to_builtins
-from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
+from highwater.nouns.codec import SETTINGS_BYTES, json_schema, read_file, to_builtins
 from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.nouns.trainer import FOREIGN, foreign_name
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _DEEPEST = 8
@@ -130,13 +129,10 @@ def _read_yaml(path: Path) -> dict[str, object]:
         content = yaml.load(read_file(path, most_bytes=SETTINGS_BYTES).decode(), _Settings)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", hint=example) from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # a ValueError: what is no UTF-8, and numbers without end
-        raise UsageError(
-            f"{path} is not YAML: {' '.join(str(error).split())}", hint=example
-        ) from error
+    # a ValueError: what is no UTF-8, and numbers without end
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise UsageError(f"{path} is not YAML: {said}", hint=example) from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -165,15 +161,9 @@ def sbatch_script(request: Request, words: Sequence[str]) -> str:
                 f"a job of Slurm has its command in one line, and {word!r} has several",
                 hint="name a file without a line end, or `--config find.yaml` with what it says",
             )
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(request))]
-    return "\n".join(
-        (
-            *lines,
-            "",
-            "# Finished trials are kept in the study: submit this again, and it goes on.",
-            f"exec {shlex.join(words)}",
-        )
-    )
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(request)), ""]
+    said = "# Finished trials are kept in the study: submit this again, and it goes on."
+    return "\n".join((*lines, said, f"exec {shlex.join(words)}"))
 
 
 def _options(request: Request) -> list[str]:

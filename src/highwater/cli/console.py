@@ -14,7 +14,13 @@ from io import TextIOWrapper
 from types import FrameType
 from typing import TextIO
 
-from highwater.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, HighwaterError, UsageError
+from highwater.errors import (
+    EXIT_ANSWERED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    HighwaterError,
+    UsageError,
+)
 from highwater.nouns.codec import to_json
 from highwater.nouns.secrets import kept, without_secrets
 from highwater.pages.table import TextTable, plain_table, terminal_table, terminal_text
@@ -90,8 +96,18 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
     answer_exactly(text)
 
 
-def answer_json(document: object) -> None:
-    """Print the one document that is the answer: JSON in whatever encoding stdout has."""
+def answer_page(sentence: str, *tables: TextTable) -> None:
+    """Print a sentence that is the answer, if any, and its tables, with an empty line between."""
+    for number, table in enumerate(tables):
+        if number or sentence:
+            answer("" if number else f"{sentence}\n")
+        answer_table(table)
+
+
+def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
+    """Print the one document that is the answer, JSON in whatever encoding stdout has; returns the
+    exit code.
+    """
     text = plain_json(to_json(document, indent=2))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -100,6 +116,7 @@ def answer_json(document: object) -> None:
     with _answering():
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
+    return code
 
 
 def talk(text: str = "") -> None:
@@ -199,7 +216,7 @@ def heeding(number: signal.Signals) -> Generator[None]:
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
-    """What a shell expects after this signal."""
+    """The code that a shell expects after this signal."""
     return EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
 
 

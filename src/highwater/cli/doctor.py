@@ -3,7 +3,7 @@ machine is.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -38,11 +38,9 @@ from highwater.units import counted, format_bytes
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
 """The next command after ``--measure``; ``highwater predict --constants constants.json`` reads the
 file that it writes."""
-
-
 _PREDICTION = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
 """The next command where predictions are all that works."""
-_QUESTIONS = "`predict`, `recommend`, `guide` and `emit`"
+_QUESTIONS = "`predict`, `recommend`, `guide` and `emit` work here"
 _TRIALS = "trials (`find`, `try`)"
 
 
@@ -51,7 +49,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
     problem: str
     hint: str
-    stops_every_trial: bool
+    stops_every_trial: bool = False
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
@@ -61,19 +59,19 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     machine: Machine
     findings: tuple[Finding, ...]
     features: tuple[Feature, ...] = ()
-    """What can be done with the packages that are installed, and what the rest needs."""
+    """Things that can be done, by the packages that are installed, and what the rest needs."""
     constants: tuple[Constants, ...] = ()
     """Constants that ``--measure`` read, by number of GPUs; empty without it."""
 
     @property
     def can_run(self) -> bool:
-        """Whether a trial can run here."""
+        """True if a trial can run here."""
         return not any(finding.stops_every_trial for finding in self.findings)
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is missing for what is installed: either all that trials need, or none
-        of it, as where one only predicts.
+        """True if nothing is missing for what is installed: either all that trials need, or none of
+        it, as where one only predicts.
         """
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
@@ -83,146 +81,109 @@ def doctor(arguments: argparse.Namespace) -> int:
     installed.
     """
     machine = probe()
-    torch_obstacle = _torch_obstacle(machine)
+    obstacle = None
+    if machine.gpus and not package_obstacles(machine):
+        obstacle = _refusal(refuse_torch_without_gpu, machine)
     diagnosis = msgspec.structs.replace(
-        diagnose(machine, torch_obstacle=torch_obstacle), features=features(machine)
+        diagnose(machine, torch_obstacle=obstacle),
+        features=features(machine),
+        constants=_measured(machine) if arguments.measure else (),
     )
-    if arguments.measure:
-        diagnosis = msgspec.structs.replace(diagnosis, constants=_measured(machine))
     code = EXIT_ANSWERED if diagnosis.is_sound else EXIT_MACHINE
     if arguments.json:
-        console.answer_json(diagnosis)
-        return code
-    console.answer(f"{_in_a_sentence(diagnosis, torch_obstacle)}\n")
-    console.answer_table(_feature_table(diagnosis.features))
-    console.answer("")
-    if machine.gpus:
-        console.answer_table(_gpu_table(machine))
-        console.answer("")
-    console.answer_table(_host_table(machine))
-    if diagnosis.constants:
-        console.answer("")
-        console.answer_table(_constants_table(diagnosis.constants))
+        return console.answer_json(diagnosis, code)
+    console.answer_page(
+        _in_a_sentence(diagnosis, obstacle),
+        _feature_table(diagnosis.features),
+        *((_gpu_table(machine),) if machine.gpus else ()),
+        _host_table(machine),
+        *((_constants_table(diagnosis.constants),) if diagnosis.constants else ()),
+    )
     for finding in diagnosis.findings:
         if not finding.stops_every_trial:  # packages: said above
             console.answer(f"\n{finding.problem}\n  {finding.hint}")
     if diagnosis.can_run:
-        on_gpu = bool(machine.gpus) and torch_obstacle is None
+        on_gpu = bool(machine.gpus) and obstacle is None
         search = "highwater find Qwen3-0.6B" if on_gpu else CPU_SEARCH
         console.next_command(_KEEP_CONSTANTS if arguments.measure else search)
-    elif diagnosis.is_sound:
-        console.next_command(_PREDICTION)
     else:
-        console.next_command(f"{INSTALL_COMMAND}  (in the checkout of highwater)")
+        install = f"{INSTALL_COMMAND}  (in the checkout of highwater)"
+        console.next_command(_PREDICTION if diagnosis.is_sound else install)
     return code
 
 
-def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """What stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch cannot
-    use its GPUs.
-    """
-    findings = [
-        Finding(problem=problem, hint=INSTALL_HINT, stops_every_trial=True)
-        for problem in package_obstacles(machine)
-    ]
-    findings += [
-        Finding(
-            problem=f"GPU {gpu.index} cannot be read: {gpu.reason}",
-            hint=leave_out_unreadable(machine),
-            stops_every_trial=False,
-        )
-        for gpu in machine.unreadable_gpus
-    ]
-    if torch_obstacle is not None:
-        findings.append(_of_error(torch_obstacle))
-    if not machine.gpus and not machine.unreadable_gpus:
-        findings.append(
-            Finding(
-                problem="no GPU is visible"
-                if findings
-                else "no GPU is visible: trials run on the CPU, with small models, under a memory "
-                "limit",
-                hint="with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
-                stops_every_trial=False,
-            )
-        )
-    return Diagnosis(machine=machine, findings=(*findings, *_of_gpus(machine)))
-
-
-def _of_gpus(machine: Machine) -> Iterator[Finding]:
-    """Findings about GPUs that trials cannot use, or would share."""
-    for gpu in machine.gpus:
-        unfit = _unfit(gpu)
-        if unfit is not None:
-            yield _of_error(unfit)
-    busy = busy_gpus(machine.gpus)
-    if busy:
-        free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
-        yield Finding(
-            problem=f"GPU {', '.join(str(gpu.index) for gpu in busy)} in use: trials would "
-            f"measure somebody else's memory",
-            hint=f"set CUDA_VISIBLE_DEVICES={free}"
-            if free
-            else "wait until one is free, or add `--allow-busy`",
-            stops_every_trial=False,
-        )
+def _refusal(refuse: Callable[..., object], *of: object) -> HighwaterError | None:
+    """The error by which something is refused; None where it is not."""
+    try:
+        refuse(*of)
+    except HighwaterError as error:
+        return error
+    return None
 
 
 def _unfit(gpu: Gpu) -> HighwaterError | None:
-    """Why no trial can use a GPU; None where one can."""
-    try:
-        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
-    except HighwaterError as error:
-        return error
-    return None
+    """The reason why no trial can use a GPU; None where one can."""
+    return _refusal(refuse_unfit_gpu, gpu.name, gpu.compute_capability)
+
+
+def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
+    """Find what stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch
+    cannot use its GPUs.
+    """
+    packages = package_obstacles(machine)
+    findings = [
+        Finding(problem=each, hint=INSTALL_HINT, stops_every_trial=True) for each in packages
+    ]
+    for gpu in machine.unreadable_gpus:
+        problem = f"GPU {gpu.index} cannot be read: {gpu.reason}"
+        findings.append(Finding(problem=problem, hint=leave_out_unreadable(machine)))
+    findings += [_of_error(torch_obstacle)] if torch_obstacle is not None else []
+    if not machine.gpus and not machine.unreadable_gpus:
+        on_the_cpu = ": trials run on the CPU, with small models, under a memory limit"
+        hint = "with a GPU in the machine, check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        problem = f"no GPU is visible{'' if findings else on_the_cpu}"
+        findings.append(Finding(problem=problem, hint=hint))
+    findings += [_of_error(unfit) for gpu in machine.gpus if (unfit := _unfit(gpu)) is not None]
+    busy = busy_gpus(machine.gpus)
+    if busy:
+        free = ",".join(str(gpu.index) for gpu in machine.gpus if gpu not in busy)
+        wait = "wait until one is free, or add `--allow-busy`"
+        finding = Finding(
+            problem=f"GPU {', '.join(str(gpu.index) for gpu in busy)} in use: trials would "
+            f"measure somebody else's memory",
+            hint=f"set CUDA_VISIBLE_DEVICES={free}" if free else wait,
+        )
+        findings.append(finding)
+    return Diagnosis(machine=machine, findings=tuple(findings))
 
 
 def _of_error(error: HighwaterError) -> Finding:
-    return Finding(problem=error.problem, hint=error.hint, stops_every_trial=False)
-
-
-def _torch_obstacle(machine: Machine) -> HighwaterError | None:
-    if not machine.gpus or package_obstacles(machine):
-        return None
-    try:
-        refuse_torch_without_gpu(machine)
-    except HighwaterError as error:
-        return error
-    return None
+    return Finding(problem=error.problem, hint=error.hint)
 
 
 def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) -> str:
-    """What works here, and why the rest does not."""
-    machine = diagnosis.machine
+    """Name what works here, and why the rest does not."""
     if not diagnosis.can_run:
         whys = (each.problem for each in diagnosis.findings if each.stops_every_trial)
-        return f"{_QUESTIONS} work here, for any GPUs; {_TRIALS} do not: {', '.join(whys)}."
-    fit = [gpu for gpu in machine.gpus if _unfit(gpu) is None]
+        return f"{_QUESTIONS}, for any GPUs; {_TRIALS} do not: {', '.join(whys)}."
+    gpus = diagnosis.machine.gpus
+    fit = [gpu for gpu in gpus if _unfit(gpu) is None]
     if fit and torch_obstacle is None:
-        return f"{_QUESTIONS} work here, and {_TRIALS} on {counted(len(fit), 'GPU')}."
-    why = (
-        torch_obstacle.problem
-        if torch_obstacle is not None
-        else "no GPU here is fit for training"
-        if machine.gpus
-        else "no GPU is visible"
-    )
-    return (
-        f"{_QUESTIONS} work here, for any GPUs; {_TRIALS} run on the CPU, with small models: {why}."
-    )
+        return f"{_QUESTIONS}, and {_TRIALS} on {counted(len(fit), 'GPU')}."
+    why = "no GPU here is fit for training" if gpus else "no GPU is visible"
+    why = why if torch_obstacle is None else torch_obstacle.problem
+    return f"{_QUESTIONS}, for any GPUs; {_TRIALS} run on the CPU, with small models: {why}."
 
 
-def _feature_table(rows: tuple[Feature, ...]) -> TextTable:
-    """What works, and then what to install for the rest."""
+def _feature_table(rows: Sequence[Feature]) -> TextTable:
+    """The things that work, and then what to install for the rest."""
     return TextTable(
         title="what works here, and what to install for the rest (in the checkout of highwater)",
         columns=("", "works", "to install"),
         rows=tuple(
-            (
-                each.what,
-                "yes" if each.works else f"no: {', '.join(map(plain, each.obstacles))}",
-                "" if each.works else each.install,
-            )
+            (each.what, "yes", "")
+            if each.works
+            else (each.what, f"no: {', '.join(map(plain, each.obstacles))}", each.install)
             for each in sorted(rows, key=lambda each: not each.works)
         ),
         left_columns=3,
@@ -234,37 +195,26 @@ def _gpu_table(machine: Machine) -> TextTable:
     return TextTable(
         title=f"GPUs, driver {plain(machine.driver_version or '?')}",
         columns=("GPU", "name", "state", "memory", "in use", "processes"),
-        rows=tuple(_gpu_row(gpu, "in use" if gpu in busy else "free") for gpu in machine.gpus),
-    )
-
-
-def _gpu_row(gpu: Gpu, state: str) -> tuple[str, ...]:
-    return (
-        str(gpu.index),
-        plain(gpu.name),
-        state,
-        format_bytes(gpu.memory_total_bytes),
-        format_bytes(gpu.memory_used_bytes),
-        " ".join(map(str, gpu.processes)) or "-",
+        rows=tuple(
+            (
+                *(str(gpu.index), plain(gpu.name), "in use" if gpu in busy else "free"),
+                format_bytes(gpu.memory_total_bytes),
+                format_bytes(gpu.memory_used_bytes),
+                " ".join(map(str, gpu.processes)) or "-",
+            )
+            for gpu in machine.gpus
+        ),
     )
 
 
 def _host_table(machine: Machine) -> TextTable:
-    memory = (
-        f"{format_bytes(machine.host_memory_available_bytes)} free of "
-        f"{format_bytes(machine.host_memory_total_bytes)}"
-    )
+    free, total = machine.host_memory_available_bytes, machine.host_memory_total_bytes
     rows = (
         ("CPU cores", str(machine.cpu_cores)),
-        ("host memory", memory),
-        *sorted(machine.versions.items()),
+        ("host memory", f"{format_bytes(free)} free of {format_bytes(total)}"),
+        *((name, plain(version)) for name, version in sorted(machine.versions.items())),
     )
-    return TextTable(
-        title="machine",
-        columns=(),
-        rows=tuple((name, plain(text)) for name, text in rows),
-        left_columns=2,
-    )
+    return TextTable(title="machine", columns=(), rows=rows, left_columns=2)
 
 
 def _measured(machine: Machine) -> tuple[Constants, ...]:
@@ -273,11 +223,8 @@ def _measured(machine: Machine) -> tuple[Constants, ...]:
         raise MachineError(
             "no GPU is visible: there is nothing to measure", hint="leave `--measure` out"
         )
-    counts = [1]
-    while 2 * counts[-1] <= len(machine.gpus):
-        counts.append(2 * counts[-1])
     found: list[Constants] = []
-    for count in counts:
+    for count in (1 << power for power in range(len(machine.gpus).bit_length())):
         console.talk(
             f"reading what libraries take on {counted_ranks(count, 'cuda')}, up to half a minute"
         )

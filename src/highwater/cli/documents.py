@@ -48,30 +48,25 @@ def report(arguments: argparse.Namespace) -> int:
     output = None if arguments.output is None else Path(arguments.output)
     if output is not None:
         reporting.check_report_file(output)
-    study = (
-        read_study(Path(arguments.study))
-        if arguments.study
-        else newest_study(Path(arguments.log_dir))
-    )
+    named, log_directory = arguments.study, Path(arguments.log_dir)
+    study = read_study(Path(named)) if named else newest_study(log_directory)
     console.notes(study.notes)
     made = study_report(study)
     if output is not None:
         console.talk(f"the report: {reporting.write_report(output, made)}")
     if arguments.json:
-        console.answer_json(made)
-        return EXIT_ANSWERED
+        return console.answer_json(made)
     if output is None:
         console.answer(reporting.report_text(made, ".md").rstrip("\n"))
     else:
-        console.answer(f"{study_answer(study)}\n")
-        console.answer_table(answer_table(study))
+        console.answer_page(study_answer(study), answer_table(study))
     console.next_command(_after_report(made, output))
     return EXIT_ANSWERED
 
 
 def _after_report(made: StudyReport, output: Path | None) -> str:
-    """Go on with a search that is not finished; else the report as a page, or the study in another
-    form.
+    """The next command: it goes on with a search that is not finished; else it shows the report as
+    a page, or the study in another form.
     """
     study = made.study
     if not study.complete and study.command:
@@ -110,24 +105,15 @@ def profile(arguments: argparse.Namespace) -> int:
         write_new_file(output, profile_page(profiles).encode(), flag="--html")
         console.talk(f"the page: {output}")
     if arguments.json:
-        console.answer_json({"schema_version": 1, "profiles": profiles})
-        return EXIT_ANSWERED
-    console.answer_table(category_table(profiles))
-    for each in profiles:
-        console.answer("")
-        console.answer_table(place_table(each))
-    if output is None:
-        page = free_name("profile.html")
-        console.next_command(f"highwater profile {shlex.join(paths)} --html {page}")
-    else:
-        console.next_command(f"highwater profile {shlex.join(paths)} --json")
+        return console.answer_json({"schema_version": 1, "profiles": profiles})
+    console.answer_page("", category_table(profiles), *map(place_table, profiles))
+    then = f"--html {free_name('profile.html')}" if output is None else "--json"
+    console.next_command(f"highwater profile {shlex.join(paths)} {then}")
     return EXIT_ANSWERED
 
 
 def _fullest(folder: Path) -> MemoryProfile:
-    """Of the ranks of one step the profile of the one that needed most, with a note that names the
-    others.
-    """
+    """The profile of the rank that needed most in one step, with a note that names the others."""
     paths = ranks_snapshots(folder)
     if not paths:
         raise SnapshotError(f"{folder} has no memory snapshot", hint=HOW_TO_MAKE_ONE)
@@ -163,6 +149,8 @@ def _named(others: Sequence[MemoryProfile]) -> str:
 
 
 _FILES = (".csv", ".jsonl", ".json")
+_GUIDED = ("gpu_memory", "sequences_per_micro_batch", "ulysses", "ring", "copies")
+"""Flags of a guide that are keywords of it, too."""
 
 
 def guide(arguments: argparse.Namespace) -> int:
@@ -170,7 +158,7 @@ def guide(arguments: argparse.Namespace) -> int:
     for flag in (arguments.predict, arguments.cluster):
         # `--gpus KIND FILE`: argparse gives both to the flag
         arguments.sources += [word for word in flag if word.endswith(_FILES)]
-    output = None if arguments.output is None else Path(arguments.output)
+    output, typed = None if arguments.output is None else Path(arguments.output), vars(arguments)
     if output is not None:
         check_guide_file(output)
     made = guiding.guide(
@@ -178,16 +166,8 @@ def guide(arguments: argparse.Namespace) -> int:
         predict=[word for word in arguments.predict if not word.endswith(_FILES)],
         gpus=[word for word in arguments.cluster if not word.endswith(_FILES)],
         trainer=arguments.predicted_for,
-        gpu_memory=arguments.gpu_memory,
-        sequences_per_micro_batch=arguments.sequences_per_micro_batch,
-        ulysses=arguments.ulysses,
-        ring=arguments.ring,
-        copies=arguments.copies,
-        trained={
-            name: getattr(arguments, name)
-            for name in TRAINED_OTHERWISE
-            if getattr(arguments, name) is not None
-        },
+        **{name: typed[name] for name in _GUIDED},
+        trained={name: value for name in TRAINED_OTHERWISE if (value := typed[name]) is not None},
     )
     console.notes(made.notes)
     if output is not None:
@@ -198,9 +178,9 @@ def guide(arguments: argparse.Namespace) -> int:
                 "whose traces are replayed"
             )
         console.talk(f"the guide: {write_guide(output, made)}")
+    code = _exit_code(made)
     if arguments.json:
-        console.answer_json(guide_rows(made))
-        return _exit_code(made)
+        return console.answer_json(guide_rows(made), code)
     if output is None:
         console.answer(guide_markdown(made).rstrip("\n"))
     else:
@@ -208,22 +188,17 @@ def guide(arguments: argparse.Namespace) -> int:
             f"{t.device_name}, {t.gpus_in_words}, {t.training}: {summary(t)}" for t in made.tables
         )
         console.answer("\n".join(reached))
-    console.next_command(_after_guide(arguments))
-    return _exit_code(made)
-
-
-def _after_guide(arguments: argparse.Namespace) -> str:
     words = arguments.command_line
-    if arguments.output is None:
-        return shlex.join((*words, "-o", free_name("guide.md")))
-    return shlex.join((*words_without(words, "-o", "--output"), "--json"))
+    if output is None:
+        words = (*words, "-o", free_name("guide.md"))
+    else:
+        words = (*words_without(words, "-o", "--output"), "--json")
+    console.next_command(shlex.join(words))
+    return code
 
 
 def _exit_code(made: Guide) -> int:
     if any(choice.capacity is not None for choice in made.choices):
         return EXIT_ANSWERED
-    return (
-        EXIT_INCONCLUSIVE
-        if any(choice.label == UNKNOWN for choice in made.choices)
-        else EXIT_ANSWERED_NO
-    )
+    is_open = any(choice.label == UNKNOWN for choice in made.choices)
+    return EXIT_INCONCLUSIVE if is_open else EXIT_ANSWERED_NO

@@ -1,11 +1,10 @@
-"""The flags of every command, and what was typed. A flag is written from its declaration: at a
-field of ``Request``, of ``TrainingRequest``, or of a noun below, for what a command alone has.
+"""The flags that commands alone have, declared as settings are; and what was typed, as requests and
+as words again.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
@@ -17,96 +16,31 @@ from highwater.nouns.declaration import (
     SIZE,
     SWITCH,
     DeclaredRecord,
-    Setting,
     flag_of,
     nearest,
     setting,
     words_of,
 )
-from highwater.nouns.foreign_trainer import FOREIGN
 from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
-from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
-from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, Target, TrainerName, trainer_title
+from highwater.nouns.trainer import (
+    FOREIGN,
+    OURS,
+    TRAINERS,
+    AnyTrainer,
+    Target,
+    TrainerName,
+    trainer_title,
+)
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
+T = TypeVar("T")
 Shell = Literal["bash", "zsh", "fish"]
 _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
 _KIND = "[[M x] N x]KIND"
-_TRAINING = "training_"
-"""What the names of a training's flags begin with in a namespace: a trial has some of them too."""
-
-
-def add_flags(
-    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage] -- or a heading
-    command: str,
-    rows: Iterable[Setting],
-) -> None:
-    """Give a command's parser, or a heading of its help, the flags of these settings."""
-    for row in rows:
-        is_of_a_request = row is DECLARED.get(row.name) and not row.place
-        options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
-        options["help"] = _help(row, command)
-        if row.kind is SWITCH:
-            options["action"] = "store_true"
-        elif "choices" not in options:
-            options["metavar"] = _metavar(row)
-        names = (row.rung_field,) if row.place else (*filter(None, (row.short,)), row.flag)
-        parser.add_argument(*names, **options)
-
-
-def _read_by_a_request(row: Setting) -> dict[str, Any]:
-    """A flag that is not typed leaves no trace in the namespace: a file may say it."""
-    options: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS}
-    if row.is_list:
-        options["nargs"] = "+"
-    elif row.stands_alone:
-        options |= {"nargs": "?", "const": True}
-    return options
-
-
-def _read_here(row: Setting) -> dict[str, Any]:
-    """How argparse reads a flag by the type of its field. A training's request says itself what is
-    lacking.
-    """
-    if row.kind is SWITCH:
-        return {"dest": row.rung_field}
-    is_required = row.default is REQUIRED
-    is_left = row.rung_field.startswith(_TRAINING)
-    options: dict[str, Any] = {"default": None if is_required or is_left else row.default}
-    if get_origin(row.type) is tuple:
-        options |= {"default": [], "nargs": "+", "action": "store" if row.place else "extend"}
-    if not row.place:
-        options |= {"dest": row.rung_field, "required": is_required and not is_left}
-    elif row.place != "1":
-        options["nargs"] = row.place
-    types = (row.type, *get_args(row.type))
-    if row.read is not None or (int in types and str not in types):
-        options["type"] = row.read or int
-    if row.kind is None and row.choices:
-        options |= {"choices": row.choices} | ({"metavar": row.metavar} if row.metavar else {})
-    return options
-
-
-def _metavar(row: Setting) -> str | None:
-    if row.kind is None and row.choices:
-        return f"{{{','.join(row.choices)}}}"
-    return row.metavar or (row.kind and row.kind.metavar)
-
-
-def _help(row: Setting, command: str) -> str:
-    """What the setting is, and its default unless that is nothing, or said already."""
-    default, said, named = row.default, row.helps.get(command, row.help), row.defaults.get(command)
-    if named is None and (default in (None, False, 0, "0", (), REQUIRED) or "default" in said):
-        shown = ""
-    else:
-        shown = f" (default: {named or _spelled(default)})"
-    return f"{said}{shown}".replace("%", "%%")
-
-
-def _spelled(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+TRAINING = "training_"
+"""Prefix of a training's flags in a namespace: a trial has some of them too."""
 
 
 def _predicted(name: str) -> TrainerName:
@@ -128,81 +62,70 @@ def _predicted(name: str) -> TrainerName:
 
 
 _NEWEST = "a study's file; default: the newest one"
-_ELSEWHERE = ("predict", "recommend", "emit")
+_ELSEWHERE = "predict recommend emit"
 """Commands about GPUs that need not be here."""
 _GPUS = (
     "or 2x8xH100-80GB of two machines; default: this machine's; `highwater gpus` lists the kinds"
 )
-_BENCH: dict[str, Any] = {"commands": ("bench",)}
-_PREDICT: dict[str, Any] = {"commands": ("predict",)}
-_GUIDE: dict[str, Any] = {"commands": ("guide",)}
+
+
+def _flag(
+    commands: str, default: T, help_: str, kind: kinds.ValueKind | None = None, **more: Any
+) -> T:
+    """Declare what these commands are told."""
+    return setting(default, help_, kind, commands=tuple(commands.split()), **more)
 
 
 class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
-    """What commands are told besides the settings of a request and of a training."""
+    """Flags of commands besides the settings of a request and of a training."""
 
-    for_: Target = setting(REQUIRED, "whose configuration", name="for", commands=("emit",))
-    config: str | None = setting(
-        None,
-        "YAML file of settings; flags override it",
-        kinds.FILE,
-        commands=("find", "try", "train"),
+    for_: Target = _flag("emit", REQUIRED, "whose configuration", name="for")
+    config: str | None = _flag(
+        "find try train", None, "YAML file of settings; flags override it", kinds.FILE
     )
-    subject: Literal["attention"] = setting(
-        REQUIRED, "what is measured: attention", place="1", metavar="SUBJECT", **_BENCH
+    subject: Literal["attention"] = _flag(
+        "bench", REQUIRED, "what is measured: attention", place="1", metavar="SUBJECT"
     )
-    shell: Shell = setting(
-        REQUIRED,
-        ", ".join(get_args(Shell)),
-        place="1",
-        metavar="SHELL",
-        commands=("completion",),
+    shell: Shell = _flag(
+        "completion", REQUIRED, ", ".join(get_args(Shell)), place="1", metavar="SHELL"
     )
-    words: _Texts = setting(
-        (),
-        "list those whose names have it; default: all",
-        place="*",
-        metavar="WORD",
-        commands=("models", "gpus"),
+    words: _Texts = _flag(
+        "models gpus", (), "list those whose names have it; default: all", place="*", metavar="WORD"
     )
-    paths: _Texts = setting(
+    paths: _Texts = _flag(
+        "profile",
         REQUIRED,
         "a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
         "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
         "shown; two: side by side",
         place="+",
         metavar="PATH",
-        commands=("profile",),
     )
-    shown: _Texts = setting(
-        (), _NEWEST, place="*", metavar="STUDY", rung_field="studies", commands=("show",)
-    )
-    study: str | None = setting(None, _NEWEST, place="?", metavar="STUDY", commands=("report",))
-    sources: _Texts = setting(
+    shown: _Texts = _flag("show", (), _NEWEST, place="*", metavar="STUDY", rung_field="studies")
+    study: str | None = _flag("report", None, _NEWEST, place="?", metavar="STUDY")
+    sources: _Texts = _flag(
+        "guide",
         (),
         "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
         "max_model_len; 0: nothing fits, empty: unknown), or the .json of `highwater predict "
         "--json`",
         place="*",
         metavar="SOURCE",
-        **_GUIDE,
     )
-    as_: Literal["table", "published", "lines", "json"] = setting(
-        "table", "how to show it", name="as", commands=("show",)
+    as_: Literal["table", "published", "lines", "json"] = _flag(
+        "show", "table", "how to show it", name="as"
     )
-    measure: bool = setting(
+    measure: bool = _flag(
+        "doctor",
         False,
         "read on the GPUs what libraries take of their memory, half a minute each count",
         SWITCH,
-        commands=("doctor",),
     )
-    html: str | None = setting(
-        None,
-        "write a page into a new file: timeline and flame graph",
-        kinds.FILE,
-        commands=("profile",),
+    html: str | None = _flag(
+        "profile", None, "write a page into a new file: timeline and flame graph", kinds.FILE
     )
-    folder: str | None = setting(
+    folder: str | None = _flag(
+        "emit",
         None,
         "write all files into a folder, with a script that starts the training and a page of "
         "what to check; nothing that is there is written over",
@@ -210,290 +133,235 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="output",
         rung_field="output",
         short="-o",
-        commands=("emit",),
     )
-    predict: _Texts = setting(
-        (), "models whose capacities are predicted by formula", metavar="MODEL", **_GUIDE
+    predict: _Texts = _flag(
+        "guide", (), "models whose capacities are predicted by formula", metavar="MODEL"
     )
-    output: str | None = setting(
+    output: str | None = _flag(
+        "report guide",
         None,
         "write it into a new file: .html, .md, .csv or .json; default: print Markdown",
         kinds.FILE,
         short="-o",
-        commands=("report", "guide"),
         helps={
             "guide": "write it into a new file: a page (.html), or Markdown (.md); default: print "
             "it"
         },
     )
-    json: bool = setting(
+    json: bool = _flag(
+        f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench",
         False,
         "print one JSON document",
         SWITCH,
-        commands=(
-            *(*_ELSEWHERE, "find", "try", "train", "guide", "report", "profile"),
-            *("models", "gpus", "doctor", "bench"),
-        ),
         helps={"guide": "print its rows as one JSON document"},
     )
-    log_dir: str = setting(
-        "./logs",
-        "where to look for the newest study",
-        kinds.DIRECTORY,
-        commands=("show", "report"),
+    log_dir: str = _flag(
+        "show report", "./logs", "where to look for the newest study", kinds.DIRECTORY
     )
-    print_config: bool = setting(
-        False, "print the configuration that asks the same, and exit", SWITCH, commands=("find",)
+    print_config: bool = _flag(
+        "find", False, "print the configuration that asks the same, and exit", SWITCH
     )
-    print_sbatch: bool = setting(
-        False,
-        "print the script that asks the same as a job of Slurm, and exit",
-        SWITCH,
-        commands=("find",),
+    print_sbatch: bool = _flag(
+        "find", False, "print the script that asks the same as a job of Slurm, and exit", SWITCH
     )
-    tried_length: str = setting(
+    tried_length: str = _flag(
+        "try",
         REQUIRED,
         "tokens of one sequence, for example 32k",
         LENGTH,
         name="length",
         rung_field="length",
-        commands=("try",),
     )
-    cluster: str | None = setting(
-        None, f"for example 4xA100-80GB, {_GPUS}", name="gpus", metavar=_KIND, commands=_ELSEWHERE
+    cluster: str | None = _flag(
+        _ELSEWHERE, None, f"for example 4xA100-80GB, {_GPUS}", name="gpus", metavar=_KIND
     )
-    clusters: _Texts = setting(
+    clusters: _Texts = _flag(
+        "guide",
         (),
         f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
         name="gpus",
         rung_field="cluster",
         metavar=_KIND,
-        **_GUIDE,
     )
-    gpu_memory: str | None = setting(
+    gpu_memory: str | None = _flag(
+        f"{_ELSEWHERE} guide",
         None,
         "memory of one GPU as its driver reports it, for a kind of no catalog",
         SIZE,
-        commands=(*_ELSEWHERE, "guide"),
     )
-    host_memory: str | None = setting(
+    host_memory: str | None = _flag(
+        _ELSEWHERE,
         None,
         "a machine's memory; default: this machine's, or what machines with such GPUs usually have",
         SIZE,
-        commands=_ELSEWHERE,
     )
-    reserved: str = setting(
-        "0", "what others take of each GPU, for example 20GiB", SIZE, commands=_ELSEWHERE
+    reserved: str = _flag(_ELSEWHERE, "0", "what others take of each GPU, for example 20GiB", SIZE)
+    predicted_for: TrainerName = _flag(
+        "predict guide", OURS, "whose step is predicted", name="trainer", read=_predicted
     )
-    predicted_for: TrainerName = setting(
-        OURS,
-        "whose step is predicted",
-        name="trainer",
-        read=_predicted,
-        commands=("predict", "guide"),
-    )
-    any_trainer: AnyTrainer = setting(
+    any_trainer: AnyTrainer = _flag(
+        "recommend",
         OURS,
         "whose step is predicted; of others their studies answer",
         name="trainer",
         rung_field="predicted_for",
-        commands=("recommend",),
     )
-    length: str | None = setting(
+    length: str | None = _flag(
+        _ELSEWHERE,
         None,
         "tokens of one sequence, for example 64k",
         LENGTH,
-        commands=_ELSEWHERE,
         helps={"predict": "turn it round: which rungs fit this length"},
     )
-    rollout_gpus: int = setting(
+    rollout_gpus: int = _flag(
+        "recommend emit",
         0,
         "of the GPUs, those that roll out: the others are the trainer's",
         COUNT,
         metavar="K",
-        commands=("recommend", "emit"),
     )
-    studies: _Texts = setting(
+    studies: _Texts = _flag(
+        "recommend emit",
         (),
         "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
         name="study",
         rung_field="studies",
         metavar="STUDY",
-        commands=("recommend", "emit"),
     )
-    list_: bool = setting(
-        False,
-        "all settings that fit, with what each costs",
-        SWITCH,
-        name="list",
-        commands=("recommend",),
+    list_: bool = _flag(
+        "recommend", False, "all settings that fit, with what each costs", SWITCH, name="list"
     )
-    exact: bool = setting(
+    exact: bool = _flag(
+        "predict",
         False,
         "trace the engine's own steps on fake tensors, minutes instead of milliseconds",
         SWITCH,
-        **_PREDICT,
     )
-    timeline: str | None = setting(
+    timeline: str | None = _flag(
+        "predict",
         None,
         "with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
         kinds.FILE,
-        **_PREDICT,
     )
-    calibrate: _Texts = setting(
+    calibrate: _Texts = _flag(
+        "predict",
         (),
         "studies that `highwater find` wrote: intervals are learned from their trials too",
         metavar="STUDY",
-        **_PREDICT,
     )
-    constants: str | None = setting(
+    constants: str | None = _flag(
+        "predict",
         None,
         "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
         "NCCL as read there",
         kinds.FILE,
-        **_PREDICT,
     )
-    explain: bool = setting(
+    explain: bool = _flag(
+        "predict recommend",
         False,
         "what ends each row, how good such predictions were, and bytes by term at the peak; "
         "with --exact tensors by operator",
         SWITCH,
-        commands=("predict", "recommend"),
         helps={
             "recommend": "what the answer is drawn from, how good such answers were, and what is "
             "not in it"
         },
     )
-    against: str | None = setting(
+    against: str | None = _flag(
+        "predict",
         None,
         "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
         metavar="CSV",
-        **_PREDICT,
     )
-    sequences_per_micro_batch: int | None = setting(
-        None, "what is predicted is of so many; default: as `predict`", COUNT, **_GUIDE
+    sequences_per_micro_batch: int | None = _flag(
+        "guide", None, "what is predicted is of so many; default: as `predict`", COUNT
     )
-    ulysses: _WholeNumbers = setting(
-        (), "what is predicted has these ulysses degrees; default: as `predict`", COUNT, **_GUIDE
+    ulysses: _WholeNumbers = _flag(
+        "guide", (), "what is predicted has these ulysses degrees; default: as `predict`", COUNT
     )
-    ring: _WholeNumbers = setting(
-        (), "what is predicted has these ring degrees; default: no ring", COUNT, **_GUIDE
+    ring: _WholeNumbers = _flag(
+        "guide", (), "what is predicted has these ring degrees; default: no ring", COUNT
     )
-    copies: _WholeNumbers = setting(
-        (), "what is predicted has so many copies of the states; default: one", COUNT, **_GUIDE
+    copies: _WholeNumbers = _flag(
+        "guide", (), "what is predicted has so many copies of the states; default: one", COUNT
     )
-    device: Device | None = setting(None, "where; default: cuda where there is a GPU", **_BENCH)
-    memory: str | None = setting(
+    device: Device | None = _flag("bench", None, "where; default: cuda where there is a GPU")
+    memory: str | None = _flag(
+        "bench",
         None,
         "memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
         "big card stands in for a small one; default: all, on the CPU what is free",
         SIZE,
-        **_BENCH,
     )
-    gpus: int = setting(
-        1, "from 2 on also DataParallel, ring and Ulysses; on the CPU processes", COUNT, **_BENCH
+    gpus: int = _flag(
+        "bench", 1, "from 2 on also DataParallel, ring and Ulysses; on the CPU processes", COUNT
     )
-    heads: int = setting(2, "query heads", COUNT, **_BENCH)
-    kv_heads: int | None = setting(None, "key and value heads; default: as many", COUNT, **_BENCH)
-    head_dim: int = setting(32, "size of a head", COUNT, **_BENCH)
-    dtype: BenchDtype | None = setting(
-        None, "default: bf16, on the CPU fp32, on GPUs without bf16 fp16", **_BENCH
+    heads: int = _flag("bench", 2, "query heads", COUNT)
+    kv_heads: int | None = _flag("bench", None, "key and value heads; default: as many", COUNT)
+    head_dim: int = _flag("bench", 32, "size of a head", COUNT)
+    dtype: BenchDtype | None = _flag(
+        "bench", None, "default: bf16, on the CPU fp32, on GPUs without bf16 fp16"
     )
-    same_qkv: bool = setting(
+    same_qkv: bool = _flag(
+        "bench",
         False,
         "queries, keys and values are one tensor, counted once: the published setting",
         SWITCH,
-        **_BENCH,
     )
-    lengths: _Texts = setting(
+    lengths: _Texts = _flag(
+        "bench",
         (),
         "measure at these lengths alone; default: doubling, then bisection to the longest",
         LENGTH,
-        **_BENCH,
     )
-    max_length: str | None = setting(
-        None, "longest length to try; default: 16m tokens, on the CPU 4k", LENGTH, **_BENCH
+    max_length: str | None = _flag(
+        "bench", None, "longest length to try; default: 16m tokens, on the CPU 4k", LENGTH
     )
-    implementations: _Texts = setting(
+    implementations: _Texts = _flag(
+        "bench",
         (),
         "who takes part, by name, family or published class: "
         f"{', '.join(IMPLEMENTATIONS)}; default: all",
         metavar="NAME",
-        **_BENCH,
     )
-    segment_lengths: _Texts = setting(
+    segment_lengths: _Texts = _flag(
+        "bench",
         (),
         "dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
         "half the length and all of it",
         LENGTH,
-        **_BENCH,
     )
-    dilation_rates: _WholeNumbers = setting(
+    dilation_rates: _WholeNumbers = _flag(
+        "bench",
         (),
         "a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
         "more segments",
         COUNT,
-        **_BENCH,
     )
-    only: Direction | None = setting(None, "one direction; default: both", **_BENCH)
-    timeout: str | None = setting(
-        None, "longest time of one pass; default: 60s, on the CPU 10s", kinds.TIME, **_BENCH
+    only: Direction | None = _flag("bench", None, "one direction; default: both")
+    timeout: str | None = _flag(
+        "bench", None, "longest time of one pass; default: 60s, on the CPU 10s", kinds.TIME
     )
-    out: str | None = setting(
+    out: str | None = _flag(
+        "bench",
         None,
         "folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
         kinds.DIRECTORY,
-        **_BENCH,
     )
-    allow_busy: bool = setting(False, "also on GPUs that somebody else uses", SWITCH, **_BENCH)
-
-
-_BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "bench": (PATTERN_FIELDS, ""),
-    "guide": (TRAINED_OTHERWISE, "what is predicted is trained so: "),
-}
-"""Settings of a request that a command has which makes none, and what their help begins with."""
-TRAINING = tuple(
-    replace(row, rung_field=f"{_TRAINING}{row.name}") for row in TrainingRequest.declared
-)
-
-
-def own_flags(command: str) -> Iterator[Setting]:
-    """The flags of a command that no request reads."""
-    yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
-    yield from (row for row in CommandFlags.declared if command in row.commands)
-    names, what_for = _BORROWED.get(command, ((), ""))
-    for name in names:
-        row = DECLARED[name]
-        yield replace(
-            row,
-            help=f"{what_for}{row.help}",
-            metavar=_metavar(row),
-            type=str,
-            default=None,
-            choices=(),
-        )
+    allow_busy: bool = _flag("bench", False, "also on GPUs that somebody else uses", SWITCH)
 
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was typed, by the field of ``Request`` that it sets."""
-    typed = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in DECLARED and value is not None
-    }
+    """The settings that were typed, by the field of ``Request`` that each sets."""
+    named = vars(arguments).items()
+    typed = {name: value for name, value in named if name in DECLARED and value is not None}
     for row in DECLARED.values():
         values = typed.get(row.name)
-        if (
-            row.is_list
-            and isinstance(values, list)
-            and values
-            and "model" not in typed
-            and not values[-1].lstrip("-").isdecimal()
-        ):
-            # `--gpus 1 2 MODEL`: argparse gives all three to the flag
-            typed |= {"model": values[-1], row.name: values[:-1]}
-        if row.stands_alone and isinstance(values, str) and values:
+        if row.is_list and isinstance(values, list) and values and "model" not in typed:
+            if not values[-1].lstrip("-").isdecimal():
+                # `--gpus 1 2 MODEL`: argparse gives all three to the flag
+                typed |= {"model": values[-1], row.name: values[:-1]}
+        elif row.stands_alone and isinstance(values, str) and values:
             value = {"true": True, "false": False}.get(values.lower(), values)
             if value == values and value not in row.choices and "model" not in typed:
                 # `--offload MODEL`: argparse gives it to the flag
@@ -549,7 +417,7 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
-    """What was typed, without a flag, by any of its spellings, and its value."""
+    """The words that were typed, without a flag, by any of its spellings, and its value."""
     kept = list(words)
     joined = tuple(f"{flag}=" if flag.startswith("--") else flag for flag in flags)
     for at, word in enumerate(kept):
@@ -560,14 +428,14 @@ def words_without(words: Sequence[str], *flags: str) -> list[str]:
 
 
 _AGAIN = {
-    "--gpus": "cluster",
-    "--length": "length",
-    "--rollout-gpus": "rollout_gpus",
-    "--trainer": "predicted_for",
-    "--study": "studies",
-    "--gpu-memory": "gpu_memory",
-    "--host-memory": "host_memory",
-    "--reserved": "reserved",
+    "gpus": "cluster",
+    "length": "length",
+    "rollout-gpus": "rollout_gpus",
+    "trainer": "predicted_for",
+    "study": "studies",
+    "gpu-memory": "gpu_memory",
+    "host-memory": "host_memory",
+    "reserved": "reserved",
 }
 """Flags that the next command has too, with their names in a namespace."""
 
@@ -575,34 +443,32 @@ _AGAIN = {
 def words_again(
     arguments: argparse.Namespace, *, drop: tuple[str, ...] = (), **changed: str
 ) -> list[str]:
-    """What was typed, for a prediction or a recommendation, as flags, with changes."""
+    """The words that ask a prediction or a recommendation once more, with changes."""
     named = {name: getattr(arguments, field, None) for name, field in _AGAIN.items()}
-    typed: dict[str, object] = {
-        name: value for name, value in named.items() if value not in (0, "0", OURS, [])
-    }
-    settings = {name: value for name, value in typed_values(arguments).items() if name != "model"}
-    typed |= {flag_of(name): value for name, value in settings.items()}
-    kept: Mapping[str, object] = {
-        name: value for name, value in typed.items() if value is not None and name not in drop
-    }
-    return words_of(
-        {name.removeprefix("--"): value for name, value in ({**kept, **changed}).items()}
-    )
+    typed = {name: value for name, value in named.items() if value not in (0, "0", OURS, [])}
+    typed |= {name: v for name, v in typed_values(arguments).items() if name != "model"}
+    typed = {flag_of(name): value for name, value in typed.items() if value is not None}
+    again = {name: value for name, value in typed.items() if name not in drop} | changed
+    return words_of({name.removeprefix("--"): value for name, value in again.items()})
+
+
+_OF_A_TRAINING = {
+    "data": ("--data data.jsonl", "nothing to train on is named"),
+    "length": ("--length 8k", "no length is named"),
+    "steps": ("--steps 100", "no number of steps is named"),
+    "output": ("--output ./run", "no folder for the run is named"),
+}
+"""Fields that a training has to be told: an example, and what is said without one."""
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
     """The training request that was typed; raises UsageError for what has to be named."""
     typed = {
         row.name: tuple(value) if isinstance(value, list) else value
-        for row in TRAINING
-        if (value := getattr(arguments, row.rung_field)) not in (None, [])
+        for row in TrainingRequest.declared
+        if (value := getattr(arguments, f"{TRAINING}{row.name}")) not in (None, [])
     }
-    for field, flag, what in (
-        ("data", "--data data.jsonl", "nothing to train on is named"),
-        ("length", "--length 8k", "no length is named"),
-        ("steps", "--steps 100", "no number of steps is named"),
-        ("output", "--output ./run", "no folder for the run is named"),
-    ):
+    for field, (flag, what) in _OF_A_TRAINING.items():
         if field not in typed:
             raise UsageError(what, hint=f"add it, for example `{flag}`")
     return training_request_from(typed)

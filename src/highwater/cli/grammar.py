@@ -1,209 +1,302 @@
-"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. Their
-flags are written by cli/flags.
+"""The grammar of ``highwater``: its commands, what each is for, and which settings it takes. A flag
+is written from the declaration at its field: of ``Request``, of ``TrainingRequest``, or of what a
+command alone has (flags.py). The parser's errors are errors like all others, and its help ends with
+examples.
 
 Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
-from highwater.cli.flags import TRAINING, add_flags, own_flags
-from highwater.cli.parser import Parser, parse_strictly
+from highwater.cli.flags import TRAINING, CommandFlags
 from highwater.errors import UsageError
-from highwater.nouns.declaration import Setting, Topic
-from highwater.nouns.request import TOPICS
+from highwater.nouns.declaration import REQUIRED, SWITCH, Setting, Topic
+from highwater.nouns.request import DECLARED, TOPICS
 from highwater.nouns.secrets import hidden_words
+from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
+from highwater.nouns.training import TrainingRequest
 from highwater.version import __version__
+
+_WRONG_VALUE = re.compile(
+    r"argument (?P<flag>-\S+): invalid (?:(?P<kind>\w+) value: |choice: )"
+    r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?",
+    re.DOTALL,
+)
+"""A message of argparse's about a value that is not of the flag's type, or not one of its words."""
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors, with a command that works as the hint."""
+
+    def __init__(
+        self,
+        *,
+        examples: Sequence[str],
+        groups: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
+        """``examples``: commands for the end of the help, the first one for hints.
+        ``groups``: headings, each with those commands of it that its help lists.
+        """
+        super().__init__(allow_abbrev=False, **options)
+        self.examples = tuple(examples)
+        self._groups = groups
+
+    @property
+    def example(self) -> str:
+        """A command that works."""
+        return self.examples[0]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print, in words where a flag's value is wrong."""
+        wrong = _WRONG_VALUE.fullmatch(message)
+        if wrong is not None:
+            raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
+        raise UsageError(
+            message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag"
+        )
+
+    def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
+        """``flag`` as argparse names it: ``-o/--output``. ``kind``: the type that it has; None
+        where it is one of several words.
+        """
+        name = flag.rpartition("/")[2]
+        if kind is not None:
+            what = _KINDS.get(kind, f"a {kind}")
+            return UsageError(
+                f"{name} takes {what}, and {value!r} is none",
+                hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag",
+            )
+        (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
+        words = [str(each) for each in action.choices or ()]
+        near = get_close_matches(value, words, n=1, cutoff=0.5) or words[:1]
+        return UsageError(
+            f"{name} {value!r} is not one of {', '.join(words)}", hint=f"use `{name} {near[0]}`"
+        )
+
+    @property
+    def arguments(self) -> list[argparse.Action]:
+        """Every argument and flag."""
+        return list(self._actions)
+
+    def flags(self) -> list[str]:
+        """Every flag, as its help lists them."""
+        return sorted(
+            name
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for name in action.option_strings
+            if name.startswith("--")
+        )
+
+    def format_help(self) -> str:
+        """The help: commands below their headings, flags, examples. No example is folded: it is
+        pasted.
+        """
+        text = super().format_help() if self._groups is None else self._grouped_help(self._groups)
+        examples = "".join(f"  {example}\n" for example in self.examples)
+        return f"{text}\nexamples:\n{examples}"
+
+    def _grouped_help(self, groups: Mapping[str, Sequence[str]]) -> str:
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for heading, names in groups.items():
+            formatter.start_section(heading)
+            formatter.add_arguments(self._command(name) for name in names)
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments(action for action in self._actions if action.option_strings)
+        formatter.end_section()
+        formatter.add_text(f"`{self.prog} COMMAND --help` lists the flags of a command.")
+        return formatter.format_help()
+
+    def _command(self, name: str) -> argparse.Action:
+        """A command as a line of the help."""
+        parser = self.commands[name]
+        text = (parser.description or "").removeprefix(f"{name}: ")
+        return _Line(option_strings=[], dest=name, metavar=name, help=text)
+
+    @property
+    def commands(self) -> Mapping[str, "Parser"]:
+        """The grammar of each command, by its name."""
+        for action in self._actions:
+            if isinstance(action.choices, Mapping):  # as those of subparsers are
+                return action.choices
+        return {}
+
+
+class _Line(argparse.Action):
+    """A line of a help that is no argument."""
+
+    def __call__(self, *_: object, **__: object) -> None:
+        """Nothing is parsed."""
+
+
+def parse_strictly(
+    parser: Parser, words: Sequence[str], *, whole: Parser | None = None
+) -> argparse.Namespace:
+    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``)
+    does not know.
+    """
+    for word in words:
+        if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
+            raise UsageError(
+                f"{word.removesuffix('=--')} has no value", hint=f"for example `{parser.example}`"
+            )
+    arguments, unknown = (whole or parser).parse_known_args(words)
+    if unknown:
+        raise _unknown(unknown[0], parser)
+    return arguments
+
+
+def _unknown(word: str, parser: Parser) -> UsageError:
+    if not word.startswith("-"):
+        return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
+    flags = {flag.lstrip("-"): flag for flag in parser.flags()}
+    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
+    meant = f"did you mean `{flags[near[0]]}`?" if near else None
+    hint = meant or f"`{parser.prog} --help` lists every flag"
+    return UsageError(f"unknown flag {word}", hint=hint)
 
 
 class CommandHelp(NamedTuple):
     """One command, as the help has it."""
 
     group: str
-    """What people do with it: a heading of ``highwater --help``."""
+    """A heading of ``highwater --help``: what people do with it."""
     help: str
-    examples: tuple[str, str, str]
-    """The first one is the hint of a refusal, too."""
-    settings: Mapping[str, tuple[Topic, ...]] = {}
-    """Headings of its help, with the topics of a request's settings that stand below each."""
+    examples: tuple[str, ...]
 
 
+_COMMANDS = """\
+answer a question, without a GPU
+  predict: how long sequences can be, and with which settings, on GPUs that need not be here
+    highwater predict Qwen3-8B --gpus 4xA100-80GB
+    highwater predict meta-llama/Llama-3.1-8B-Instruct --gpus RTX-4090 --lora 16
+    highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k
+  recommend: the simplest settings that train a length on some GPUs, why simpler ones do not, \
+what the next would buy
+    highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k
+    highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k --list
+    highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo --length \
+128k
+
+try on GPUs
+  find: the longest context that a model trains with here, by real trials
+    highwater find Qwen3-0.6B
+    highwater find Llama-3.1-8B --gpus 4 --lora 32
+    highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run
+  try: one trial of one length
+    highwater try Qwen3-0.6B --length 32k
+    highwater try Qwen3-8B --length 64k --gpus 4 --ulysses 4 --loss chunked
+    highwater try tiny --length 4k --device cpu
+  train: train with what was found or is recommended, on your own data, to a model that loads
+    highwater train Qwen3-0.6B --data data.jsonl --length 32k --steps 200 --output ./run
+    highwater train Qwen3-8B --data data.jsonl --length 64k --steps 500 --output ./run --settings \
+study.jsonl
+    highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu
+
+take away
+  guide: a page for the team: the simplest settings for each length, from studies, known \
+capacities and predictions
+    highwater guide --predict Qwen3-8B --gpus 4xA100-80GB
+    highwater guide --predict Qwen3-4B Qwen3-8B --gpus 4xA100-80GB 8xH100-80GB -o team.md
+    highwater guide study.jsonl -o guide.html
+  emit: the recommended settings as the configuration of another trainer
+    highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k
+    highwater emit --for trl Qwen/Qwen3-8B --gpus 8xH100-80GB --length 128k
+    highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32
+
+look at
+  show: a study: as a table, in the published layout, as its final lines, or as JSON
+    highwater show
+    highwater show study.jsonl --as published
+    highwater show study.jsonl --as json
+  report: a page about one study: trials, brackets, memory, predictions, failures, commands; as \
+HTML, Markdown, CSV or JSON
+    highwater report
+    highwater report study.jsonl -o report.html
+    highwater report study.jsonl --json
+  profile: what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of \
+any program; two side by side
+    highwater profile snapshot.pickle
+    highwater profile snapshot.pickle --html profile.html
+    highwater profile before.pickle after.pickle
+  models: the models of the catalog: names, ids on the Hub, sizes, native lengths
+    highwater models qwen3
+    highwater models
+    highwater models llama --json
+  gpus: the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from
+    highwater gpus h100
+    highwater gpus
+    highwater gpus rtx --json
+
+set up
+  doctor: what works on this machine, and what to install for the rest
+    highwater doctor
+    highwater doctor --json
+    highwater doctor --measure --json > constants.json
+  completion: the script by which a shell completes commands, flags, models and GPUs
+    highwater completion bash > ~/.local/share/bash-completion/completions/highwater
+    highwater completion zsh > "${fpath[1]}/_highwater"
+    highwater completion fish > ~/.config/fish/completions/highwater.fish
+
+developer tools
+  bench: attention: the longest sequence that each attention holds here, what it costs there, and \
+a report
+    highwater bench attention --device cpu
+    highwater bench attention --gpus 2 --memory 24GiB
+    highwater bench attention --device cpu --max-length 1k --implementations dense
+  schema: the JSON Schema of --config files
+    highwater schema
+    highwater schema > study.schema.json
+    highwater schema | python -m json.tool --compact
+"""
+"""Headings of the help, the commands below each, and three examples of each command: the first one
+is the hint of a refusal, too."""
+_PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
 _NUMBERS: Mapping[str, tuple[Topic, ...]] = {
     "the optimizer, which changes no memory": ("optimizer",),
     "what --objective grpo, ppo and dpo weigh and clip, which changes no memory": ("objective",),
 }
-_PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
-_ANSWER = "answer a question, without a GPU"
-_TRY = "try on GPUs"
-_TAKE = "take away"
-_LOOK = "look at"
-_SET_UP = "set up"
-_DEVELOP = "developer tools"
-
-COMMANDS: dict[str, CommandHelp] = {
-    "predict": CommandHelp(
-        _ANSWER,
-        "how long sequences can be, and with which settings, on GPUs that need not be here",
-        (
-            "highwater predict Qwen3-8B --gpus 4xA100-80GB",
-            "highwater predict meta-llama/Llama-3.1-8B-Instruct --gpus RTX-4090 --lora 16",
-            "highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k",
-        ),
-        {"settings and lengths": _PREDICTED},
-    ),
-    "recommend": CommandHelp(
-        _ANSWER,
-        "the simplest settings that train a length on some GPUs, why simpler ones do not, what "
-        "the next would buy",
-        (
-            "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k",
-            "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k --list",
-            "highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo "
-            "--length 128k",
-        ),
-        {"settings": _PREDICTED},
-    ),
-    "find": CommandHelp(
-        _TRY,
-        "the longest context that a model trains with here, by real trials",
-        (
-            "highwater find Qwen3-0.6B",
-            "highwater find Llama-3.1-8B --gpus 4 --lora 32",
-            "highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run",
-        ),
-        {
-            "a trial": ("trial",),
-            "the search": ("lengths", "search"),
-            "where trials run": ("machines",),
-            **_NUMBERS,
-        },
-    ),
-    "try": CommandHelp(
-        _TRY,
-        "one trial of one length",
-        (
-            "highwater try Qwen3-0.6B --length 32k",
-            "highwater try Qwen3-8B --length 64k --gpus 4 --ulysses 4 --loss chunked",
-            "highwater try tiny --length 4k --device cpu",
-        ),
-        {"the trial": ("trial",), **_NUMBERS},
-    ),
-    "train": CommandHelp(
-        _TRY,
-        "train with what was found or is recommended, on your own data, to a model that loads",
-        (
-            "highwater train Qwen3-0.6B --data data.jsonl --length 32k --steps 200 --output ./run",
-            "highwater train Qwen3-8B --data data.jsonl --length 64k --steps 500 --output ./run "
-            "--settings study.jsonl",
-            "highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu",
-        ),
-        {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
-    ),
-    "guide": CommandHelp(
-        _TAKE,
-        "a page for the team: the simplest settings for each length, from studies, known "
-        "capacities and predictions",
-        (
-            "highwater guide --predict Qwen3-8B --gpus 4xA100-80GB",
-            "highwater guide --predict Qwen3-4B Qwen3-8B --gpus 4xA100-80GB 8xH100-80GB -o team.md",
-            "highwater guide study.jsonl -o guide.html",
-        ),
-    ),
-    "emit": CommandHelp(
-        _TAKE,
-        "the recommended settings as the configuration of another trainer",
-        (
-            "highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
-            "highwater emit --for trl Qwen/Qwen3-8B --gpus 8xH100-80GB --length 128k",
-            "highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32",
-        ),
-        {"settings": _PREDICTED},
-    ),
-    "show": CommandHelp(
-        _LOOK,
-        "a study: as a table, in the published layout, as its final lines, or as JSON",
-        (
-            "highwater show",
-            "highwater show study.jsonl --as published",
-            "highwater show study.jsonl --as json",
-        ),
-    ),
-    "report": CommandHelp(
-        _LOOK,
-        "a page about one study: trials, brackets, memory, predictions, failures, commands; as "
-        "HTML, Markdown, CSV or JSON",
-        (
-            "highwater report",
-            "highwater report study.jsonl -o report.html",
-            "highwater report study.jsonl --json",
-        ),
-    ),
-    "profile": CommandHelp(
-        _LOOK,
-        "what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of any "
-        "program; two side by side",
-        (
-            "highwater profile snapshot.pickle",
-            "highwater profile snapshot.pickle --html profile.html",
-            "highwater profile before.pickle after.pickle",
-        ),
-    ),
-    "models": CommandHelp(
-        _LOOK,
-        "the models of the catalog: names, ids on the Hub, sizes, native lengths",
-        ("highwater models qwen3", "highwater models", "highwater models llama --json"),
-    ),
-    "gpus": CommandHelp(
-        _LOOK,
-        "the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from",
-        ("highwater gpus h100", "highwater gpus", "highwater gpus rtx --json"),
-    ),
-    "doctor": CommandHelp(
-        _SET_UP,
-        "what works on this machine, and what to install for the rest",
-        (
-            "highwater doctor",
-            "highwater doctor --json",
-            "highwater doctor --measure --json > constants.json",
-        ),
-    ),
-    "completion": CommandHelp(
-        _SET_UP,
-        "the script by which a shell completes commands, flags, models and GPUs",
-        (
-            "highwater completion bash > ~/.local/share/bash-completion/completions/highwater",
-            'highwater completion zsh > "${fpath[1]}/_highwater"',
-            "highwater completion fish > ~/.config/fish/completions/highwater.fish",
-        ),
-    ),
-    "bench": CommandHelp(
-        _DEVELOP,
-        "attention: the longest sequence that each attention holds here, what it costs there, "
-        "and a report",
-        (
-            "highwater bench attention --device cpu",
-            "highwater bench attention --gpus 2 --memory 24GiB",
-            "highwater bench attention --device cpu --max-length 1k --implementations dense",
-        ),
-    ),
-    "schema": CommandHelp(
-        _DEVELOP,
-        "the JSON Schema of --config files",
-        (
-            "highwater schema",
-            "highwater schema > study.schema.json",
-            "highwater schema | python -m json.tool --compact",
-        ),
-    ),
+_TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
+    "predict": {"settings and lengths": _PREDICTED},
+    "recommend": {"settings": _PREDICTED},
+    "emit": {"settings": _PREDICTED},
+    "find": {
+        "a trial": ("trial",),
+        "the search": ("lengths", "search"),
+        "where trials run": ("machines",),
+        **_NUMBERS,
+    },
+    "try": {"the trial": ("trial",), **_NUMBERS},
+    "train": {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
 }
+"""Headings of a command's help, with the topics of a request's settings that stand below each."""
+
+
+def _read(text: str) -> Iterator[tuple[str, CommandHelp]]:
+    for block in text.strip().split("\n\n"):
+        heading, _, commands = block.partition("\n")
+        for name, what_for, examples in re.findall(r"  (\w+): (.*)((?:\n    .*)+)", commands):
+            shown = tuple(line.strip() for line in examples.strip().splitlines())
+            yield name, CommandHelp(heading, what_for, shown)
+
+
+COMMANDS: Mapping[str, CommandHelp] = dict(_read(_COMMANDS))
 """Every command by its name, in the order of the help."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What was typed after ``highwater``. Raises UsageError, with the nearest word that works."""
+    """Parse what was typed after ``highwater``; UsageError names the nearest word that works."""
     parser = grammar()
     commands = parser.commands
     if words and not words[0].startswith("-") and words[0] not in commands:
@@ -250,23 +343,108 @@ def grammar() -> Parser:
     parser.add_argument("--version", action="version", version=f"highwater {__version__}")
     subparsers = parser.add_subparsers(dest="command_name", metavar="COMMAND", parser_class=Parser)
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            help=command.help,
-            description=f"{name}: {command.help}",
-            examples=command.examples,
+        described = f"{name}: {command.help}"
+        own = subparsers.add_parser(
+            name, help=command.help, description=described, examples=command.examples
         )
-        add_flags(subparser, name, own_flags(name))
-        for heading, rows in _sections(name, command):
-            add_flags(subparser.add_argument_group(heading), name, rows)
+        _add_flags(own, name, _own_flags(name))
+        for heading, rows in _sections(name):
+            _add_flags(own.add_argument_group(heading), name, rows)
     return parser
 
 
-def _sections(name: str, command: CommandHelp) -> Iterator[tuple[str, list[Setting]]]:
+_BORROWED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "bench": (PATTERN_FIELDS, ""),
+    "guide": (TRAINED_OTHERWISE, "what is predicted is trained so: "),
+}
+"""Settings of a request that a command has which makes none, and what their help begins with."""
+
+
+def _own_flags(command: str) -> Iterator[Setting]:
+    """The flags of a command that no request reads."""
+    yield from (DECLARED["model"],) if command in DECLARED["model"].commands else ()
+    yield from (row for row in CommandFlags.declared if command in row.commands)
+    names, what_for = _BORROWED.get(command, ((), ""))
+    for row in map(DECLARED.__getitem__, names):
+        read: dict[str, Any] = {"type": str, "default": None, "choices": ()}
+        yield replace(row, help=f"{what_for}{row.help}", metavar=_metavar(row), **read)
+
+
+def _sections(command: str) -> Iterator[tuple[str, list[Setting]]]:
     """The headings of a command's help, and the settings below each."""
-    if name == "train":
-        for heading in dict.fromkeys(row.topic for row in TRAINING):
-            yield heading, [row for row in TRAINING if row.topic == heading]
-    for heading, topics in command.settings.items():
-        rows = (row for topic in topics for row in TOPICS[topic])
-        yield heading, [row for row in rows if name in row.commands]
+    if command == "train":
+        rows = [replace(row, rung_field=TRAINING + row.name) for row in TrainingRequest.declared]
+        for heading in dict.fromkeys(row.topic for row in rows):
+            yield heading, [row for row in rows if row.topic == heading]
+    for heading, topics in _TOPICS.get(command, {}).items():
+        rows = [row for topic in topics for row in TOPICS[topic]]
+        yield heading, [row for row in rows if command in row.commands]
+
+
+def _add_flags(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage] -- or a heading
+    command: str,
+    rows: Iterable[Setting],
+) -> None:
+    """Give a command's parser, or a heading of its help, the flags of these settings."""
+    for row in rows:
+        is_of_a_request = row is DECLARED.get(row.name) and not row.place
+        options = _read_by_a_request(row) if is_of_a_request else _read_here(row)
+        options["help"] = _help(row, command)
+        if row.kind is SWITCH:
+            options["action"] = "store_true"
+        elif "choices" not in options:
+            options["metavar"] = _metavar(row)
+        names = (row.rung_field,) if row.place else (*filter(None, (row.short,)), row.flag)
+        parser.add_argument(*names, **options)
+
+
+def _read_by_a_request(row: Setting) -> dict[str, Any]:
+    """A flag that is not typed leaves no trace in the namespace: a file may say it."""
+    options: dict[str, Any] = {"dest": row.name, "default": argparse.SUPPRESS}
+    if row.is_list:
+        options["nargs"] = "+"
+    elif row.stands_alone:
+        options |= {"nargs": "?", "const": True}
+    return options
+
+
+def _read_here(row: Setting) -> dict[str, Any]:
+    """Options by the type of the field. A training's request says itself what is lacking."""
+    if row.kind is SWITCH:
+        return {"dest": row.rung_field}
+    is_required = row.default is REQUIRED
+    is_left = row.rung_field.startswith(TRAINING)
+    options: dict[str, Any] = {"default": None if is_required or is_left else row.default}
+    if get_origin(row.type) is tuple:
+        options |= {"default": [], "nargs": "+", "action": "store" if row.place else "extend"}
+    if not row.place:
+        options |= {"dest": row.rung_field, "required": is_required and not is_left}
+    elif row.place != "1":
+        options["nargs"] = row.place
+    types = (row.type, *get_args(row.type))
+    if row.read is not None or (int in types and str not in types):
+        options["type"] = row.read or int
+    if row.kind is None and row.choices:
+        options |= {"choices": row.choices} | ({"metavar": row.metavar} if row.metavar else {})
+    return options
+
+
+def _metavar(row: Setting) -> str | None:
+    if row.kind is None and row.choices:
+        return f"{{{','.join(row.choices)}}}"
+    return row.metavar or (row.kind and row.kind.metavar)
+
+
+def _help(row: Setting, command: str) -> str:
+    """Describe the setting, with its default unless that is nothing, or said already."""
+    default, said, named = row.default, row.helps.get(command, row.help), row.defaults.get(command)
+    if named is None and (default in (None, False, 0, "0", (), REQUIRED) or "default" in said):
+        shown = ""
+    else:
+        shown = f" (default: {named or _spelled(default)})"
+    return f"{said}{shown}".replace("%", "%%")
+
+
+def _spelled(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -16,13 +16,12 @@ from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, foreign_name
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import request_from, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import TRAINERS
+from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
     accuracy_table,
@@ -47,24 +46,23 @@ def predict(arguments: argparse.Namespace) -> int:
     is_bound = any(cell.binding == "host" for cell in prediction.cells)
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     console.notes((*prediction.notes, *host))
+    code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
-        console.answer_json(prediction)
-    else:
-        longest, would_fit = _instead(arguments, prediction)
-        said = prediction_answer(prediction, longest=longest, alternatives=would_fit)
-        console.answer(f"{said}\n")
-        console.answer_table(prediction_table(prediction, is_explained=arguments.explain))
-        if arguments.explain:
-            console.answer("")
-            console.answer_table(term_table(prediction.explained))
-        console.next_command(_after_predict(arguments, prediction))
-    return EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
+        return console.answer_json(prediction, code)
+    longest, would_fit = _instead(arguments, prediction)
+    console.answer_page(
+        prediction_answer(prediction, longest=longest, alternatives=would_fit),
+        prediction_table(prediction, is_explained=arguments.explain),
+        *((term_table(prediction.explained),) if arguments.explain else ()),
+    )
+    console.next_command(_after_predict(arguments, prediction))
+    return code
 
 
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...]]:
-    """Where nothing fits: what does without that length, and what else would train it."""
+    """The prediction without the length, and what else would train it, if nothing fits."""
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
         return None, ()
     model, settings = named_model(arguments, [], example=_EXAMPLE)
@@ -107,46 +105,49 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
 
 def _against(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
-    result: TableAccuracy = predict_against(
-        arguments.against, trainer=arguments.predicted_for, **typed_limits(arguments)
-    )
+    trainer, limits = arguments.predicted_for, typed_limits(arguments)
+    result: TableAccuracy = predict_against(arguments.against, trainer=trainer, **limits)
     if arguments.json:
-        console.answer_json(result)
-    else:
-        console.answer_table(
-            accuracy_table(result, name=f"{arguments.against}, trainer {arguments.predicted_for}")
-        )
-        console.next_command(shlex.join((*arguments.command_line, "--json")))
+        return console.answer_json(result)
+    named = f"{arguments.against}, trainer {arguments.predicted_for}"
+    console.answer_table(accuracy_table(result, name=named))
+    console.next_command(shlex.join((*arguments.command_line, "--json")))
     return EXIT_ANSWERED
 
 
+_BESIDE_A_TABLE = (
+    (
+        ("exact", "timeline"),
+        "a table is not compared with traces yet",
+        "`--exact` and `--timeline`",
+    ),
+    (
+        ("constants",),
+        "a table is compared with predictions by the constants that come along",
+        "`--constants`",
+    ),
+    (
+        ("calibrate",),
+        "a table is compared with predictions, not with their intervals",
+        "`--calibrate`",
+    ),
+    (
+        ("model", "cluster", "length"),
+        "the table of `--against` names its models, GPUs and lengths",
+        "those on the command line",
+    ),
+    (("explain",), "a table has no one cell to explain", "`--explain`"),
+)
+"""Flags that have no part in a comparison, why, and what to leave out: other ways to predict, and
+what the rows name themselves, on the published grid."""
+
+
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for what has no part in a comparison: other ways to predict, and what the
-    rows name themselves, on the published grid.
-    """
-    if arguments.exact or arguments.timeline is not None:
-        raise UsageError(
-            "a table is not compared with traces yet", hint="leave `--exact` and `--timeline` out"
-        )
-    if arguments.constants is not None:
-        raise UsageError(
-            "a table is compared with predictions by the constants that come along",
-            hint="leave `--constants` out",
-        )
-    if arguments.calibrate:
-        raise UsageError(
-            "a table is compared with predictions, not with their intervals",
-            hint="leave `--calibrate` out",
-        )
-    if arguments.model is not None or arguments.cluster is not None or arguments.length is not None:
-        raise UsageError(
-            "the table of `--against` names its models, GPUs and lengths",
-            hint="leave those on the command line out",
-        )
-    if arguments.explain:
-        raise UsageError("a table has no one cell to explain", hint="leave `--explain` out")
-    for name in typed_values(arguments):
-        flag = flag_of(name)
+    """Raise UsageError for what has no part in a comparison."""
+    for names, problem, what in _BESIDE_A_TABLE:
+        if any(getattr(arguments, name) not in (None, False, []) for name in names):
+            raise UsageError(problem, hint=f"leave {what} out")
+    for flag in map(flag_of, typed_values(arguments)):
         raise UsageError(
             f"the table of `--against` names its own settings, and {flag} is one",
             hint=f"leave `{flag}` out",
@@ -178,9 +179,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if not TRAINERS[prediction.trainer].is_run:
-        return shlex.join(
-            ("highwater", "predict", model, *words_again(arguments, drop=("--trainer",)))
-        )
+        words = words_again(arguments, drop=("--trainer",))
+        return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
     if not prediction.explained.capacity_tokens or not has_trial:
@@ -194,9 +194,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     of_the_mark: dict[str, object] = dict(prediction.explained.cell.layout.degree_settings)
     if settings.offload is not False:  # which a search looks for only where it is asked to
         of_the_mark |= {"allocator": settings.allocator, "offload": settings.offload}
-    return shlex.join(
-        ("highwater", "find", model, "--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
-    )
+    words = ("--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
+    return shlex.join(("highwater", "find", model, *words))
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
@@ -210,7 +209,7 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
-    """Whether a trial can be made of a cell, on such GPUs and with this trainer."""
+    """True if a trial can be made of a cell, on such GPUs and with this trainer."""
     objectives = None if foreign is None else FOREIGN[foreign].objectives
     is_written = objectives is None or cell.settings.objective in objectives
     return is_written and not cell.layout.is_several_machines and runs_trials(device_name)

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from textwrap import shorten
 
-import msgspec
-
 from highwater.cli import console
 from highwater.cli.console import talk
 from highwater.nouns.plan import Plan
@@ -164,7 +162,7 @@ class Progress:
             self._timed.append((length_tokens, event.result.wall_s))
             self._fits[event.cell] = max(length_tokens, self._fits.get(event.cell, 0))
         recorded = ", recorded" if event.is_recorded else ""
-        self._states[event.cell] = f"{format_tokens(length_tokens)}: {words(outcome)}{recorded}"
+        self._states[event.cell] = f"{format_tokens(length_tokens)}: {_WORDS[outcome]}{recorded}"
 
     @property
     def left_s(self) -> float | None:
@@ -202,16 +200,11 @@ class Progress:
         """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for each trial that has run for a
         while, with its cell where there are several.
         """
-        shown = [
-            (cell, each)
+        device, is_one = self._question.device, len(self._running) == 1
+        return tuple(
+            f"{'' if is_one else f'{cell.label_on(device)}: '}{self._running_line(each)}"
             for cell, each in self._running.items()
             if self._clock() - each.started_at >= _SHOWN_AFTER_S
-        ]
-        if len(self._running) == 1:
-            return tuple(self._running_line(each) for _, each in shown)
-        return tuple(
-            f"{cell.label_on(self._question.device)}: {self._running_line(each)}"
-            for cell, each in shown
         )
 
     def _running_line(self, trial: _Running) -> str:
@@ -223,12 +216,11 @@ class Progress:
 
     def sparse_line(self, event: SearchEvent) -> str:
         """A line for a log or a pipe; empty about a trial that runs, but for once a minute."""
-        if not isinstance(event, TrialRuns):
-            return self.line(event)
-        trial = self._running.get(event.cell)
-        if trial is None or self._clock() - trial.said_at < _SPARSE_S:
-            return ""
-        trial.said_at = self._clock()
+        if isinstance(event, TrialRuns):
+            trial = self._running.get(event.cell)
+            if trial is None or self._clock() - trial.said_at < _SPARSE_S:
+                return ""
+            trial.said_at = self._clock()
         return self.line(event)
 
     def line(self, event: SearchEvent) -> str:
@@ -275,7 +267,7 @@ class Progress:
         )
 
     def _log_of(self, result: TrialResult) -> str:
-        """Where the whole message of a trial that ran out of memory is: of the first one."""
+        """Name the log with the whole message of the first trial that ran out of memory."""
         if self._has_named_log or not result.outcome.is_memory or result.log_path is None:
             return ""
         self._has_named_log = True
@@ -295,21 +287,18 @@ class Progress:
 
     def _left(self) -> str:
         left_s = self.left_s
-        if left_s is None:
-            return ""
-        return f"about {format_seconds(max(10, round(left_s, -1)))} left"
+        return "" if left_s is None else f"about {format_seconds(max(10, round(left_s, -1)))} left"
 
 
-def words(outcome: Outcome) -> str:
-    """An outcome in a sentence: ``fit``, ``ran out of memory``, ..."""
-    return {
-        Outcome.FIT: "fit",
-        Outcome.MEMORY_ONLY_FIT: "fit, memory-only",
-        Outcome.OUT_OF_MEMORY: "ran out of memory",
-        Outcome.HOST_OUT_OF_MEMORY: "ran out of host memory",
-        Outcome.TIMEOUT: "timed out",
-        Outcome.CRASHED: "crashed",
-    }[outcome]
+_WORDS = {
+    Outcome.FIT: "fit",
+    Outcome.MEMORY_ONLY_FIT: "fit, memory-only",
+    Outcome.OUT_OF_MEMORY: "ran out of memory",
+    Outcome.HOST_OUT_OF_MEMORY: "ran out of host memory",
+    Outcome.TIMEOUT: "timed out",
+    Outcome.CRASHED: "crashed",
+}
+"""Outcomes in a sentence."""
 
 
 def _again(event: TrialStarted) -> str:
@@ -329,7 +318,7 @@ def _ended(spec: TrialSpec, result: TrialResult) -> str:
     is_fit = result.outcome.is_fit
     reason = "" if is_fit else f": {_why(spec, result)}"
     length = format_tokens(spec.length_tokens)
-    return f"{length} tokens{kind} {words(result.outcome)}{took}{peak}{reason}"
+    return f"{length} tokens{kind} {_WORDS[result.outcome]}{took}{peak}{reason}"
 
 
 def _why(spec: TrialSpec, result: TrialResult) -> str:
@@ -359,21 +348,15 @@ def training_progress(
     if not sys.stderr.isatty():
         yield _Lines(done_steps).hear
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
     console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(compact=True),
         console=console,
         transient=True,
     )
@@ -417,25 +400,21 @@ class _Lines:
 
 
 def _short(said: TrainingProgress, *, most: int) -> str:
-    """What stands before a bar, in at most ``most`` columns: as many figures as there is room for,
-    each whole.
-    """
+    """The text before a bar, in at most ``most`` columns: as many whole figures as have room."""
     if said.phase != "training" or said.loss is None:
         return said.phase
-    text, *others = _figures(said)
+    text, *others = _figures(said, said.evaluation_loss)
     for figure in others:
         if len(f"{text}, {figure}") <= most:
             text = f"{text}, {figure}"
     return text
 
 
-def _figures(said: TrainingProgress) -> list[str]:
-    """What is said of the last step, the most telling first."""
+def _figures(said: TrainingProgress, held_out: float | None = None) -> list[str]:
+    """Figures of the last step, the most telling first."""
     figures = [f"loss {said.loss:.3f}"]
-    if said.evaluation_loss is not None:
-        figures.append(f"held-out {said.evaluation_loss:.3f}")
-    if said.seconds:
-        figures.append(f"{said.tokens / said.seconds:,.0f} tokens/s")
+    figures += [] if held_out is None else [f"held-out {held_out:.3f}"]
+    figures += [f"{said.tokens / said.seconds:,.0f} tokens/s"] if said.seconds else []
     return figures
 
 
@@ -447,5 +426,4 @@ def _line(said: TrainingProgress, done_steps: int) -> str:
     if steps > 0 and said.seconds:
         left_s = math.ceil(said.seconds / steps * (said.steps - said.step))
         left = f", about {f'{left_s} s' if left_s < 60 else format_seconds(left_s)} left"
-    figures = ", ".join(_figures(msgspec.structs.replace(said, evaluation_loss=None)))
-    return f"step {said.step} of {said.steps}: {figures}{left}"
+    return f"step {said.step} of {said.steps}: {', '.join(_figures(said))}{left}"

@@ -1,21 +1,46 @@
-"""``highwater recommend``: the simplest settings that train a length on some GPUs, and what the
-next would buy.
+"""``highwater recommend`` and ``emit``: the simplest settings that train a length on some GPUs, and
+what the next would buy; the same as another trainer's configuration, on stdout, or with ``-o`` as a
+folder to take away.
 """
 
 import argparse
 import shlex
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
 
 from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
 from highwater.cli.predict import is_tried
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
-from highwater.nouns.foreign_trainer import foreign_name
-from highwater.nouns.recommendation import Recommendation
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import request_from, trial_flags
-from highwater.nouns.trainer import predicted_traits
+from highwater.nouns.trainer import (
+    foreign_name,
+    is_step_of,
+    predicted_traits,
+    step_in_words,
+    trainer_title,
+)
 from highwater.pages.prediction_tables import assumed_host, recommendation_answer
-from highwater.pages.recommendation_tables import recommendation_tables, rung_list
+from highwater.pages.recommendation_tables import check_page, recommendation_tables, rung_list
+from highwater.recommendation.recommend import drafted
 from highwater.recommendation.recommend import recommend as recommended
+from highwater.trainers.emitted import Emitted, answered_first, unpredicted
+from highwater.trainers.targets import (
+    CHECK,
+    LAUNCH,
+    TARGETS,
+    configured_choice,
+    launch_script,
+    refuse_drafts,
+    refuse_no_folder,
+    refuse_unknown_settings,
+    write_folder,
+)
+from highwater.units import counted
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -29,23 +54,16 @@ def recommend(arguments: argparse.Namespace) -> int:
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
     console.notes((*found.notes, *host))
+    code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
-        console.answer_json(found)
+        return console.answer_json(found, code)
+    if arguments.list_ and found.chosen and predicted_traits(found.trainer):
+        tables = [rung_list(found, is_explained=arguments.explain)]
     else:
-        console.answer(f"{recommendation_answer(found)}\n")
-        is_explained = arguments.explain
-        is_listed = arguments.list_ and found.chosen and predicted_traits(found.trainer)
-        tables = (
-            (rung_list(found, is_explained=is_explained),)
-            if is_listed
-            else recommendation_tables(found, is_explained=is_explained)
-        )
-        for number, table in enumerate(tables):
-            if number:
-                console.answer("")
-            console.answer_table(table)
-        console.next_command(_next(arguments, found))
-    return EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
+        tables = recommendation_tables(found, is_explained=arguments.explain)
+    console.answer_page(recommendation_answer(found), *tables)
+    console.next_command(_next(arguments, found))
+    return code
 
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
@@ -84,12 +102,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if not has_trial and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and not arguments.list_:
-        return shlex.join(
-            (
-                *("highwater", "try", model),
-                *trial_flags(found.chosen.cell, found.length_tokens, foreign),
-            )
-        )
+        flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
+        return shlex.join(("highwater", "try", model, *flags))
     if trainer.targets and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
@@ -102,11 +116,8 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
     every rung.
     """
     typed = [each for each in found.alternatives if each.flags or each.without]
-    here = [
-        each
-        for each in typed
-        if each.kind == "technique" and _OTHER_TRAININGS.isdisjoint(each.flags)
-    ]
+    here = (each for each in typed if each.kind == "technique")
+    here = [each for each in here if _OTHER_TRAININGS.isdisjoint(each.flags)]
     alternative = next(iter((*here, *typed)), None)
     if alternative is None:
         drop = ("--length", "--rollout-gpus", "--study")
@@ -117,3 +128,129 @@ def _next_without_any(arguments: argparse.Namespace, found: Recommendation, mode
     flags = dict(zip(alternative.flags[::2], alternative.flags[1::2], strict=True))
     words = words_again(arguments, drop=alternative.without, **flags)
     return shlex.join(("highwater", "recommend", model, *words))
+
+
+_ROOMIER = "5GiB"
+"""Memory of a GPU that is to be free where memory ran out in another trainer."""
+
+
+def emit(arguments: argparse.Namespace) -> int:
+    """Print the configuration, or write its folder and print the files' paths. Where nothing fits
+    there is none, and the document is what `recommend --json` prints.
+    """
+    row = TARGETS[arguments.for_]
+    arguments.predicted_for = row.predicted_for
+    is_predicted = is_step_of(row.predicted_for, arguments.for_)
+    typed = vars(arguments)
+    objective = typed.get("objective") or "sft"
+    has_logits = objective in TRAITS and not TRAITS[objective].gives_scalars
+    if not is_predicted and "loss" in row.knows and has_logits:
+        # whole logits take five times as much there as here
+        typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    refuse_unknown_settings(arguments.for_, settings)
+    if arguments.output is not None:
+        if not arguments.output:
+            raise UsageError("a folder without a name", hint="use `-o emitted`")
+        refuse_no_folder(Path(arguments.output))
+    _refuse_early(arguments, model, settings)
+    found = found_for(arguments)
+    offloads = found.chosen is not None and found.chosen.cell.settings.offload is not False
+    host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
+    console.notes((*found.notes, *host))
+    again = ("highwater", "recommend", arguments.model, *words_again(arguments))
+    made = configured_choice(
+        arguments.for_, found, model=arguments.model, is_filled_in=arguments.output is not None
+    )
+    if made is None:
+        return _nothing(arguments, found, shlex.join(again))
+    chosen, emitted = made
+    title = trainer_title(arguments.for_)
+    answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
+    if is_predicted:
+        answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
+        emitted = answered_first(emitted, answer)
+    if emitted.fits is False:  # the trainer's logits alone are larger than a GPU
+        if arguments.json:
+            return console.answer_json(emitted, EXIT_ANSWERED_NO)
+        console.talk(answer)
+        console.next_command(shlex.join(again))
+        return EXIT_ANSWERED_NO
+    paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
+    if arguments.json:
+        return console.answer_json(emitted)
+    if paths:
+        console.answer_exactly("\n".join(map(str, paths)))
+        (check,) = (path for path in paths if path.name == CHECK)
+        console.next_command(shlex.join(("cat", str(check))))
+    else:
+        console.answer_exactly(emitted.text.rstrip("\n"))
+        console.next_command(shlex.join((*again, "--list")))
+    return EXIT_ANSWERED
+
+
+def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
+    """Raise UsageError for what the trainer has no words for, before anything is predicted."""
+    draft = None
+    with suppress(HighwaterError):
+        draft = drafted(
+            model,
+            length=arguments.length or "",
+            gpus=arguments.cluster,
+            gpu_memory=arguments.gpu_memory,
+            rollout_gpus=arguments.rollout_gpus,
+            trainer=arguments.predicted_for,
+            settings=settings,
+        )
+    if draft is not None:
+        refuse_drafts(arguments.for_, draft, model=model)
+
+
+def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
+    """Say that nothing fits, or nothing that the trainer can be told."""
+    title, step_of = trainer_title(arguments.for_), TARGETS[arguments.for_].predicted_for
+    which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
+    if not is_step_of(step_of, arguments.for_):
+        which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
+    console.talk(f"{which}: there is nothing to configure")
+    if arguments.json:
+        return console.answer_json(found, EXIT_ANSWERED_NO)
+    console.next_command(again)
+    return EXIT_ANSWERED_NO
+
+
+def _written(
+    arguments: argparse.Namespace,
+    found: Recommendation,
+    chosen: Candidate,
+    emitted: Emitted,
+    answer: str,
+) -> tuple[Path, ...]:
+    """Write every file into the folder that was named; their paths."""
+    row, folder = TARGETS[arguments.for_], Path(arguments.output)
+    title = trainer_title(arguments.for_)
+    words = ("highwater", "emit", "--for", arguments.for_, arguments.model)
+    again = shlex.join((*words, *words_again(arguments, drop=("--trainer",))))
+    more = "--reserved" if emitted.fits is None else "--headroom"
+    roomier = words_again(arguments, drop=("--trainer",), **{more: _ROOMIER})
+    files = {row.file: emitted.text, **emitted.beside}
+    said = [f"{title} {emitted.checked_with}, as `{again}` wrote it"]
+    said.append("what is typed after it goes to the trainer")
+    files[LAUNCH] = launch_script(emitted, file=row.file, said=said, before=row.before)
+    files[CHECK] = check_page(
+        found,
+        chosen,
+        emitted,
+        answer=answer,
+        name=title,
+        package=row.package or arguments.for_,
+        yours=row.yours,
+        command=again,
+        roomier=shlex.join((*words, *roomier, "-o", f"{folder.name}-roomier")),
+    )
+    paths = write_folder(folder, files)
+    console.talk(
+        f"{counted(len(paths), 'file')} for {title} in {folder}: read {CHECK} before the first "
+        "long run"
+    )
+    return paths

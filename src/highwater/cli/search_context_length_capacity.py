@@ -26,7 +26,7 @@ from highwater.cli.commands import exit_code, say_interrupted, say_line, with_me
 from highwater.cli.config import as_key, settings_in
 from highwater.cli.console import exit_code_of
 from highwater.cli.flags import layered
-from highwater.cli.parser import Parser, parse_strictly
+from highwater.cli.grammar import Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
@@ -60,24 +60,83 @@ _IN_A_JOB = (
     "for all of them `ray start --head` on the first, and on each other the `ray start --address` "
     "that this prints"
 )
-_FIELDS = {
-    "model_path": "model",
-    "start_length": "start_length",
-    "method": "method",
-    "memory": "memory",
-    "data": "data",
-    "log_dir": "log_dir",
-    "checkpoint_path": "checkpoint_dir",
-    "test_gpu_num": "gpus",
-    "test_sp_num": "ulysses",
-    "save_hf_checkpoint": "save_hf",
-    "entropy_saving": "entropy",
-    "offload": "offload",
-    "trainer_strategy": "strategy",
-    "timeout": "timeout",
-    "dlc": "runner",
+_SWITCH: Mapping[str, Any] = {"action": "store_true"}
+_COUNTS: Mapping[str, Any] = {"type": int, "nargs": "*"}
+_FLAGS_HERE: Mapping[str, tuple[str | None, str, Mapping[str, Any]]] = {
+    "model_path": ("model", "directory of a Hugging Face model", {"required": True}),
+    "start_length": (
+        "start_length",
+        "shortest length to try, in tokens or as 32k: where it is typed each search begins "
+        f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
+        f"{_CPU_STEP_TOKENS})",
+        {"default": _START_TOKENS},
+    ),
+    "method": (
+        "method",
+        "linear: the published scan, upwards from the start length; bisect: from the start "
+        "length, if it is typed, to near the predicted end, with fewer trials (default: bisect)",
+        {"choices": ("bisect", "linear"), "default": "bisect"},
+    ),
+    "memory": (
+        "memory",
+        "memory of each GPU that may be used, or of each process on the CPU; default: the "
+        "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
+        {},
+    ),
+    "config": (
+        None,
+        "settings of `highwater find` in YAML, below the flags that are typed; it takes the "
+        "place of the published context_length.yaml",
+        {"metavar": "FILE"},
+    ),
+    "data": (
+        "data",
+        "function of yours that yields the sequences, which the published workflow plugin "
+        "does; default: synthetic ones of exactly the length",
+        {"metavar": "MODULE:FUNCTION"},
+    ),
+    "log_dir": (
+        "log_dir",
+        "directory of logs and studies (default: ./logs)",
+        {"default": "./logs"},
+    ),
+    "checkpoint_path": (
+        "checkpoint_dir",
+        "trials save below it; it is never deleted itself",
+        {},
+    ),
+    "test_gpu_num": (
+        "gpus",
+        "GPU counts (default: 1 2 4 6)",
+        {"default": [1, 2, 4, 6], **_COUNTS},
+    ),
+    "test_sp_num": (
+        "ulysses",
+        "SP values, tried where they divide GPUs and heads (default: 1)",
+        {"default": [1], **_COUNTS},
+    ),
+    "save_hf_checkpoint": (
+        "save_hf",
+        "when to save HF weights (default: last)",
+        {"choices": ("always", "never", "last"), "default": "last"},
+    ),
+    "entropy_saving": ("entropy", "entropy in chunks, recomputed", _SWITCH),
+    "offload": ("offload", "parameters, gradients and optimizer states in host memory", _SWITCH),
+    "trainer_strategy": (
+        "strategy",
+        "how states are sharded (default: fsdp)",
+        {"choices": ("fsdp", "fsdp2"), "default": "fsdp"},
+    ),
+    "timeout": (
+        "timeout",
+        "time for one trial, in seconds or as 40m (default: 2400)",
+        {"default": 2400},
+    ),
+    "dlc": ("runner", "join the running Ray cluster, as in an Aliyun PAI DLC job", _SWITCH),
 }
-"""Flags, and the settings of a request that they name."""
+"""The published flags, and a few more: the setting of a request that each names, its help, and how
+it is read."""
+_FIELDS = {flag: field for flag, (field, *_) in _FLAGS_HERE.items() if field is not None}
 _FLAG_OF = {field: flag for flag, field in _FIELDS.items()}
 _SWITCHES = {"entropy": "chunked", "offload": "true", "runner": "ray"}
 """Fields that a flag without a value sets here, and the value that it stands for."""
@@ -149,7 +208,7 @@ def _search(
 
 
 def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) -> tuple[str, ...]:
-    """What differs from the original here, before the plan's own notes."""
+    """Notes on what differs from the original here, before the plan's own."""
     question = planned.question
     goes_on = longest_tokens > question.grid.max_tokens and not planned.begins_shortest
     on_the_cpu = (
@@ -189,7 +248,7 @@ def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEven
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """What was typed, with the original's defaults; raises UsageError for a flag that it does not
+    """Parse what was typed, with the original's defaults; UsageError for a flag that it does not
     have.
     """
     return parse_strictly(grammar(), words)
@@ -370,85 +429,11 @@ def grammar() -> Parser:
         description="The longest context that a model trains with, for each number of GPUs and "
         "each SP.",
     )
-    parser.add_argument("--model_path", required=True, help="directory of a Hugging Face model")
-    _search_flags(parser)
-    _trial_flags(parser)
+    for flag, (_, help_, options) in _FLAGS_HERE.items():
+        parser.add_argument(f"--{flag}", help=help_, **options)
+    saved = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
+    parser.set_defaults(checkpoint_path=saved)
     return parser
-
-
-def _search_flags(parser: Parser) -> None:
-    checkpoint_path = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
-    add = parser.add_argument
-    add(
-        "--start_length",
-        default=_START_TOKENS,
-        help="shortest length to try, in tokens or as 32k: where it is typed each search begins "
-        f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
-        f"{_CPU_STEP_TOKENS})",
-    )
-    add(
-        "--method",
-        choices=("bisect", "linear"),
-        default="bisect",
-        help="linear: the published scan, upwards from the start length; bisect: from the start "
-        "length, if it is typed, to near the predicted end, with fewer trials (default: bisect)",
-    )
-    add(
-        "--memory",
-        help="memory of each GPU that may be used, or of each process on the CPU; default: the "
-        "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
-    )
-    add(
-        "--config",
-        metavar="FILE",
-        help="settings of `highwater find` in YAML, below the flags that are typed; it takes the "
-        "place of the published context_length.yaml",
-    )
-    add(
-        "--data",
-        metavar="MODULE:FUNCTION",
-        help="function of yours that yields the sequences, which the published workflow plugin "
-        "does; default: synthetic ones of exactly the length",
-    )
-    add("--log_dir", default="./logs", help="directory of logs and studies (default: ./logs)")
-    add(
-        "--checkpoint_path",
-        default=checkpoint_path,
-        help="trials save below it; it is never deleted itself",
-    )
-    for name, default, what in (
-        ("--test_gpu_num", [1, 2, 4, 6], "GPU counts (default: 1 2 4 6)"),
-        ("--test_sp_num", [1], "SP values, tried where they divide GPUs and heads (default: 1)"),
-    ):
-        add(name, type=int, nargs="*", default=default, help=what)
-
-
-def _trial_flags(parser: Parser) -> None:
-    add = parser.add_argument
-    add(
-        "--save_hf_checkpoint",
-        choices=("always", "never", "last"),
-        default="last",
-        help="when to save HF weights (default: last)",
-    )
-    add("--entropy_saving", action="store_true", help="entropy in chunks, recomputed")
-    add(
-        "--offload",
-        action="store_true",
-        help="parameters, gradients and optimizer states in host memory",
-    )
-    add(
-        "--trainer_strategy",
-        choices=("fsdp", "fsdp2"),
-        default="fsdp",
-        help="how states are sharded (default: fsdp)",
-    )
-    add("--timeout", default=2400, help="time for one trial, in seconds or as 40m (default: 2400)")
-    add(
-        "--dlc",
-        action="store_true",
-        help="join the running Ray cluster, as in an Aliyun PAI DLC job",
-    )
 
 
 if __name__ == "__main__":

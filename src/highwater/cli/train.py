@@ -16,6 +16,7 @@ from highwater.cli.console import exit_code_of, heeding
 from highwater.cli.flags import request_of, training_request_of, words_without
 from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
+from highwater.nouns.corpus import Corpus
 from highwater.nouns.settings import Settings, short_settings
 from highwater.nouns.study import counted_ranks
 from highwater.nouns.training import TrainingRequest, TrainingResult, TrainingSpec
@@ -48,24 +49,22 @@ def _train(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt as interrupt:
             _say_stopped(arguments, asked, training.stopped_result(prepared))
             return exit_code_of(interrupt)
+    code = EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if arguments.json:
-        console.answer_json(result)
-        return EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
+        return console.answer_json(result, code)
     if result.status == "stopped":  # another machine was told to
         _say_stopped(arguments, asked, result)
-        return EXIT_TERMINATED
-    console.answer(training_answer(prepared.spec, result))
-    console.answer("")
-    console.answer_table(training_table(result))
+        return code
+    console.answer_page(training_answer(prepared.spec, result), training_table(result))
     if not has_lost_base(prepared.spec.trial):
         console.next_command(_next(result.model_directory or "", prepared.spec.trial.settings))
-    return EXIT_ANSWERED
+    return code
 
 
 def _say_stopped(
     arguments: argparse.Namespace, asked: TrainingRequest, result: TrainingResult | None
 ) -> None:
-    """What is kept, and what the same command does; None: nothing is kept."""
+    """Say what is kept, and what the same command does; None: nothing is kept."""
     console.talk(stopped_sentence(result))
     then = "goes on where this stopped"
     if result is None:
@@ -90,7 +89,7 @@ class _Phases:
 def _same_command(
     arguments: argparse.Namespace, asked: TrainingRequest, stopped: TrainingResult | None
 ) -> str:
-    """What was typed, but for the checkpoint that it went back to: the run is past that now."""
+    """The command as typed, without the checkpoint that it went back to: the run is past it now."""
     words: Sequence[str] = arguments.command_line
     if asked.resume_from is not None and stopped is not None:
         words = words_without(words, "--resume-from")
@@ -98,7 +97,7 @@ def _same_command(
 
 
 def _next(directory: str, settings: Settings) -> str:
-    """How what was trained is opened."""
+    """The command that opens what was trained."""
     is_adapter = settings.lora is not None and not settings.lora_merged
     package, auto = ("peft", "AutoPeftModel") if is_adapter else ("transformers", "AutoModel")
     kind = f"{auto}For{'SequenceClassification' if settings.traits.gives_scalars else 'CausalLM'}"
@@ -108,7 +107,7 @@ def _next(directory: str, settings: Settings) -> str:
 
 
 def prediction_lines(prepared: PreparedTraining) -> list[str]:
-    """What is trained, how, and what memory and time are predicted."""
+    """Lines about what is trained, how, and what memory and time are predicted."""
     spec = prepared.spec
     trial, corpus = spec.trial, spec.corpus
     gpus = "GPU" if trial.device == "cuda" else "process"
@@ -127,7 +126,7 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
         f"{corpus.longest_tokens:,}; {epochs}",
     ]
-    lines += _left_out(spec)
+    lines += _left_out(corpus)
     used_bytes = prepared.predicted.device_used_bytes + prepared.rows_bytes
     lines.append(
         f"predicted: {format_bytes(used_bytes)} of a {gpus}'s memory"
@@ -138,9 +137,8 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     return lines
 
 
-def _left_out(spec: TrainingSpec) -> list[str]:
-    """What of the data is not trained as it is."""
-    corpus = spec.corpus
+def _left_out(corpus: Corpus) -> list[str]:
+    """A note on data that are not trained as they are."""
     said: list[str] = []
     if corpus.truncated:
         said.append(
@@ -167,23 +165,20 @@ def training_answer(spec: TrainingSpec, result: TrainingResult) -> str:
 
 def training_table(result: TrainingResult) -> TextTable:
     """Figures of a run, a row each."""
-    rows: list[tuple[str, str]] = []
-    if result.evaluations:
-        rows.append(("held-out loss", _held_out(result.evaluations)))
-        if result.best_step is not None:
-            best = dict(result.evaluations)[result.best_step]
-            rows.append(("best held-out loss", f"{best:.3f}, after step {result.best_step}"))
-    if result.tokens_per_s is not None:
-        rows.append(("tokens per second", f"{result.tokens_per_s:,.0f}"))
-    if result.peak_bytes is not None:
-        rows.append(("most memory in use", format_bytes(result.peak_bytes)))
-    rows.append(("folder", plain(result.output_directory)))
-    return TextTable(
-        title=f"{counted(result.step, 'step')}: measured",
-        columns=(),
-        rows=tuple(rows),
-        left_columns=2,
-    )
+    evaluations, best, peak = result.evaluations, result.best_step, result.peak_bytes
+    speed = result.tokens_per_s
+    rows = {
+        "held-out loss": _held_out(evaluations) if evaluations else None,
+        "best held-out loss": f"{dict(evaluations)[best]:.3f}, after step {best}"
+        if evaluations and best is not None
+        else None,
+        "tokens per second": None if speed is None else f"{speed:,.0f}",
+        "most memory in use": None if peak is None else format_bytes(peak),
+        "folder": plain(result.output_directory),
+    }
+    told = tuple((name, value) for name, value in rows.items() if value is not None)
+    title = f"{counted(result.step, 'step')}: measured"
+    return TextTable(title=title, columns=(), rows=told, left_columns=2)
 
 
 def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
@@ -197,7 +192,7 @@ def _held_out(evaluations: Sequence[tuple[int, float]]) -> str:
 
 
 def stopped_sentence(result: TrainingResult | None) -> str:
-    """What is kept of a run that was told to stop."""
+    """Say what is kept of a run that was told to stop."""
     if result is None:
         return "stopped: no step was saved"
     if result.status == "done":

@@ -15,7 +15,7 @@ from highwater.memory.trace.replay import Replayed
 from highwater.nouns.capacities import Capacity, kind_with_memory
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.optimizer import OPTIMIZERS
+from highwater.nouns.objective import OPTIMIZERS
 from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import PredictedStep

@@ -239,17 +239,14 @@ def prediction_of(
     )
 
 
-def with_usual_host(
-    limit: MemoryLimit, where: Cluster, own_bytes: int | None = None
-) -> MemoryLimit:
-    """The limit, with the host memory of a machine that usually has such GPUs where nobody said. Of
-    more GPUs than any machine has it is that of the largest. ``own_bytes`` is this machine's, where
-    its own GPUs are meant.
+def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
+    """The limit, with the host memory of this machine or of one that usually has such GPUs, where
+    nobody said. For more GPUs than any machine has it is that of the largest.
     """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
-    if own_bytes is not None:
-        return msgspec.structs.replace(limit, host_bytes=own_bytes, usual_host=THIS_MACHINE)
+    if where.host_bytes is not None:
+        return msgspec.structs.replace(limit, host_bytes=where.host_bytes, usual_host=THIS_MACHINE)
     gpus = where.on_one_machine().gpus
     each = (default_host(where.device_name, fewer) for fewer in range(gpus, 0, -1))
     found = next((host for host in each if host is not None), None)
@@ -263,8 +260,11 @@ def memory_limit_of(
     host_memory: str | int | None,
     reserved: str | int,
     constants: MachineConstants | None = None,
+    knows_host: bool = True,
 ) -> MemoryLimit:
-    """The memory of each GPU for training; UsageError where nothing is left, or for odd sizes."""
+    """The memory of each GPU for training, and of the machine; where nobody said, and somebody
+    ``knows_host``, the usual one. UsageError where nothing is left, or for odd sizes.
+    """
     reserved_bytes = parse_memory(str(reserved))
     if reserved_bytes >= where.device_bytes:
         raise UsageError(
@@ -276,6 +276,7 @@ def memory_limit_of(
     if host_bytes == 0:
         hint = "give the machine's, for example `--host-memory 512GiB`, or leave it out"
         raise UsageError("a host without memory", hint=hint)
-    return MemoryLimit(
+    limit = MemoryLimit(
         device_bytes=where.device_bytes - reserved_bytes, host_bytes=host_bytes, constants=constants
     )
+    return with_usual_host(limit, where) if knows_host else limit

@@ -12,8 +12,15 @@ from typing import NamedTuple
 from highwater.model.layer_kind import AttentionKind, Matrices
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.nouns.layout import ELEMENT_BYTES, Layout
-from highwater.nouns.lora import adapter_matrices, adapter_parameters, saved_by_base
-from highwater.nouns.optimizer import MOMENTS, PIECE, STREAMED, STREAMED_BUFFERS
+from highwater.nouns.objective import (
+    MOMENTS,
+    PIECE,
+    STREAMED,
+    STREAMED_BUFFERS,
+    adapter_matrices,
+    adapter_parameters,
+    saved_by_base,
+)
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import SparsePatternConfig, kept_pairs
 from highwater.nouns.trial import Device

@@ -20,8 +20,7 @@ from highwater.model.families import (
     value_of,
 )
 from highwater.model.layer_kind import AttentionKind, refuse_missing_window, slides
-from highwater.nouns.codec import digest
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.codec import CONFIG_BYTES, digest, read_file
 
 MIN_FIELDS = (
     "model_type",

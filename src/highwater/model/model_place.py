@@ -21,8 +21,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
-from highwater.nouns.codec import Record, from_builtins
-from highwater.nouns.files import read_file
+from highwater.nouns.codec import Record, from_builtins, read_file
 
 _OFFERED = 3
 """Number of names that an error offers in place of an unknown one."""

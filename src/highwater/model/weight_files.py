@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
-from highwater.nouns.files import open_regular, read_file
+from highwater.nouns.codec import open_regular, read_file
 
 SCORE = "score.weight"
 """Name of the weight of a head that gives one number per token, as in Hugging Face's sequence and

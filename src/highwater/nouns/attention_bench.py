@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.protocols import Refused
+from highwater.nouns.layout import Device
 from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
-from highwater.nouns.trial import Device
+from highwater.nouns.trial import Refused
 
 Direction = Literal["forward", "forward+backward"]
 Mode = Literal["single", "data parallel", "ring", "ulysses"]

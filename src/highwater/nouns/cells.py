@@ -13,12 +13,11 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, Layout
+from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, Device, Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Allocator, Loss, Offload, Settings, Strategy
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.nouns.study import Cell, Grid, counted_ranks
-from highwater.nouns.trial import Device
 from highwater.units import format_tokens
 
 _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (

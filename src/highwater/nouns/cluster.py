@@ -59,6 +59,8 @@ class Cluster(Record, frozen=True, kw_only=True):
     """The oldest that trains, where nobody named the kind."""
     machines: int = 1
     """Machines that have as many of the GPUs each, where somebody named them; else 1."""
+    host_bytes: int | None = None
+    """Memory of this machine, where its own GPUs are meant."""
     may_shard_across: bool = False
     """Whether one copy of the states may be sharded across machines: where it is only to be known
     whether so many GPUs would do."""
@@ -143,6 +145,7 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
         device_name=here.name,
         device_bytes=min(g.memory_total_bytes for g in machine.gpus),
         compute_capability=here.compute_capability,
+        host_bytes=machine.host_memory_total_bytes,
     )
 
 

@@ -21,11 +21,10 @@ from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.weight_files import weight_files
-from highwater.nouns.codec import Record, digest
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.codec import CONFIG_BYTES, Record, digest, read_file
+from highwater.nouns.layout import Device
 from highwater.nouns.objective import TRAITS, Objective
 from highwater.nouns.study import Cell, Question
-from highwater.nouns.trial import Device
 
 LongDocuments = Literal["truncate", "split", "refuse"]
 TrainedTokens = Literal["all", "responses"]

@@ -52,6 +52,10 @@ class ValueKind:
     stands_alone: bool = False
     """Whether a flag without a value says true."""
 
+    def __call__(self, default: T, help_: str, commands: Any = None, **more: Any) -> T:
+        """Declare a setting of this kind; ``commands``: those that take it, if not all."""
+        return setting(default, help_, self, **more, **({"commands": commands} if commands else {}))
+
 
 COUNT = ValueKind("a whole number", "N", 1)
 COUNTS = ValueKind("a whole number, or a list of them", "N", [1], is_list=True)

@@ -1,13 +1,19 @@
 """Environment: the variables that set the mode of PyTorch's caching allocator and tell a rank where
 to meet the others, and what a search ran on and with, by an allow-list.
+
+Profiling: which steps and ranks of a trial record their memory, and how their files are
+called.
 """
 
 import re
 from collections.abc import Mapping
+from typing import Literal
 
+from highwater.errors import UsageError
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_GPUS, MOST_NAMED, MOST_STEPS, RefusedError
+from highwater.nouns.layout import Device, Layout
 from highwater.nouns.settings import Allocator
-from highwater.nouns.trial import Device
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variable's name, and the one that PyTorch before 2.9 reads: both are set, alike."""
@@ -90,3 +96,112 @@ class Environment(Record, frozen=True, kw_only=True):
     host_memory_total_bytes: int
     variables: dict[str, str]
     """Variables as the shell had them; trials are given an allocator by their rung."""
+
+
+SETTING = "memory_profiler"
+"""Name of the setting."""
+SNAPSHOTS = "memory_snapshots"
+"""Folder of the snapshots of a launch, beside its log."""
+MOST_ENTRIES = 10_000_000
+"""Events that a rank keeps at the most, at several KB each."""
+_STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
+
+
+class Profiling(Record, frozen=True, kw_only=True):
+    """What ``memory_profiler`` says: the steps and ranks that write a snapshot of their memory."""
+
+    profile_steps: tuple[int, ...] = (0, 1)
+    """Optimizer steps, the first is 0."""
+    max_entries: int = 100_000
+    """Events of a step that are kept, the last ones: a few hundred bytes each in the file."""
+    ranks: Literal["all"] | tuple[int, ...] = "all"
+
+    def __post_init__(self) -> None:
+        """Raise RefusedError for steps, events and ranks that cannot be."""
+        ranks = () if self.ranks == "all" else self.ranks
+        for what, numbers, most in (
+            ("profile_steps", self.profile_steps, MOST_STEPS),
+            ("ranks", ranks, MOST_GPUS),
+        ):
+            if any(not 0 <= number < most for number in numbers) or len(numbers) > MOST_NAMED:
+                shown = ", ".join(map(str, numbers[:MOST_NAMED]))
+                raise _refused(f"{what} {shown}: each is 0 or more and below {most}")
+        if not self.profile_steps or self.ranks == ():
+            raise _refused("no step, or no rank, would record anything")
+        if not 1 <= self.max_entries <= MOST_ENTRIES:
+            raise _refused(f"max_entries {self.max_entries}: 1 or more, {MOST_ENTRIES:,} at most")
+
+    def records(self, rank: int) -> bool:
+        """Whether a rank writes snapshots."""
+        return self.ranks == "all" or rank in self.ranks
+
+
+class SnapshotOrder(Record, frozen=True, kw_only=True):
+    """Where the snapshots of one launch of a trial go, and which they are."""
+
+    directory: str
+    """Absolute path of a folder for this launch alone: ``LOG/memory_snapshots``."""
+    profiling: Profiling
+
+
+def coordinates(layout: Layout, rank: int) -> str:
+    """A rank's place among the data-parallel groups, in the ring and in Ulysses: ``d0r0u1``; where
+    states have copies, the copy first: ``c1d0r0u1``. Data-parallel groups are counted over all
+    copies: one sequence may be shared by several.
+    """
+    sharing, ulysses = layout.context_degree, layout.ulysses_degree
+    copy = f"c{rank // layout.shard_degree}" if layout.replicate_degree > 1 else ""
+    return f"{copy}d{rank // sharing}r{rank % sharing // ulysses}u{rank % ulysses}"
+
+
+def snapshot_name(rank: int, place: str = "") -> str:
+    """The name of a rank's snapshot: ``snapshot_rank00_d0r0u0.pickle``."""
+    return f"snapshot_rank{rank:02d}{f'_{place}' if place else ''}.pickle"
+
+
+def loose_profiling(value: object) -> object:
+    """What ``0,1`` stands for; everything else as it is."""
+    if type(value) is int:
+        return {"profile_steps": [value]}
+    if isinstance(value, str) and _STEPS.fullmatch(value):
+        return {"profile_steps": [int(step) for step in value.split(",")]}
+    return value
+
+
+def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
+    """Raise UsageError for a rank that no trial has; ``gpus``: of the largest layout."""
+    named = () if profiling is None or profiling.ranks == "all" else profiling.ranks
+    absent = [rank for rank in named if rank >= gpus]
+    if absent:
+        has = "1 GPU has rank 0 alone" if gpus == 1 else f"{gpus} GPUs have ranks 0 to {gpus - 1}"
+        raise UsageError(
+            f"{SETTING} records rank {absent[0]}, which no trial has: {has}",
+            hint=f"leave `ranks` out of `{SETTING}`, which records every rank",
+        )
+
+
+def refuse_profiling(
+    profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
+) -> None:
+    """Raise UsageError where there is no history to record, or no such step; ``steps``: of the
+    trial or the training, the first is 0; None: only its loop knows.
+    """
+    if profiling is None:
+        return
+    if is_dry or device == "cpu":
+        why = "a dry run trains nothing" if is_dry else "PyTorch keeps none of the CPU's memory"
+        raise UsageError(
+            f"{SETTING} records the history of a GPU's memory, and {why}",
+            hint="leave `--memory-profiler` out; without a GPU `highwater predict tiny --gpus "
+            "1xH200-141GB --length 4k --exact --timeline timeline.pickle` traces one",
+        )
+    for step in profiling.profile_steps:
+        if steps is not None and step >= steps:
+            raise UsageError(
+                f"{SETTING} records step {step}, and the last one is {steps - 1}: the first is 0",
+                hint="for example `--memory-profiler 0`",
+            )
+
+
+def _refused(problem: str) -> RefusedError:
+    return RefusedError(SETTING, problem, hint="for example `{}`", example="0,1")

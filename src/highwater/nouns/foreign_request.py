@@ -16,11 +16,11 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import nearest
-from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.request import DECLARED, Request
 from highwater.nouns.secrets import HIDDEN, hidden_words
+from highwater.nouns.trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.trial import TrialSpec
 
 PLACEHOLDERS: Mapping[str, str] = {

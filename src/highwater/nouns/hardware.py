@@ -16,10 +16,10 @@ from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gr
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model
 from highwater.nouns.codec import Record, from_builtins
 from highwater.nouns.declaration import words_of
+from highwater.nouns.layout import Device
 from highwater.nouns.objective import without_reference
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, counted_ranks
-from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB, format_bytes
 
 Kernel = Literal["cudnn", "flash"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import fields
 
 from highwater.errors import UsageError
-from highwater.nouns.declaration import NUMBER, TRAINED, DeclaredRecord, flag_of, setting
+from highwater.nouns.declaration import NUMBER, TRAINED, DeclaredRecord, flag_of, setting, words_of
 from highwater.nouns.settings import Settings
 
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -37,93 +37,67 @@ class LossPart(NamedTuple):
     is_in: Callable[[Settings], bool]
 
 
-_RATIO = LossPart(
-    "no ratio to an old policy", lambda settings: settings.traits.advantages != "none"
-)
+_RATIO = LossPart("no ratio to an old policy", lambda it: it.traits.advantages != "none")
 _DIVERGENCE = LossPart(
-    "no divergence from a reference", lambda settings: settings.traits.reference == "divergence"
+    "no divergence from a reference", lambda it: it.traits.reference == "divergence"
 )
-_MARGIN = LossPart(
-    "no margin over a reference", lambda settings: settings.traits.reference == "margin"
-)
-_ENTROPY = LossPart("no entropy", lambda settings: settings.entropy != "none")
-_VALUES = LossPart("no critic", lambda settings: settings.critic)
+_MARGIN = LossPart("no margin over a reference", lambda it: it.traits.reference == "margin")
+_ENTROPY = LossPart("no entropy", lambda it: it.entropy != "none")
+_VALUES = LossPart("no critic", lambda it: it.critic)
 _TOKEN_ADVANTAGES = LossPart(
-    "no advantages of single tokens", lambda settings: settings.traits.advantages == "tokens"
+    "no advantages of single tokens", lambda it: it.traits.advantages == "tokens"
 )
 
 
-_OPTIMIZER: dict[str, Any] = {"kind": NUMBER, "topic": "optimizer", "commands": TRAINED}
-_OBJECTIVE: dict[str, Any] = {**_OPTIMIZER, "topic": "objective"}
+def _number(
+    default: float, metavar: str, bounds: NumberRange, help_: str, part: LossPart | None = None
+) -> float:
+    """Declare a number of the optimizer, or of a part of the objective's loss."""
+    return NUMBER(
+        default,
+        help_,
+        TRAINED,
+        metavar=metavar,
+        range=bounds,
+        part=part,
+        topic="optimizer" if part is None else "objective",
+    )
 
 
 class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
-    """What every rung of a search trains with. Rungs differ in memory, which none of these
-    changes.
+    """The numbers that every rung of a search trains with. Rungs differ in memory, which none of
+    these changes.
     """
 
-    learning_rate: float = setting(
-        1e-5, "AdamW's learning rate", metavar="RATE", range=_NOT_NEGATIVE, **_OPTIMIZER
-    )
+    learning_rate: float = _number(1e-5, "RATE", _NOT_NEGATIVE, "AdamW's learning rate")
     """The same at every step."""
-    adam_beta1: float = setting(
-        0.9,
-        "AdamW's beta of the gradients' running mean",
-        metavar="BETA",
-        range=_BETA,
-        **_OPTIMIZER,
-    )
-    adam_beta2: float = setting(
-        0.999,
-        "AdamW's beta of the squares' running mean",
-        metavar="BETA",
-        range=_BETA,
-        **_OPTIMIZER,
-    )
-    adam_epsilon: float = setting(
-        1e-8, "AdamW's epsilon", metavar="EPSILON", range=_POSITIVE, **_OPTIMIZER
-    )
+    adam_beta1: float = _number(0.9, "BETA", _BETA, "AdamW's beta of the gradients' running mean")
+    adam_beta2: float = _number(0.999, "BETA", _BETA, "AdamW's beta of the squares' running mean")
+    adam_epsilon: float = _number(1e-8, "EPSILON", _POSITIVE, "AdamW's epsilon")
     """Added to the root of the squared gradients' mean before the mean is divided by it."""
-    weight_decay: float = setting(
-        0.01,
-        "AdamW's weight decay; norms and biases have none",
-        metavar="RATE",
-        range=_NOT_NEGATIVE,
-        **_OPTIMIZER,
+    weight_decay: float = _number(
+        0.01, "RATE", _NOT_NEGATIVE, "AdamW's weight decay; norms and biases have none"
     )
     """Decoupled; without norms and biases as in transformers' Trainer."""
-    max_grad_norm: float = setting(
-        1.0,
-        "norm that gradients are clipped to; 0: no clipping",
-        metavar="NORM",
-        range=_NOT_NEGATIVE,
-        **_OPTIMIZER,
+    max_grad_norm: float = _number(
+        1.0, "NORM", _NOT_NEGATIVE, "norm that gradients are clipped to; 0: no clipping"
     )
-    clip_ratio_low: float = setting(
-        0.2,
+    clip_ratio_low: float = _number(
+        *(0.2, "SHARE", _SHARE),
         "grpo, ppo: how far below 1 a ratio of probabilities counts (TRL's epsilon)",
-        metavar="SHARE",
-        range=_SHARE,
-        part=_RATIO,
-        **_OBJECTIVE,
+        _RATIO,
     )
     """Below it a token's gradient stops."""
-    clip_ratio_high: float = setting(
-        0.2,
+    clip_ratio_high: float = _number(
+        *(0.2, "SHARE", _NOT_NEGATIVE),
         "grpo, ppo: how far above 1 a ratio of probabilities counts (TRL's epsilon_high)",
-        metavar="SHARE",
-        range=_NOT_NEGATIVE,
-        part=_RATIO,
-        **_OBJECTIVE,
+        _RATIO,
     )
-    dual_clip: float = setting(
-        3.0,
+    dual_clip: float = _number(
+        *(3.0, "RATIO", _ABOVE_1),
         "grpo, ppo: largest ratio of a token with a negative advantage (verl's clip_ratio_c, "
         "TRL's delta); 0: none",
-        metavar="RATIO",
-        range=_ABOVE_1,
-        part=_RATIO,
-        **_OBJECTIVE,
+        _RATIO,
     )
     """Above it the loss of such a token grows no more."""
     kl_estimator: KlEstimator = setting(
@@ -134,64 +108,37 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         commands=TRAINED,
     )
     """How it is estimated from one sampled token."""
-    kl_coefficient: float = setting(
-        0.001,
+    kl_coefficient: float = _number(
+        *(0.001, "WEIGHT", _NOT_NEGATIVE),
         "grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)",
-        metavar="WEIGHT",
-        range=_NOT_NEGATIVE,
-        part=_DIVERGENCE,
-        **_OBJECTIVE,
+        _DIVERGENCE,
     )
-    entropy_coefficient: float = setting(
-        0.001,
+    entropy_coefficient: float = _number(
+        *(0.001, "WEIGHT", _NOT_NEGATIVE),
         "grpo, ppo: weight of the entropy, where there is one",
-        metavar="WEIGHT",
-        range=_NOT_NEGATIVE,
-        part=_ENTROPY,
-        **_OBJECTIVE,
+        _ENTROPY,
     )
     """The entropy lowers the loss."""
-    dpo_beta: float = setting(
-        0.1,
+    dpo_beta: float = _number(
+        *(0.1, "WEIGHT", _POSITIVE),
         "dpo: weight of a pair's margin over the reference's (TRL's beta)",
-        metavar="WEIGHT",
-        range=_POSITIVE,
-        part=_MARGIN,
-        **_OBJECTIVE,
+        _MARGIN,
     )
     """Lower values let the policy go further from the reference."""
-    value_clip: float = setting(
-        0.5,
+    value_clip: float = _number(
+        *(0.5, "CHANGE", _POSITIVE),
         "ppo with a critic: how far a value may move (verl's cliprange_value)",
-        metavar="CHANGE",
-        range=_POSITIVE,
-        part=_VALUES,
-        **_OBJECTIVE,
+        _VALUES,
     )
     """How far from the one before the update before its gradient stops."""
-    value_coefficient: float = setting(
-        0.5,
-        "ppo with a critic: weight of its squared error",
-        metavar="WEIGHT",
-        range=_NOT_NEGATIVE,
-        part=_VALUES,
-        **_OBJECTIVE,
+    value_coefficient: float = _number(
+        0.5, "WEIGHT", _NOT_NEGATIVE, "ppo with a critic: weight of its squared error", _VALUES
     )
-    discount: float = setting(
-        1.0,
-        "ppo: discount of rewards (gamma)",
-        metavar="SHARE",
-        range=_SHARE,
-        part=_TOKEN_ADVANTAGES,
-        **_OBJECTIVE,
+    discount: float = _number(
+        1.0, "SHARE", _SHARE, "ppo: discount of rewards (gamma)", _TOKEN_ADVANTAGES
     )
-    gae_lambda: float = setting(
-        0.95,
-        "ppo: lambda of the generalized advantages",
-        metavar="SHARE",
-        range=_SHARE,
-        part=_TOKEN_ADVANTAGES,
-        **_OBJECTIVE,
+    gae_lambda: float = _number(
+        0.95, "SHARE", _SHARE, "ppo: lambda of the generalized advantages", _TOKEN_ADVANTAGES
     )
     """Lower values trust the critic more."""
 
@@ -205,9 +152,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
     @property
     def flags(self) -> tuple[str, ...]:
         """The flags that name whatever is not the default."""
-        return tuple(
-            word for name in self._changed for word in (flag_of(name), str(getattr(self, name)))
-        )
+        return tuple(words_of({name: getattr(self, name) for name in self._changed}))
 
     def refuse_unused(self, settings: Settings) -> None:
         """Raise UsageError for a changed number that the settings' loss does not have in it."""

@@ -4,7 +4,7 @@ in which plain attention works, as the engine cuts them and the formula counts t
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.declaration import MOST_GPUS, MOST_GPUS_OF_A_MACHINE, words_of
 from highwater.units import MIB
 
+Device = Literal["cuda", "cpu"]
 USUAL_GPUS_OF_A_MACHINE = 8
 """GPUs that a machine is taken to have where there are several, and no copy has more."""
 

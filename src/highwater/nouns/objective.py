@@ -6,12 +6,27 @@ Everybody reads the row. The name alone is compared where the objective's own fo
 Completions: TRL's GRPO generates a batch of whole groups, and a step's micro-batches are that
 batch. Source: ``num_generations`` and ``generation_batch_size`` in ``trl/trainer/grpo_config.py``
 of trl 1.16.0.
+
+Optimizers: what each keeps for a parameter, and what it asks for.
+
+Source of the 8-bit moments' sizes: torchao 0.18, ``optim/subclass_8bit.py`` and ``optim/adam.py``;
+of the method: Dettmers et al., https://arxiv.org/abs/2110.02861.
+
+LoRA: small trained matrices beside the frozen ones of a model (Hu et al.,
+https://arxiv.org/abs/2106.09685), what they are put beside, and how many numbers they are.
+
+A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank: it returns
+``W x + alpha / rank * B A x``.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from highwater.errors import UsageError
+from highwater.model.layer_kind import LayerKind, Matrices
+from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
 
 Objective = Literal["sft", "grpo", "ppo", "rw", "dpo"]
@@ -90,3 +105,228 @@ def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATION
     """Micro-batches of ``rows`` sequences on each of so many GPUs that hold whole groups."""
     together = rows * gpus
     return math.lcm(generations, together) // together
+
+
+OptimizerName = Literal["adamw", "adamw-8bit", "adamw-bf16"]
+MOMENTS = 2
+"""Running means that AdamW keeps: of gradients, and of their squares."""
+QUANTIZED_BLOCK = 256
+"""Numbers that share a scale in float32; a shard that they do not divide keeps float32 moments."""
+LEAST_QUANTIZED = 4096
+"""Numbers that a shard has at the least for its moments to be quantized."""
+TABLE_BYTES = 4 * 256
+"""Bytes of the table of what the 256 codes stand for, which each quantized moment has."""
+PIECE = 1 << 24
+"""Numbers that are updated at once, whole blocks. A compiled update in 8 bits makes two float32
+numbers for each of them, which are gone before the next piece: 128 MiB, where the largest matrix of
+a model would have GiB."""
+
+
+STREAMED = 1 << 22
+"""Numbers whose moments a GPU has at once where they are in host memory: 16 MiB each way for each
+of them, long enough for the link's full speed."""
+STREAMED_BUFFERS = 2
+"""Buffers that they come through: one is filled while the other goes back."""
+
+
+class OptimizerTraits(NamedTuple):
+    """What an optimizer keeps, and needs."""
+
+    words: str
+    moment_bytes: int
+    """Bytes of one moment of one number. Of 8 bits are those of matrices whose shards
+    ``QUANTIZED_BLOCK`` divides; other moments are then in float32."""
+    is_exact: bool
+    """Whether its update is AdamW's in float32."""
+    package: str | None = None
+    """What has to be installed for it."""
+    eager_bytes: int = 0
+    """Bytes that an update which is not compiled makes for each number that it moves at once: read
+    of trainings on the CPU of models of 9, 20 and 33 million parameters."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether moments are codes with a scale for each block."""
+        return self.moment_bytes == 1
+
+    def moments_bytes(self, numbers: int) -> int:
+        """Bytes of both moments of one shard with so many numbers."""
+        if not self.is_quantized:
+            return MOMENTS * self.moment_bytes * numbers
+        if numbers < LEAST_QUANTIZED or numbers % QUANTIZED_BLOCK:
+            return MOMENTS * 4 * numbers
+        return MOMENTS * (numbers + 4 * numbers // QUANTIZED_BLOCK + TABLE_BYTES)
+
+
+OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = {
+    "adamw": OptimizerTraits("AdamW in float32", moment_bytes=4, is_exact=True),
+    "adamw-8bit": OptimizerTraits(
+        "AdamW with moments of 8 bits",
+        moment_bytes=1,
+        is_exact=False,
+        package="torchao",
+        eager_bytes=48,
+    ),
+    "adamw-bf16": OptimizerTraits(
+        "AdamW with moments in bfloat16",
+        moment_bytes=2,
+        is_exact=False,
+        package="torchao",
+        eager_bytes=28,
+    ),
+}
+"""The optimizers, by the name that a user types."""
+
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the head."""
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+MOST_RANK = 4096
+LoraBase = Literal["bf16", "nf4"]
+NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
+"""Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
+BASE_PREFIX = "base_layer."
+"""What peft puts into the name of a layer's own parameters where it has an adapter."""
+_FUSED = {
+    "phi3": {
+        "q_proj": "qkv_proj",
+        "k_proj": "qkv_proj",
+        "v_proj": "qkv_proj",
+        "gate_proj": "gate_up_proj",
+        "up_proj": "gate_up_proj",
+    }
+}
+"""Model types that have several of the usual matrices in one."""
+_USUAL_NAMES = (
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral"),
+    *("mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+)
+"""Model types whose linear layers have the usual names, or those of ``_FUSED``."""
+
+
+class Lora(Record, frozen=True, kw_only=True):
+    """What is trained in the place of a model's own parameters."""
+
+    rank: int
+    alpha: float
+    targets: str = ALL_LINEAR
+    """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
+    base: LoraBase = "bf16"
+    """What the frozen model is in: what it computes in, or its linear layers in NF4."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by."""
+        return self.alpha / self.rank
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Names of the linear layers; None: every one."""
+        return None if self.targets == ALL_LINEAR else tuple(self.targets.split(","))
+
+
+def check_lora(lora: Lora) -> None:
+    """Raise UsageError for a rank, a weight or names that cannot be."""
+    if not 1 <= lora.rank <= MOST_RANK:
+        raise UsageError(f"a LoRA rank of {lora.rank}", hint=f"use 1 to {MOST_RANK}: `--lora 32`")
+    if not 0 < lora.alpha < math.inf:
+        raise UsageError(f"a LoRA alpha of {lora.alpha}", hint=f"use `--lora-alpha {lora.rank}`")
+    names = lora.names or ()
+    if any(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None for name in names):
+        raise UsageError(
+            f"{lora.targets!r} are no names of linear layers",
+            hint=f"use `--lora-targets {ALL_LINEAR}`, or `--lora-targets q_proj,v_proj`",
+        )
+
+
+def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
+    """A and B of each linear layer that is a target in one layer of a kind."""
+    found: list[Matrices] = []
+    for outputs, inputs in _targets(kind, model_type, lora):
+        found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
+    return tuple(found)
+
+
+def nf4_bytes(numbers: int) -> int:
+    """Bytes of a weight in NF4: two numbers a byte, a scale a block, and what scales share."""
+    blocks = -(-numbers // NF4_BLOCK)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // NF4_SCALE_BLOCK) + 4
+
+
+def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
+    """Bytes that a frozen model's linear layers take less than in numbers of so many bytes."""
+    if lora.base == "bf16":
+        return 0
+    return sum(
+        run.count * (element * outputs * inputs - nf4_bytes(outputs * inputs))
+        for run in shape.runs
+        for outputs, inputs in _sizes(run.kind, shape.model_type).values()
+    )
+
+
+def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
+    """Numbers of all adapters of a model."""
+    return sum(
+        run.count * adapter_parameters_of_layer(run.kind, shape.model_type, lora)
+        for run in shape.runs
+    )
+
+
+def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) -> int:
+    """Numbers of the adapters of one layer of a kind."""
+    matrices = adapter_matrices(kind, model_type, lora)
+    return sum(each.number * each.rows * each.row_size for each in matrices)
+
+
+def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
+    """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
+    family's names are known, and for every linear layer of a model with experts: peft has adapters
+    on experts of some families, which are not trained here. Experts are not packed, either.
+    """
+    has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
+    targets = f", and use `--lora-targets {','.join(ATTENTION)}`" if lora.names is None else ""
+    if lora.base == "nf4" and has_experts:
+        raise UsageError(
+            f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
+            hint=f"leave `--lora-base` out{targets}",
+        )
+    if lora.names is None and has_experts:
+        raise UsageError(
+            f"LoRA on all of {shape.model_type}, whose experts have no adapters here",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
+    if shape.model_type not in _USUAL_NAMES:
+        return
+    known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
+    missing = [name for name in lora.names or () if name not in known]
+    if missing:
+        raise UsageError(
+            f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
+            hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",
+        )
+
+
+def _targets(kind: LayerKind, model_type: str, lora: Lora) -> list[tuple[int, int]]:
+    """Outputs and inputs of each target."""
+    sizes = _sizes(kind, model_type)
+    return [size for name, size in sizes.items() if lora.names is None or name in lora.names]
+
+
+def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of one layer, by name."""
+    hidden, query, key = kind.hidden_size, kind.attention.query_size, kind.attention.key_size
+    own = {
+        "q_proj": (query, hidden),
+        "k_proj": (key, hidden),
+        "v_proj": (key, hidden),
+        "o_proj": (hidden, query),
+    }
+    width = kind.mlp.width if kind.mlp.experts == 1 else kind.mlp.shared_width
+    if width:
+        into = MLP[:2] if kind.mlp.matrices == 3 else MLP[1:2]
+        own |= dict.fromkeys(into, (width, hidden)) | {"down_proj": (hidden, width)}
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, (outputs, inputs) in own.items():
+        fused = _FUSED.get(model_type, {}).get(name, name)
+        sizes[fused] = (sizes.get(fused, (0, 0))[0] + outputs, inputs)
+    return sizes

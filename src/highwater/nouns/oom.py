@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from highwater.nouns.trial import Device
+from highwater.nouns.layout import Device
 
 Exhausted = Literal["device_memory", "host_memory"]
 

@@ -16,8 +16,8 @@ from highwater.nouns.cells import cells_of, within_token_budget
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
+from highwater.nouns.environment import refuse_absent_ranks
 from highwater.nouns.foreign_request import foreign_of, with_one_count
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer, foreign_name
 from highwater.nouns.hardware import (
     Machine,
     TrialHardware,
@@ -25,7 +25,7 @@ from highwater.nouns.hardware import (
     cpu_memory,
     hardware_of,
 )
-from highwater.nouns.lora import refuse_no_target
+from highwater.nouns.objective import refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
@@ -37,12 +37,11 @@ from highwater.nouns.plan_notes import (
     weights_notes,
     yarn_notes,
 )
-from highwater.nouns.profiling import refuse_absent_ranks
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Proof, Question
-from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignTrainer, TrainerName, foreign_name
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.units import format_seconds, format_tokens
 

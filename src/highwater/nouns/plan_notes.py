@@ -7,11 +7,11 @@ from highwater.model.model import Model
 from highwater.model.model_config import has_own_code, read_config
 from highwater.model.rope import yarn
 from highwater.model.weight_files import SCORE, saved_tensors, weight_files
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.layout import Device
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope, Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trial import Device
+from highwater.nouns.trainer import FOREIGN, ForeignTrainer
 from highwater.units import MIB, format_bytes, format_tokens
 
 _YARN_IN_USE = 8

@@ -34,20 +34,20 @@ from highwater.nouns.declaration import (
     setting,
     words_of,
 )
-from highwater.nouns.foreign_trainer import (
+from highwater.nouns.environment import SETTING, Profiling, loose_profiling
+from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
+from highwater.nouns.layout import Device
+from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
+from highwater.nouns.study import Cell, Method, Proof
+from highwater.nouns.trainer import (
     BY_COMMAND,
     FOREIGN,
     PAGE,
     ForeignName,
+    TriedTrainer,
     foreign_name,
     refuse_inexpressible,
 )
-from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
-from highwater.nouns.profiling import SETTING, Profiling, loose_profiling
-from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
-from highwater.nouns.study import Cell, Method, Proof
-from highwater.nouns.trainer import TriedTrainer
-from highwater.nouns.trial import Device
 from highwater.units import (
     MIB,
     format_bytes,
@@ -88,11 +88,10 @@ _MACHINES: dict[str, Any] = {"topic": "machines", "commands": ("find", "train")}
 class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     """What a request names first: a model, who trains it, and on which GPUs."""
 
-    model: str = setting(
+    model: str = kinds.MODEL(
         REQUIRED,
         "directory of a Hugging Face model, its id on the Hub such as Qwen/Qwen2.5-7B, or a "
         "catalog name such as Qwen3-0.6B",
-        kinds.MODEL,
         topic="model",
         place="?",
     )
@@ -102,59 +101,51 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         commands=TRIED,
         any_other="command",
     )
-    command: str | None = setting(
+    command: str | None = kinds.COMMAND(
         None,
         "--trainer command: what starts it, with {length} and other values of the trial in its "
         "words; no shell runs it. --trainer accelerate: the script that it launches, likewise. "
         "any other trainer: the program, where it is not its own name in PATH",
-        kinds.COMMAND,
-        commands=TRIED,
+        TRIED,
     )
-    trainer_config: str | None = setting(
+    trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        kinds.FILE,
-        commands=TRIED,
+        TRIED,
         example="base.yaml",
     )
-    done_pattern: str | None = setting(
+    done_pattern: str | None = kinds.PATTERN(
         None,
         "what in the trainer's log shows that the steps are done, with a group `step` for "
         "their number; '': exit status 0 does; default: the usual progress lines",
-        kinds.PATTERN,
-        commands=TRIED,
+        TRIED,
     )
-    gpus: tuple[int, ...] | None = setting(
+    gpus: tuple[int, ...] | None = kinds.COUNTS(
         None,
         "GPU counts to search; default: the powers of two up to those present",
-        kinds.COUNTS,
-        commands=TRAINED,
+        TRAINED,
         helps={"train": "how many GPUs train; default: all that are here; on the CPU processes"},
     )
-    ulysses: tuple[int, ...] = setting(
+    ulysses: tuple[int, ...] = kinds.COUNTS(
         (1,),
         "Ulysses degrees (SP): GPUs that share one sequence",
-        kinds.COUNTS,
         defaults=dict.fromkeys(
             ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
         ),
     )
-    ring: tuple[int, ...] = setting(
+    ring: tuple[int, ...] = kinds.COUNTS(
         (1,),
         "ring degrees: GPUs, or groups of --ulysses GPUs, that share one sequence by passing "
         "keys and values on",
-        kinds.COUNTS,
     )
-    copies: tuple[int, ...] = setting(
+    copies: tuple[int, ...] = kinds.COUNTS(
         (1,),
         "copies of what FSDP2 shards (HSDP): GPUs / copies shards, one copy a node for example",
-        kinds.COUNTS,
     )
-    memory: Size | None = setting(
+    memory: Size | None = kinds.SIZE(
         None,
         "bound on the memory of each GPU, for example 79.15GiB; on the CPU of each process",
-        kinds.SIZE,
-        commands=TRAINED,
+        TRAINED,
         rung_field="memory_bytes",
     )
     loss: Loss | None = None
@@ -190,31 +181,26 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
 
     token_budget: Tokens | None = None
-    timeout: Time | None = setting(
+    timeout: Time | None = kinds.TIME(
         None,
         "longest time for one trial; default: 40m, or its share of the budget",
-        kinds.TIME,
-        commands=TRIED,
+        TRIED,
         rung_field="timeout_s",
     )
-    steps: int = setting(
-        2, "optimizer steps of a trial, 2 or more", kinds.COUNT, commands=TRIED, example=2
-    )
+    steps: int = kinds.COUNT(2, "optimizer steps of a trial, 2 or more", TRIED, example=2)
     micro_batches: int = 2
-    prompt_tokens: int | None = setting(
+    prompt_tokens: int | None = kinds.COUNT(
         None,
         "first tokens of a sequence that are its prompt, and not trained, half of it at the "
         "most: the full loss makes no logits of them; default: 0, or a `--study`'s own",
-        kinds.COUNT,
-        commands=IN_A_STEP,
+        IN_A_STEP,
         example=2048,
     )
-    data: str | None = setting(
+    data: str | None = kinds.FUNCTION(
         None,
         "module:function that yields token batches: code of yours, which is run; default: "
         "synthetic ones",
-        kinds.FUNCTION,
-        commands=TRIED,
+        TRIED,
     )
     device: Device | None = setting(
         None, "what to train on; default: cuda where there is a GPU", commands=TRAINED
@@ -225,55 +211,41 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         "default: local, and ray with --address",
         commands=TRIED,
     )
-    address: str | None = setting(
+    address: str | None = kinds.ADDRESS(
         None,
         "the Ray cluster to join, from one of its machines; default: RAY_ADDRESS, or the one "
         "that runs here",
-        kinds.ADDRESS,
-        commands=TRIED,
+        TRIED,
     )
-    log_dir: str = setting(
-        "./logs", "directory of logs and studies", kinds.DIRECTORY, commands=TRIED
-    )
-    checkpoint_dir: str | None = setting(
+    log_dir: str = kinds.DIRECTORY("./logs", "directory of logs and studies", TRIED)
+    checkpoint_dir: str | None = kinds.DIRECTORY(
         None,
         "directory below which trials save what they save; default: under the log directory",
-        kinds.DIRECTORY,
-        commands=TRIED,
+        TRIED,
         example="./checkpoints",
     )
-    memory_profiler: Profiling | None = setting(
+    memory_profiler: Profiling | None = kinds.STEPS(
         None,
         "steps whose memory is recorded, from 0: a snapshot of each rank beside the log, for "
         "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
-        kinds.STEPS,
-        commands=TRAINED,
+        TRAINED,
     )
-    tensorboard: bool = setting(
-        False,
-        "also write the statistics of each step for TensorBoard, beside the log",
-        SWITCH,
-        commands=TRAINED,
+    tensorboard: bool = SWITCH(
+        False, "also write the statistics of each step for TensorBoard, beside the log", TRAINED
     )
-    logit_range: bool = setting(
+    logit_range: bool = SWITCH(
         False,
         "smallest and largest logit among the statistics, and each token's on average: one "
         "more pass over the logits",
-        SWITCH,
-        commands=TRAINED,
+        TRAINED,
     )
-    allow_busy: bool = setting(
-        False, "also start on GPUs that somebody else uses", SWITCH, commands=TRAINED
-    )
-    dry_run: bool = setting(
-        False, "answer from a memory law; nothing is trained", SWITCH, commands=TRIED
-    )
-    attention_depth: int | None = setting(
+    allow_busy: bool = SWITCH(False, "also start on GPUs that somebody else uses", TRAINED)
+    dry_run: bool = SWITCH(False, "answer from a memory law; nothing is trained", TRIED)
+    attention_depth: int | None = kinds.COUNT(
         None,
         "memory-only trial: attention over whole documents in the last N layers alone, on "
         "short pieces elsewhere",
-        kinds.COUNT,
-        commands=("try",),
+        ("try",),
     )
     start_length: Tokens = setting(
         4096, "shortest length to try, in tokens", rung_field="start_tokens", **_LENGTHS
@@ -299,83 +271,69 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         "--timeout is named",
         **_SEARCH,
     )
-    budget: Time | None = setting(
+    budget: Time | None = kinds.TIME(
         None,
         "longest time for the search, which the same command goes on with; default: 15m for "
         "each layout, and no end where --proof or --timeout is named",
-        kinds.TIME,
         rung_field="budget_s",
         example="2h",
         **_SEARCH,
     )
-    prediction: str = setting(
+    prediction: str = kinds.PREDICTION(
         "formula",
         "which length is tried first: by formula, by trace, or by a file of `highwater predict "
         "--json`",
-        kinds.PREDICTION,
         **_SEARCH,
     )
-    confirm: int = setting(
-        0,
-        "times that both trials of the edge are repeated",
-        kinds.COUNT,
-        metavar="K",
-        example=2,
-        **_SEARCH,
+    confirm: int = kinds.COUNT(
+        0, "times that both trials of the edge are repeated", metavar="K", example=2, **_SEARCH
     )
-    headroom: Size = setting(
+    headroom: Size = kinds.SIZE(
         0,
         "headroom that a length must leave to count, for example 2GiB",
-        kinds.SIZE,
+        ("find", "predict", "recommend", "emit"),
         topic="search",
-        commands=("find", "predict", "recommend", "emit"),
         rung_field="margin_bytes",
         example="2GiB",
     )
-    study: str | None = setting(
+    study: str | None = kinds.FILE(
         None,
         "file of the study; default: one for each question, under the log directory",
-        kinds.FILE,
         **_SEARCH,
     )
-    no_diagnose: bool = setting(
+    no_diagnose: bool = SWITCH(
         False,
         "do not repeat the first out of memory, after the answer, with its memory recorded",
-        SWITCH,
         **_SEARCH,
     )
-    retry_crashed: bool = setting(
-        False, "launch again what only crashed when the study was last searched", SWITCH, **_SEARCH
+    retry_crashed: bool = SWITCH(
+        False, "launch again what only crashed when the study was last searched", **_SEARCH
     )
-    max_concurrent_trials: int | None = setting(
+    max_concurrent_trials: int | None = kinds.COUNT(
         None,
         "trials that run at a time; default: as many as the GPUs hold, and one on the CPU",
-        kinds.COUNT,
+        ("find",),
         topic="machines",
-        commands=("find",),
         example=1,
     )
-    nodes: int = setting(
+    nodes: int = kinds.COUNT(
         1,
         "machines that each trial runs on, or a training, with a copy of the states each",
-        kinds.COUNT,
         example=2,
         **_MACHINES,
     )
-    launcher: str | None = setting(
+    launcher: str | None = kinds.COMMAND(
         None,
         "command that starts one process on each of the machines, `srun` for example; it is "
         "split into words, and no shell sees it",
-        kinds.COMMAND,
         example="srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit",
         **_MACHINES,
     )
-    rendezvous: str | None = setting(
+    rendezvous: str | None = kinds.FILE(
         None,
         "file through which the ranks of several machines meet, on a file system that all of "
         "them see, in a folder that is yours alone, which is made; default: the port that the "
         "launcher names in MASTER_ADDR",
-        kinds.FILE,
         example="./logs/rendezvous-1/ranks",
         **_MACHINES,
     )

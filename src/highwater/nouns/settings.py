@@ -18,9 +18,18 @@ from highwater.nouns.declaration import (
     setting,
 )
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import ALL_LINEAR, Lora, LoraBase, check_lora
-from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
-from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName, OptimizerTraits
+from highwater.nouns.objective import (
+    ALL_LINEAR,
+    OPTIMIZERS,
+    TRAITS,
+    Lora,
+    LoraBase,
+    Objective,
+    ObjectiveTraits,
+    OptimizerName,
+    OptimizerTraits,
+    check_lora,
+)
 from highwater.nouns.sparse_pattern import (
     READ_BY,
     WINDOWED,
@@ -100,7 +109,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         says_what=True,
         moves_loss=True,
     )
-    """What each keeps and needs is in nouns/optimizer.py."""
+    """What each keeps and needs is in nouns/objective.py."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
@@ -111,11 +120,10 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """``bf16``: an update rounds each parameter to one of its two neighbours at random
     (engine/training/low_bit.py)."""
-    offload: Offload = setting(
+    offload: Offload = kinds.OFFLOAD(
         False,
         "keep parameters, gradients and optimizer states in host memory; states: the "
         "optimizer's moments alone, and the GPU updates, bit by bit as without",
-        kinds.OFFLOAD,
         labels={True: "Offload", "states": "Offload-states"},
         told={
             True: ("states on host", "all states in host memory"),
@@ -124,29 +132,26 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """Read by ``offloads_model`` and ``offloads_states``: both values are true
     (engine/training/host_states.py)."""
-    lora: int | None = setting(
+    lora: int | None = kinds.COUNT(
         None,
         "train LoRA adapters of this rank; the model is frozen, in bf16",
-        kinds.COUNT,
         metavar="RANK",
         example=32,
         other_label="LoRA-{}",
         says_what=True,
     )
     """None: all of the model is trained."""
-    lora_alpha: float | None = setting(
+    lora_alpha: float | None = kinds.NUMBER(
         None,
         "adapters are multiplied by this over their rank; default: twice the rank",
-        kinds.NUMBER,
         metavar="ALPHA",
         example=32,
         other_label="alpha-{:g}",
         says_what=True,
     )
-    lora_targets: str = setting(
+    lora_targets: str = kinds.NAMES(
         ALL_LINEAR,
         "linear layers with an adapter: all-linear, or names with commas between them",
-        kinds.NAMES,
         other_label="on-{}",
         says_what=True,
     )
@@ -157,11 +162,10 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         labels={"nf4": "NF4"},
         says_what=True,
     )
-    lora_merged: bool = setting(
+    lora_merged: bool = kinds.SWITCH(
         False,
         "what is saved is the model with its adapters in it, and not the adapters",
-        kinds.SWITCH,
-        commands=TRAINED,
+        TRAINED,
         says_what=True,
     )
     objective: Objective = setting(
@@ -173,26 +177,18 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """The negative log-likelihood, GRPO's or PPO's clip loss, or over pairs a reward model's loss
     or DPO's. What each needs is in nouns/objective.py."""
-    critic: bool = setting(
-        False,
-        "ppo: train a model of token values along",
-        kinds.SWITCH,
-        says_what=True,
-        moves_loss=True,
+    critic: bool = kinds.SWITCH(
+        False, "ppo: train a model of token values along", says_what=True, moves_loss=True
     )
-    sequences_per_micro_batch: int = setting(
-        1,
-        "sequences packed into one micro-batch",
-        kinds.COUNT,
-        says_what=True,
+    sequences_per_micro_batch: int = kinds.COUNT(
+        1, "sequences packed into one micro-batch", says_what=True
     )
     """Packed without padding."""
-    token_budget_tokens: int | None = setting(
+    token_budget_tokens: int | None = kinds.TOKENS(
         None,
         "tokens of a micro-batch for each GPU: packs as many sequences as they hold",
-        kinds.TOKENS,
+        PREDICTED,
         name="token_budget",
-        commands=PREDICTED,
         says_what=True,
     )
     """None: the number of sequences is given."""
@@ -209,10 +205,9 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
     faster, the more so the longer the sequence, and one more number per token, layer and query
     channel is kept."""
-    mlp_tiles: int | None = setting(
+    mlp_tiles: int | None = kinds.COUNT(
         None,
         "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
-        kinds.COUNT,
         example=8,
         other_label="mlp-tiles-{}",
     )
@@ -231,13 +226,12 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     checkpoint: Checkpoint = setting(
         "none", "sharded: write model and optimizer after the last step", commands=TRIED
     )
-    accumulates: bool = setting(
+    accumulates: bool = kinds.COUNT(
         True,
         "micro-batches of a step; 1: gradients are made in its backward pass, and take no "
         "memory before",
-        kinds.COUNT,
+        IN_A_STEP,
         name="micro_batches",
-        commands=IN_A_STEP,
         typed={True: 2, False: 1},
         labels={False: "one-micro-batch"},
     )
@@ -256,34 +250,30 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         other_label="{}",
         moves_loss=True,
     )
-    sparsity_ratio: SparsityRatio = setting(
+    sparsity_ratio: SparsityRatio = kinds.SHARE(
         _PATTERN.sparsity_ratio,
         "block_sparse: share of earlier blocks that is KEPT, or adaptive (5 % to 64k tokens, "
         "2 % to 128k, 1 % above); default: 0.1, or what the window gives",
-        kinds.SHARE,
         other_label="kept-{}",
         moves_loss=True,
     )
-    block_size: int = setting(
+    block_size: int = kinds.COUNT(
         _PATTERN.block_size,
         "block_sparse: tokens of a block",
-        kinds.COUNT,
         example=128,
         other_label="block-{}",
         moves_loss=True,
     )
-    local_window_size: int = setting(
+    local_window_size: int = kinds.COUNT(
         _PATTERN.local_window_size,
         "block_sparse: tokens that local_window and global_local read, back from each",
-        kinds.COUNT,
         example=512,
         other_label="window-{}",
         moves_loss=True,
     )
-    global_tokens: int = setting(
+    global_tokens: int = kinds.COUNT(
         _PATTERN.global_tokens,
         "block_sparse: first tokens of a document, which global_local reads from everywhere",
-        kinds.COUNT,
         example=64,
         other_label="global-{}",
         moves_loss=True,

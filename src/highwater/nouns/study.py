@@ -11,10 +11,10 @@ from highwater.model.model import Model
 from highwater.nouns.codec import Record, key_of
 from highwater.nouns.declaration import MOST_LENGTHS, MOST_REPEATS
 from highwater.nouns.environment import Environment
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings, short_settings
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec
 from highwater.units import GIB, format_tokens
 

@@ -2,14 +2,26 @@
 
 A row names the module that has all the rest: the words of the trainer's configuration, its memory
 law, how a trial of it starts. It is imported when a part of it is asked for, by ``TrainerParts``.
+
+Foreign trainers: trainers that are not this package's engine, as the thing that is tried.
+
+``find`` and ``try`` start their own entry points, from the outside. What a question and a trial
+carry of one is a ``ForeignTrainer``; how it is started from that is trials/foreign_trial.py.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
-from highwater.nouns.codec import Record
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.nouns.codec import Record, digest
+from highwater.nouns.declaration import Spelling
 from highwater.nouns.objective import Objective
+from highwater.nouns.secrets import hidden_words
+from highwater.nouns.settings import Loss
 
 TrainerName = Literal["highwater", "trinity", "trl"]
 """Trainers whose memory is predicted: their modules have ``PREDICTED`` and ``MEMORY``."""
@@ -161,3 +173,149 @@ def step_in_words(name: AnyTrainer) -> str:
     """Whose step it is, for readers of a configuration."""
     traits = predicted_traits(name)
     return trainer_title(name) if traits is None else traits.step
+
+
+class ForeignTrainer(Record, frozen=True, kw_only=True):
+    """One foreign trainer, and everything about it that a trial's outcome may depend on."""
+
+    trainer: ForeignName
+    command: tuple[str, ...] = ()
+    """``command``: the words that start it, with placeholders (nouns/foreign_request.py), secrets
+    hidden; ``accelerate``: those that it launches (nouns/foreign_request.py). Of a trainer whose
+    command is made here the words that stand for its program; empty: its own name."""
+    base_config_path: str | None = None
+    """Absolute path of the user's own configuration, whose fields stay where nothing asked says
+    otherwise; not in a key. None: the trainer starts from nothing."""
+    base_config_digest: str | None = None
+    """Digest of the bytes in that file."""
+    done_pattern: str | None = None
+    """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
+    the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
+    (trainers/logs.py)."""
+    secrets_digest: str | None = None
+    """Digest of the words as they were typed, where some of them are hidden: with another secret it
+    is another question. It is too short to tell a secret by. None: none is hidden."""
+
+    def __post_init__(self) -> None:
+        """Hide secrets in the command: what a question and a trial carry is written down and
+        shown. Who starts the trainer is handed the words themselves.
+        """
+        if self.secrets_digest is None and (hidden := hidden_words(self.command)) != self.command:
+            msgspec.structs.force_setattr(self, "secrets_digest", digest(self.command)[:4])
+            msgspec.structs.force_setattr(self, "command", hidden)
+
+    def as_typed(self, words: tuple[str, ...]) -> Self:
+        """The trainer with the words that were typed, to be started and never to be written."""
+        typed = msgspec.structs.replace(self)
+        msgspec.structs.force_setattr(typed, "command", words)
+        return typed
+
+    @property
+    def title(self) -> str:
+        """Its name, for readers."""
+        return trainer_title(self.trainer)
+
+    @property
+    def typed(self) -> str:
+        """Its command as one types it, placeholders and all; empty where nobody typed one."""
+        is_usual = self.command == (self.trainer,)
+        return "" if is_usual else " ".join(map(_typed, self.command))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that name it."""
+        named = (
+            ("--command", self.typed or None),
+            ("--trainer-config", self.base_config_path),
+            ("--done-pattern", self.done_pattern),
+        )
+        told = (word for flag, value in named if value is not None for word in (flag, value))
+        return ("--trainer", self.trainer, *told)
+
+
+def _typed(word: str) -> str:
+    """A word of a command for a shell; braces are a shell's own only with commas between them."""
+    bare = word.replace("{", "").replace("}", "")
+    return word if bare and shlex.quote(bare) == bare else shlex.quote(word)
+
+
+class ForeignTraits(Record, frozen=True, kw_only=True):
+    """What is known of one foreign trainer."""
+
+    settings: frozenset[str]
+    """The fields of ``Request`` that may be named for it."""
+    is_typed: bool = False
+    """Whether it is a command that the user types; else its configuration says what to start."""
+    is_launched: bool = False
+    """Whether a launcher that is told the layout starts that command; else the command itself says
+    how many processes there are, and how they share."""
+    objectives: frozenset[Objective] | None = None
+    """Objectives that its trials are written for. None: what it trains is its own affair."""
+    has_run_on_gpus: bool = True
+    """Whether its trials were tried on GPUs; else only on the CPU."""
+    loss: Loss = "full"
+    """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
+
+    def refused(self, named: Iterable[str]) -> list[str]:
+        """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
+        return sorted(set(named) - self.settings)
+
+
+FROM_OUTSIDE = frozenset(
+    (
+        *("model", "trainer", "done_pattern", "device", "gpus", "memory", "allocator", "headroom"),
+        *("start_length", "resolution", "max_length", "method", "proof", "budget", "timeout"),
+        *("confirm", "steps", "log_dir", "study", "retry_crashed", "no_diagnose", "allow_busy"),
+        *("max_concurrent_trials", "runner", "address"),
+    )
+)
+"""Fields of ``Request`` that are set around any trainer, without a word of its own."""
+
+SHARED = {
+    *("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch"),
+}
+"""Fields that say how GPUs share the work."""
+OF_FINETUNERS = FROM_OUTSIDE | {
+    *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
+    *("recompute", "offload", "lora", "lora_alpha", "lora_targets", "lora_base"),
+}
+"""Fields that every trainer for supervised fine-tuning can be told."""
+
+FOREIGN: Mapping[ForeignName, ForeignTraits] = TrainerParts(ForeignName, "TRIED")
+"""The traits of each foreign trainer, by the name that ``--trainer`` takes."""
+
+BY_COMMAND: Mapping[str, str] = {
+    name: REGISTRY[name].title for name in get_args(Target) if name not in FOREIGN
+}
+"""Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
+name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
+PAGE = "docs/other_trainers.md"
+"""Where those commands are."""
+
+
+def foreign_name(name: str) -> ForeignName | None:
+    """The foreign trainer of this name; None for a name of no such trainer, as our engine's."""
+    return next((known for known in FOREIGN if known == name), None)
+
+
+_INSTEAD: Mapping[str, str] = {
+    "dry_run": "leave `--dry-run` out: no memory law is known of it",
+    "trainer_config": "name the file in the command itself, as one of its words",
+    "command": "leave `--command` out, or use `--trainer command`",
+}
+"""What to do in the place of a refused setting, where it is not the engine's alone."""
+
+
+def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:
+    """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
+    title = trainer_title(trainer)
+    for name in FOREIGN[trainer].refused(named):
+        hint, words = _INSTEAD.get(name), name.replace("_", " ")
+        if hint is not None:
+            raise UsageError(f"{spelling.where}{title} takes no {words}", hint=hint)
+        leave = f"leave `{spelling.name(name)}` out"
+        raise UsageError(
+            f"{spelling.where}{title} cannot be told {words}: that is a setting of "
+            "this package's engine",
+            hint=f"{leave}, and say it in the command" if FOREIGN[trainer].is_typed else leave,
+        )

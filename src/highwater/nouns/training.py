@@ -300,18 +300,16 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
         "tokens that are trained on: responses, where documents have prompts, or all",
         **_DATA,
     )
-    reward: str | None = setting(
+    reward: str | None = FUNCTION(
         None,
         "--objective grpo, ppo: gives the reward of a response; default: the data has it",
-        FUNCTION,
         **_DATA,
     )
-    steps: int = setting(REQUIRED, "optimizer steps in all", COUNT, **_RUN, example="--steps 100")
-    output: str = setting(
+    steps: int = COUNT(REQUIRED, "optimizer steps in all", **_RUN, example="--steps 100")
+    output: str = DIRECTORY(
         REQUIRED,
         "the run's folder: checkpoints, statistics, log, and the model; the same command goes "
         "on after the last checkpoint in it",
-        DIRECTORY,
         **_RUN,
         short="-o",
         example="--output ./run",
@@ -324,11 +322,10 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
         **_RUN,
         metavar="{recommended,STUDY}",
     )
-    rows: int | None = setting(
+    rows: int | None = COUNT(
         None,
         "rows of up to --length tokens in a step, over all GPUs (the global batch; default: 2 "
         "for each GPU, or group of GPUs that share a sequence)",
-        COUNT,
         **_RUN,
     )
     """Micro-batches of the whole step."""
@@ -339,21 +336,14 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
         metavar="CHECKPOINT",
     )
     schedule: ScheduleName = setting("constant", "course of the learning rate", **_RUN)
-    warmup_steps: int = setting(
-        0, "steps over which the learning rate rises (default: none)", COUNT, **_RUN
+    warmup_steps: int = COUNT(0, "steps over which the learning rate rises (default: none)", **_RUN)
+    eval_every: int = COUNT(
+        0, "steps between evaluations (default: before the first and after the last)", **_RUN
     )
-    eval_every: int = setting(
-        0,
-        "steps between evaluations (default: before the first and after the last)",
-        COUNT,
-        **_RUN,
-    )
-    save_every: int = setting(
-        0, "steps between checkpoints (default: after the last)", COUNT, **_RUN
-    )
+    save_every: int = COUNT(0, "steps between checkpoints (default: after the last)", **_RUN)
     """Also when it is told to stop."""
-    seed: int = setting(
-        0, "seed of the data's order, of dropout and of weights that are not there", COUNT, **_RUN
+    seed: int = COUNT(
+        0, "seed of the data's order, of dropout and of weights that are not there", **_RUN
     )
 
     def __post_init__(self) -> None:

@@ -12,17 +12,10 @@ from typing import Any, NamedTuple
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.nouns.capacities import (
-    Capacity,
-    Source,
-    may_be_simpler,
-    published_grid,
-    simplest,
-    study_capacities,
-    table_capacities,
-)
+from highwater.memory.table_accuracy import published_grid, table_capacities
+from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest, study_capacities
+from highwater.nouns.codec import record_in
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.files import record_in
 from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
 from highwater.nouns.study import Cell, counted_ranks

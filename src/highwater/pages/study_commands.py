@@ -17,16 +17,16 @@ from highwater.errors import HighwaterError
 from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
+from highwater.memory.table_accuracy import published_grid
 from highwater.model.model import Model, load_model
-from highwater.nouns.capacities import published_grid
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
-from highwater.nouns.foreign_trainer import FOREIGN, ForeignTrainer
+from highwater.nouns.environment import coordinates
 from highwater.nouns.layout import Layout, flags_of
-from highwater.nouns.profiling import coordinates
 from highwater.nouns.request import DECLARED, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import CellAnswer, Question, Study
+from highwater.nouns.trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
 from highwater.pages.text import plain
 from highwater.units import GIB, MIB, format_bytes, format_tokens, parse_bytes

@@ -95,14 +95,16 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
     if where.machines > 1:
         for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
             gpus, machines = where.gpus << doubled, where.machines << doubled
-            yield msgspec.structs.replace(where, gpus=gpus, machines=machines)
+            yield msgspec.structs.replace(where, gpus=gpus, machines=machines, host_bytes=None)
         return
     doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
     larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
     has_copies = "copies" in goal.settings
     for gpus in (*range(where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
         if gpus > where.gpus:
-            yield msgspec.structs.replace(where, gpus=gpus, may_shard_across=not has_copies)
+            yield msgspec.structs.replace(
+                where, gpus=gpus, may_shard_across=not has_copies, host_bytes=None
+            )
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
@@ -125,6 +127,7 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
             device_name=kind.name,
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
+            host_bytes=None,
         )
         left_bytes = device_bytes - reserved_bytes
         limit = msgspec.structs.replace(goal.memory_limit, device_bytes=left_bytes)

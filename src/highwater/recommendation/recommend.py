@@ -21,7 +21,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import NOT_MODELLED, MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
-from highwater.memory.question import memory_limit_of, predicted_question, with_usual_host
+from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
@@ -41,7 +41,7 @@ from highwater.nouns.trainer import (
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
 from highwater.recommendation.candidates import Goal, predicted_candidates, unknown_candidate
 from highwater.store.journal import read_study
-from highwater.trials.probe import gpus_meant, host_meant
+from highwater.trials.probe import gpus_meant
 from highwater.units import parse_memory, parse_tokens
 
 
@@ -74,7 +74,7 @@ def recommend(
     if known is not None:
         _check(known, studies, settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     recorded = [read_study(Path(path)) for path in studies]
     if known is None:
         return tried_recommendation(
@@ -108,22 +108,10 @@ def what_would_fit(
     """
     _check(trainer, (), settings)
     where = gpus_meant(gpus, gpu_memory)
-    limit = _limit(where, gpus, gpu_memory, host_memory, reserved)
+    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
     goal = _goal(model, length_tokens, where, limit, trainer, settings)
     goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
-
-
-def _limit(
-    where: Cluster,
-    gpus: str | int | None,
-    gpu_memory: str | int | None,
-    host_memory: str | int | None,
-    reserved: str | int,
-) -> MemoryLimit:
-    """Memory of each GPU and of the machine; the machine's usual one where nobody said."""
-    limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
-    return with_usual_host(limit, where, host_meant(gpus, gpu_memory))
 
 
 def _goal(

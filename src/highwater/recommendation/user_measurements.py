@@ -24,7 +24,7 @@ from highwater.memory.interval.residuals import (
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import Model, load_model
 from highwater.nouns.cluster import Cluster
-from highwater.nouns.files import record_in
+from highwater.nouns.codec import record_in
 from highwater.nouns.hardware import (
     CUBLAS_WORKSPACES,
     MEASURED_SCHEMA_VERSION,

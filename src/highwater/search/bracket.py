@@ -20,7 +20,7 @@ that fits, ``linear`` tries each index up to n + 1.
 from collections.abc import Callable
 
 from highwater.nouns.study import Method
-from highwater.store.trial_evidence import Contradiction, contradictions
+from highwater.store.lines import Contradiction, contradictions
 
 HINT_COST = 3
 """Trials that a wrong hint costs (``_around_the_hint``) before the search starts at index 1."""

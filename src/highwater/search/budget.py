@@ -16,9 +16,8 @@ import msgspec
 
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.trainers import predictor_of
-from highwater.nouns.protocols import Launch, OnPhase, Runner, unheard
 from highwater.nouns.study import Cell, Question
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import Launch, OnPhase, Outcome, Runner, TrialResult, TrialSpec, unheard
 from highwater.search.cell_search import NextTrial
 from highwater.search.proof import full_trials, ran_out_s, trial_s
 from highwater.search.scheduler import BudgetSpentError

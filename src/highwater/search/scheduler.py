@@ -15,9 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from highwater.nouns.protocols import TOLD_S, Launch, Runner
 from highwater.nouns.study import Cell, CellAnswer, Expectation, Past, Question, RecordedTrial
-from highwater.nouns.trial import TrialResult, kept_result
+from highwater.nouns.trial import TOLD_S, Launch, Runner, TrialResult, kept_result
 from highwater.search.cell_outcomes import (
     CellAnswered,
     SearchEvent,

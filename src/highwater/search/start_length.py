@@ -29,7 +29,7 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, longest
 from highwater.memory.trainers import predictor_of
 from highwater.model.footprint import device_state_bytes, layer_input_bytes
-from highwater.nouns.files import record_in
+from highwater.nouns.codec import record_in
 from highwater.nouns.hardware import SAME_MEMORY, kernels
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, CellAnswer, Expectation, Grid, Question

@@ -1,19 +1,33 @@
 """Directories and files to write: where studies are, and checks, before anything starts, that there
 is room.
+
+Training folder: a run's folder as seen by whoever starts it: the run's specification, and how
+far it came. The ranks write the rest.
 """
 
-import errno
 import os
 import shlex
 import shutil
 import tempfile
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError, UsageError
 from highwater.model.footprint import CheckpointBytes
+from highwater.nouns.codec import CONFIG_BYTES, from_json, read_file, to_json, write_whole
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.study import Question
+from highwater.nouns.training import (
+    CHECKPOINTS,
+    STATE_FILE,
+    RunState,
+    TrainingSpec,
+    checkpoint_name,
+    checkpoint_step,
+    differences,
+)
+from highwater.store.journal_file import NO_SPACE
 from highwater.units import MIB, format_bytes
 
 FREE_BYTES = 64 * MIB
@@ -26,7 +40,7 @@ def check_log_directory(directory: Path) -> None:
     try:
         _write_in(directory)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in NO_SPACE:
             raise _full(directory, f"no space left: {error.strerror}") from error
         raise UsageError(
             f"the log directory {directory} cannot be written: {error.strerror}",
@@ -45,21 +59,16 @@ def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None
     try:
         _write_in(directory)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_SPACE:
             raise UsageError(
                 f"the checkpoint directory {directory} cannot be written: {error.strerror}",
                 hint=f"use `--checkpoint-dir {_another('checkpoints')}`",
             ) from error
     free = shutil.disk_usage(directory).free
-    if free >= _with_spare(needed):
-        return
-    parts = [(needed.sharded_bytes, "of shards"), (needed.hf_bytes, "of Hugging Face weights")]
-    said = " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
-    raise MachineError(
-        f"a trial saves {said} below {directory}: {format_bytes(_with_spare(needed))} with what "
-        f"has to stay free, {format_bytes(free)} are free",
-        hint=", or ".join([_make_room(directory), *_ways_to_save_less(needed, free)]),
-    )
+    if free < _with_spare(needed):
+        said = _said(needed, "of shards", "of Hugging Face weights")
+        ways = _ways_to_save_less(needed, free)
+        raise _too_little(directory, f"a trial saves {said} below {directory}", needed, free, ways)
 
 
 def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints: int) -> None:
@@ -68,13 +77,24 @@ def check_run_directory(directory: Path, needed: CheckpointBytes, *, checkpoints
     disk = shutil.disk_usage(directory)
     if disk.free >= _with_spare(needed) or not disk.total:  # some network disks say nothing
         return
-    named = f"{checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
-    parts = [(needed.sharded_bytes, named), (needed.hf_bytes, "the model")]
-    said = " and ".join(f"{format_bytes(count)} for {what}" for count, what in parts if count)
-    raise MachineError(
-        f"a run needs {said} in {directory}: {format_bytes(_with_spare(needed))} with what has to "
-        f"stay free, {format_bytes(disk.free)} are free",
-        hint=", or ".join([_make_room(directory), *_roomy(needed, "--output", directory.name)]),
+    several = f"for {checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
+    needs = f"a run needs {_said(needed, several, 'for the model')} in {directory}"
+    ways = _roomy(needed, "--output", directory.name)
+    raise _too_little(directory, needs, needed, disk.free, ways)
+
+
+def _said(needed: CheckpointBytes, of_shards: str, of_weights: str) -> str:
+    parts = (needed.sharded_bytes, of_shards), (needed.hf_bytes, of_weights)
+    return " and ".join(f"{format_bytes(count)} {what}" for count, what in parts if count)
+
+
+def _too_little(
+    directory: Path, needs: str, needed: CheckpointBytes, free: int, ways: list[str]
+) -> MachineError:
+    room = f"{format_bytes(_with_spare(needed))} with what has to stay free"
+    return MachineError(
+        f"{needs}: {room}, {format_bytes(free)} are free",
+        hint=", or ".join([_make_room(directory), *ways]),
     )
 
 
@@ -87,15 +107,13 @@ def check_new_file(path: Path, *, flag: str, name: str) -> None:
         path.unlink()
     except OSError as error:
         new = f"`{flag} {shlex.quote(free_name(name))}`"
-        if isinstance(error, FileNotFoundError) and str(path):
-            make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
-            raise UsageError(
-                f"{path} cannot be written: there is no folder {path.parent}",
-                hint=f"make it: {make}; or name a file here: {new}",
-            ) from error
         is_there = isinstance(error, FileExistsError)
         why = "is there already" if is_there else f"cannot be written: {error.strerror}"
         hint = f"name a new file: {new}"
+        if isinstance(error, FileNotFoundError) and str(path):
+            why = f"cannot be written: there is no folder {path.parent}"
+            make = f"`mkdir -p {shlex.quote(str(path.parent))}`"
+            hint = f"make it: {make}; or name a file here: {new}"
         raise UsageError(f"{path} {why}", hint=hint) from error
 
 
@@ -200,3 +218,96 @@ def _writable_places() -> list[Path]:
 def _full(directory: Path, problem: str) -> MachineError:
     hint = f"{_make_room(directory)}, or use `--log-dir {_another()}`"
     return MachineError(f"the log directory {directory} is full: {problem}", hint=hint)
+
+
+_SPEC, _MODEL = "training.json", "model"
+_STATE_BYTES = 64 * MIB
+"""Largest size of a state; a million steps have 20 MiB."""
+
+
+class TrainingFolder:
+    """One run's folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        """``path`` as it was typed; it need not exist yet."""
+        self.path = Path(path)
+        self.statistics = self.path / "statistics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.snapshots = self.path / "snapshots"
+        self.corpora = self.path / "corpora"
+        """Corpora of machines that train together, all of which see this folder."""
+        self._spec = self.path / _SPEC
+        self._checkpoints = self.path / CHECKPOINTS
+
+    @property
+    def another(self) -> str:
+        """Flag that names a folder beside this one."""
+        return f"`--output {shlex.quote(f'{self.path}-2')}`"
+
+    def spec(self) -> TrainingSpec | None:
+        """Return the run's specification, None without one; UsageError if it is unreadable."""
+        if not self._spec.exists():
+            if self.statistics.exists() or self._checkpoints.exists():
+                raise UsageError(
+                    f"{self.path} has a run without its {_SPEC}", hint=f"use {self.another}"
+                )
+            return None
+        try:
+            return from_json(read_file(self._spec, most_bytes=CONFIG_BYTES), TrainingSpec)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{self._spec} cannot be read: {' '.join(str(error).split())}",
+                hint=f"use {self.another}",
+            ) from error
+
+    def refuse_another(self, before: TrainingSpec | None, spec: TrainingSpec) -> None:
+        """Raise UsageError if the run ``before`` could not go on exactly as this one."""
+        changed = () if before is None else differences(before, spec)
+        if changed:
+            raise UsageError(
+                f"{self.path} has a run that was trained otherwise: {'; '.join(changed)}",
+                hint=f"type what was typed then, or use {self.another}",
+            )
+
+    def keep(self, spec: TrainingSpec) -> None:
+        """Write the specification, and make the folders that the run's ranks write into."""
+        write_whole(self._spec, to_json(spec).encode())
+        if spec.trial.memory_snapshots is not None:
+            self.snapshots.mkdir(exist_ok=True)
+
+    def checkpoint_steps(self) -> list[int]:
+        """Return the steps of all whole checkpoints, ascending."""
+        folders = (path for path in self._checkpoints.glob("step-*") if path.is_dir())
+        steps = (checkpoint_step(folder.name) for folder in folders)
+        return sorted(step for step in steps if step is not None)
+
+    def last_state(self) -> RunState | None:
+        """Return the state in the last checkpoint that has one; None if none has."""
+        for step in reversed(self.checkpoint_steps()):
+            path = self._checkpoints / checkpoint_name(step) / STATE_FILE
+            try:
+                return from_json(read_file(path, most_bytes=_STATE_BYTES), RunState)
+            except (OSError, ValueError):
+                continue
+        return None
+
+    def done_steps(self, resume_from: str | None) -> int:
+        """Return the steps of the checkpoint from which a run resumes; 0 without one."""
+        if resume_from is not None:
+            return checkpoint_step(resume_from) or 0
+        state = self.last_state()
+        return 0 if state is None else state.step
+
+    def refuse_missing(self, resume_from: str | None) -> None:
+        """Raise UsageError if the checkpoint to resume from does not exist."""
+        steps = self.checkpoint_steps()
+        if resume_from is None or checkpoint_step(resume_from) in steps:
+            return
+        latest = f"use `--resume-from {checkpoint_name(steps[-1])}`" if steps else None
+        problem = f"there is no checkpoint {resume_from!r} in {self._checkpoints}"
+        raise UsageError(problem, hint=latest or "leave `--resume-from` out")
+
+    def new_model(self, steps: int) -> Path:
+        """Return a free path for a model: ``model``, ``model-<steps>``, ``model-<steps>-2``..."""
+        names = chain((_MODEL, f"{_MODEL}-{steps}"), (f"{_MODEL}-{steps}-{n}" for n in count(2)))
+        return next(path for name in names if not (path := self.path / name).exists())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from highwater.errors import HighwaterError, StudyError
-from highwater.nouns.codec import to_builtins, to_json
+from highwater.nouns.codec import make_durable, to_builtins, to_json
 from highwater.nouns.environment import Environment
 from highwater.nouns.hardware import CPU_SEARCH
 from highwater.nouns.secrets import HIDDEN
@@ -38,6 +38,7 @@ from highwater.store.journal_file import (
     free_study,
     open_file,
     read_journal,
+    sealed,
     split_torn,
 )
 from highwater.store.lines import (
@@ -51,7 +52,6 @@ from highwater.store.lines import (
     StartedLine,
     not_a_study,
     parse,
-    sealed,
 )
 from highwater.units import format_tokens
 from highwater.version import __version__
@@ -93,10 +93,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-_LOG_DIRECTORY = "./logs"
-"""Directory in which ``highwater show`` looks by default."""
-
-
 class Journal:
     """One study, open for writing and locked until ``close``. Made by ``open_journal``."""
 
@@ -109,7 +105,8 @@ class Journal:
         self._record = record
         self._retry_crashed = retry_crashed
         """True if trials that only crashed are to be launched again."""
-        self._decided = {answer.cell for answer in record.answers if not answer.is_undecided}
+        answers = ((cell, record.answer(cell)) for cell in record.question.cells)
+        self._decided = {cell for cell, answer in answers if answer and not answer.is_undecided}
         """Cells that had a decided answer when the journal was opened."""
 
     def recorded(self, spec: TrialSpec, *, attempt: int, repeat: int) -> TrialResult | None:
@@ -184,15 +181,13 @@ class Journal:
 
     def trial_started(self, spec: TrialSpec, *, attempt: int, repeat: int) -> None:
         """Record that a trial is about to be launched; MachineError when the disk is full."""
-        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
-        self._append(StartedLine(**launch, at_unix_s=time.time(), spec=spec))
+        self._append(StartedLine(**_launch(spec, attempt, repeat), spec=spec))
 
     def trial_finished(
         self, spec: TrialSpec, *, attempt: int, repeat: int, result: TrialResult
     ) -> None:
         """Record how a trial ended; raises MachineError when the disk is full."""
-        launch: dict[str, Any] = {"spec_key": spec.key, "attempt": attempt, "repeat": repeat}
-        self._append(FinishedLine(**launch, at_unix_s=time.time(), result=result))
+        self._append(FinishedLine(**_launch(spec, attempt, repeat), result=result))
 
     def cell_answered(self, answer: CellAnswer) -> None:
         """Record a cell's answer, unless the same one is recorded under no less time."""
@@ -206,15 +201,15 @@ class Journal:
         """Return the study as it is now."""
         return _study(self.path, self._record, self.notes)
 
-    def close(self) -> None:
-        """Release the lock, so that any process can open the journal again."""
-        self._file.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Release the lock, so that any process can open the journal again."""
+        self._file.close()
 
     def _append(self, line: Line) -> None:
         """Write one line, then add it to the record: what is not on the disk is not recorded."""
@@ -226,6 +221,11 @@ class Journal:
             self._file.append(content + b"\n")
             self._record.checksum = checksum
         self._record.add(line)
+
+
+def _launch(spec: TrialSpec, attempt: int, repeat: int) -> dict[str, Any]:
+    now_s = time.time()
+    return {"spec_key": spec.key, "attempt": attempt, "repeat": repeat, "at_unix_s": now_s}
 
 
 def open_journal(
@@ -243,7 +243,14 @@ def open_journal(
     or if it has another question, is damaged, or is not a study; later also if anyone touches the
     open file. Raises MachineError when the disk is full.
     """
-    file = _open(path, is_private=_has_secrets(question))
+    try:
+        file = open_file(path, is_private=_has_secrets(question))
+    except LockedError as error:
+        raise StudyError(
+            f"{path} is being written by {_holder(path)}",
+            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, "
+            f"or use {free_study(path)}",
+        ) from error
     try:
         record, notes = _recover(file, question)
         journal = Journal(file, record, notes, retry_crashed)
@@ -277,20 +284,9 @@ def read_study(path: Path) -> Study:
 def _another() -> str:
     """Return a hint: ``highwater show`` if that finds a study, else how to make one."""
     with suppress(StudyError, OSError):
-        newest_studies(Path(_LOG_DIRECTORY))
+        newest_studies(Path("./logs"))  # in which `highwater show` looks by default
         return "`highwater show` shows the newest study that can be read"
     return f"name another file; `{CPU_SEARCH}` makes one"
-
-
-def _open(path: Path, *, is_private: bool) -> JournalFile:
-    try:
-        return open_file(path, is_private=is_private)
-    except LockedError as error:
-        raise StudyError(
-            f"{path} is being written by {_holder(path)}",
-            hint=f"wait until it ends, watch it with `highwater show {shlex.quote(str(path))}`, "
-            f"or use {free_study(path)}",
-        ) from error
 
 
 def _holder(path: Path) -> str:
@@ -317,7 +313,7 @@ def _recover(file: JournalFile, question: Question) -> tuple[JournalContent, tup
             raise not_a_study(path)
         file.cut(0)
         file.append(text + b"\n")
-        file.sync_name()
+        make_durable(file.path.parent)
         return JournalContent(header, checksum=checksum), ()
     record = parse(full, path=path)
     if record.question.key != question.key:
@@ -336,29 +332,14 @@ def _study(path: Path, record: JournalContent, notes: tuple[str, ...]) -> Study:
         notes += ("the command that it names is none of highwater's, and is left out",)
     if _has_secrets(record.question):
         notes += (f"secrets in the command are not kept: type them in the place of {HIDDEN}",)
-    return Study(
-        schema_version=record.schema_version,
-        path=str(path),
-        question=record.question,
-        trials=record.trials,
-        answers=record.answers,
-        unproven=record.unproven,
-        answers_within_s=record.answers_within_s,
-        expectations=record.expectations,
-        notes=(*notes, *(f"unproven: {text}" for text in _unproven(record))),
-        command=typed if is_ours else (),
-        environments=record.environments,
-    )
+    parts = record.parts_of_a_study()
+    for each in parts["unproven"]:
+        tokens = each.answer.reach_tokens
+        said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
+        label = each.answer.cell.label_on(record.question.device)
+        notes += (f"unproven: {label}: the study answers {said}; {each.why}",)
+    return Study(path=str(path), notes=notes, command=typed if is_ours else (), **parts)
 
 
 def _has_secrets(question: Question) -> bool:
     return question.foreign is not None and question.foreign.secrets_digest is not None
-
-
-def _unproven(record: JournalContent) -> Iterator[str]:
-    """Yield each answer that its trials do not support, in words."""
-    for each in record.unproven:
-        tokens = each.answer.reach_tokens
-        said = "no length is told" if tokens is None else f"{format_tokens(tokens)} tokens"
-        label = each.answer.cell.label_on(record.question.device)
-        yield f"{label}: the study answers {said}; {each.why}"

@@ -7,17 +7,20 @@ not belong to what is left (docs/decisions/026).
 
 import errno
 import fcntl
+import hashlib
 import os
 import shlex
 from pathlib import Path
 
 from highwater.errors import MachineError, StudyError
-from highwater.nouns.files import read_file, refuse_irregular
+from highwater.nouns.codec import read_file, refuse_irregular
 from highwater.units import MIB, format_bytes
 
 MOST_BYTES = 512 * MIB
 """Largest size of a study: 10,000 trials on 8 GPUs have about 60 MiB."""
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CHECKSUM_DIGITS = 16
+_SEAL = b'{"checksum":"%b",'
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class LockedError(Exception):
@@ -67,14 +70,6 @@ class JournalFile:
             raise self._unwritable(error) from error
         self._size += len(line)
 
-    def sync_name(self) -> None:
-        """Make a new file's name durable; syncing the file itself does not."""
-        descriptor = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
     def close(self) -> None:
         """Release the lock."""
         os.close(self._descriptor)
@@ -122,7 +117,7 @@ class JournalFile:
         )
 
     def _unwritable(self, error: OSError) -> MachineError:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             return MachineError(
                 f"{self.path} cannot be written: {error.strerror}",
                 hint="check the disk with `df -h` and `dmesg`",
@@ -171,6 +166,22 @@ def split_torn(content: bytes) -> tuple[bytes, bytes]:
     """Split off what follows the last line end, which is a torn line or nothing."""
     end = content.rfind(b"\n") + 1
     return content[:end], content[end:]
+
+
+def sealed(text: str, *, after: str) -> tuple[bytes, str]:
+    """Return a line with a checksum in front, of itself and all before (``after``), and that."""
+    content = text.encode()
+    checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
+    return _SEAL % checksum.encode() + content[1:], checksum
+
+
+def unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
+    """Return the line without its checksum, and the checksum; ValueError if they do not match."""
+    text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
+    as_written, checksum = sealed(text.decode(), after=after)
+    if line != as_written:
+        raise ValueError("it is not as it was written, or a line before it is missing")
+    return text, checksum
 
 
 def free_path(path: Path) -> Path:

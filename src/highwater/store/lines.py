@@ -1,4 +1,4 @@
-"""Lines of a journal: one JSON object each, the header first.
+"""Lines of a journal: one JSON object each, the header first; and what they add up to.
 
 Schema 3:  header           the question, once
            opened           a process opened the journal for writing, with its time limit
@@ -10,17 +10,23 @@ Schema 3:  header           the question, once
 Since schema 3 each line begins with its ``checksum``, of itself and of all lines before it: a line
 that was edited, moved or removed in the middle is found and named. A journal begun in an older
 schema continues without checksums.
+
+An answer is believed of its trials alone (docs/decisions/026). All that it says of lengths and
+memory follows from results, whatever order they came in: the longest length that fit, the next,
+which did not, what ended the search there, and the figures of the trial at the capacity.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from highwater.errors import HighwaterError, StudyError
 from highwater.nouns.codec import Record, from_json
+from highwater.nouns.corpus import packed_tokens
 from highwater.nouns.environment import Environment
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.study import (
@@ -28,18 +34,194 @@ from highwater.nouns.study import (
     Cell,
     CellAnswer,
     Expectation,
+    MemoryOnlyFit,
     Question,
     RecordedTrial,
     UnprovenAnswer,
 )
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.store.journal_file import free_study
-from highwater.store.trial_evidence import unsupported
+from highwater.store.journal_file import free_study, unsealed
+from highwater.units import format_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """Two outcomes that no monotone law gives: ``failed_index`` did not fit; ``fit_index``, which
+    takes no less, did.
+    """
+
+    failed_index: int
+    fit_index: int
+
+
+def contradictions(
+    fit: Collection[int],
+    failed: Collection[int],
+    packed: Callable[[int], int] = lambda index: index,
+) -> tuple[Contradiction, ...]:
+    """Every index that did not fit beside the closest at or above it that did, with no fewer packed
+    tokens; lowest first.
+    """
+    found: list[Contradiction] = []
+    for index in sorted(failed):
+        above = (each for each in sorted(fit) if each >= index and packed(each) >= packed(index))
+        closest = next(above, None)
+        if closest is not None:
+            found.append(Contradiction(index, closest))
+    return tuple(found)
+
+
+def unsupported(
+    question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
+) -> str | None:
+    """Say why the trials of its cell do not bear out an answer; None when they do. The trials are
+    those that were there when the answer was given, as they were then.
+    """
+    return next(_gaps(question, answer, _shown(question, answer, trials)), None)
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Results of a cell's trials, by index of the grid."""
+
+    trained: dict[int, list[TrialResult]] = field(default_factory=dict[int, list[TrialResult]])
+    """Full trials that count as a fit."""
+    held: dict[int, list[TrialResult]] = field(default_factory=dict[int, list[TrialResult]])
+    """Memory-only trials that count as a fit."""
+    failed: dict[int, set[Outcome]] = field(default_factory=dict[int, set[Outcome]])
+    """Outcomes of trials that told, and do not count as a fit."""
+    crashed: bool = False
+    launches: int = 0
+
+    @property
+    def reach(self) -> int:
+        """The longest index that fit, by either proof; 0: none."""
+        return max((*self.trained, *self.held), default=0)
+
+
+def _shown(question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]) -> _Shown:
+    """Read the trials of this very question; simulated ones show nothing where trials were run."""
+    shown = _Shown()
+    for trial in trials:
+        index, result = question.grid.index_at_most(trial.spec.length_tokens), trial.result
+        if result is None or (result.simulated and not question.simulated):
+            continue
+        if not _is_asked(question, answer, trial, index):
+            continue
+        shown.launches += 1
+        if not result.outcome.tells:
+            shown.crashed |= result.outcome is not Outcome.TIMEOUT
+        elif not question.counts_as_fit(result):
+            shown.failed.setdefault(index, set()).add(result.outcome)
+        else:
+            fits = shown.trained if result.outcome is Outcome.FIT else shown.held
+            fits.setdefault(index, []).append(result)
+    return shown
+
+
+def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, index: int) -> bool:
+    """True if the question asks this of a length of its grid, wherever model and files lay."""
+    spec = trial.spec
+    if index < 1 or question.grid.length(index) != spec.length_tokens:
+        return False
+    try:
+        asked = question.trial(answer.cell, spec.length_tokens, memory_only=spec.is_memory_only)
+    except HighwaterError:  # a question that nobody could ask
+        return False
+    nowhere: dict[str, Any] = dict.fromkeys(("checkpoint_directory", "statistics"))
+    here = msgspec.structs.replace(spec, model_directory=asked.model_directory, **nowhere)
+    return here == asked and (not spec.is_memory_only or question.proof == "memory")
+
+
+def _gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
+    """Everything that an answer says and its trials do not, in words."""
+    yield from _trained_gaps(question, answer, shown)
+    yield from _memory_only_gaps(question, answer, shown)
+    yield from _edge_gaps(question, answer, shown)
+    if answer.monotone == bool(answer.contradictions):
+        yield "it says both that outcomes are monotone and that they are not"
+    # by memory a full trial below the longest that fit says what is trained, no more
+    fit = {shown.reach} - {0} if question.proof == "memory" else {*shown.trained}
+    packed = partial(packed_tokens, question, answer.cell)
+    if answer.monotone and contradictions(fit, shown.failed, packed):
+        yield "a shorter length did not fit where a longer one did, and it says nothing of that"
+    if not 0 < answer.trials <= shown.launches:
+        yield f"it says that it took {answer.trials} trials, and {shown.launches} ended"
+
+
+def _tokens(count: int | None) -> str:
+    return f"{format_tokens(count)} tokens"
+
+
+def _trained_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
+    """Gaps between the capacity with its figures and the full trials."""
+    longest = max(shown.trained, default=0)
+    tokens = question.grid.length(longest) if longest else None
+    figures = (answer.peak_reserved_bytes, answer.headroom_bytes, answer.tokens_per_s, answer.mfu)
+    did = "no full trial did"
+    if tokens is not None:
+        did = f"the longest that did in a full trial is {format_tokens(tokens)}"
+    if answer.capacity_tokens:
+        if answer.capacity_tokens != tokens:
+            yield f"it says that {_tokens(answer.capacity_tokens)} fit, and {did}"
+        elif figures not in [
+            (r.peak_reserved_bytes, r.headroom_bytes, r.tokens_per_s, r.mfu)
+            for r in shown.trained[longest]
+        ]:
+            yield f"its figures are those of no trial of {_tokens(tokens)}"
+    elif longest:
+        yield f"it says that no length fit, and {did}"
+    elif any(figure is not None for figure in figures):
+        yield "it has figures of a length that fit, and none did"
+    elif answer.capacity_tokens == 0 and (1 not in shown.failed or shown.reach):
+        yield "it says that nothing fits, and no trial of the shortest length says so"
+
+
+def _memory_only_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
+    """Gaps between the memory-only proof and the memory-only trials."""
+    proof, longest = answer.memory_only, max(shown.held, default=0)
+    tokens = question.grid.length(longest) if longest > max(shown.trained, default=0) else None
+    if proof is None:
+        if tokens is not None:
+            yield f"it leaves out that {_tokens(tokens)} fit in a memory-only trial"
+        return
+    proofs = [
+        MemoryOnlyFit(
+            length_tokens=tokens,
+            peak_reserved_bytes=r.peak_reserved_bytes,
+            headroom_bytes=r.headroom_bytes,
+        )
+        for r in shown.held.get(longest, ())
+        if tokens is not None
+    ]
+    if proof not in proofs:
+        yield f"no memory-only trial shows what it says of {_tokens(proof.length_tokens)}"
+
+
+def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterator[str]:
+    """Gaps between what ended the search and the trials of the length above all that fit."""
+    longer = question.size_of(answer.cell) - shown.reach
+    beyond = question.grid.length(shown.reach + 1)
+    ends = shown.failed.get(shown.reach + 1, set[Outcome]())
+    is_edge = answer.limit in ("memory", "host_memory")
+    fails = answer.does_not_fit_tokens
+    if fails != (beyond if is_edge else None):
+        said = "nothing" if fails is None else _tokens(fails)
+        yield f"it says that {said} did not fit, and the next length is {format_tokens(beyond)}"
+    elif answer.limit == "memory" and not ends - {Outcome.HOST_OUT_OF_MEMORY}:
+        yield f"no trial of {_tokens(beyond)} ran out of memory"
+    elif answer.limit == "host_memory" and Outcome.HOST_OUT_OF_MEMORY not in ends:
+        yield f"no trial of {_tokens(beyond)} ran out of host memory"
+    elif answer.limit == "ceiling" and longer:
+        yield f"it says that the longest length fit, and there are {longer} longer ones to try"
+    elif answer.limit == "time" and ends:
+        yield f"it says that time ended it, and a trial of {_tokens(beyond)} told"
+    elif answer.limit == "inconclusive" and not shown.crashed:
+        yield "it says that trials crashed, and none did"
+
 
 _SEALED_SINCE = 3
 """First schema whose lines have checksums."""
-_CHECKSUM_DIGITS = 16
-_SEAL = b'{"checksum":"%b",'
 
 
 class HeaderLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="header"):
@@ -74,23 +256,24 @@ class ExpectedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="cel
     expectation: Expectation
 
 
-class StartedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
-    """A trial is about to be launched."""
+class _LaunchLine(Record, frozen=True, kw_only=True):
+    """A launch of a trial, by the key of its specification."""
 
     spec_key: str
     attempt: int
     repeat: int
     at_unix_s: float
+
+
+class StartedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_started"):
+    """A trial is about to be launched."""
+
     spec: TrialSpec
 
 
-class FinishedLine(Record, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
+class FinishedLine(_LaunchLine, frozen=True, kw_only=True, tag_field="kind", tag="trial_finished"):
     """A launched trial has ended."""
 
-    spec_key: str
-    attempt: int
-    repeat: int
-    at_unix_s: float
     result: TrialResult
 
 
@@ -148,8 +331,10 @@ class JournalContent:
             case FinishedLine():
                 self._finish(line)
             case AnsweredLine():
-                cell = line.answer.cell
-                self._claims[cell] = line.answer, self._why_unproven(line.answer)
+                answer, cell = line.answer, line.answer.cell
+                trials = self.trials_of(cell)  # until now: one that is run again later may differ
+                why = cache(lambda: unsupported(self.question, answer, trials))
+                self._claims[cell] = answer, why
                 self._answered_within_s[cell] = self.question.timeout_s
                 self._ended_since.discard(cell)
 
@@ -208,13 +393,6 @@ class JournalContent:
         answer, why = self._claims.get(cell, (None, lambda: None))
         return None if why() else answer
 
-    def _why_unproven(self, answer: CellAnswer) -> Callable[[], str | None]:
-        """Return what says, once asked, why the trials until now do not support an answer, or None
-        if they do. A trial that is run again later may differ then.
-        """
-        trials = self.trials_of(answer.cell)
-        return cache(lambda: unsupported(self.question, answer, trials))
-
     def answered_within_s(self, cell: Cell) -> float | None:
         """Time limit of a cell's answer; None without an answer, or if a trial ended since."""
         return None if cell in self._ended_since else self._answered_within_s.get(cell)
@@ -227,55 +405,32 @@ class JournalContent:
         """True if anything is recorded of a cell's search."""
         return cell in self._expectations or bool(self.trials_of(cell))
 
-    @property
-    def expectations(self) -> tuple[Expectation, ...]:
-        """Recorded expectations, in the order of the question's cells."""
-        expected = self._expectations
-        return tuple(expected[cell] for cell in self.question.cells if cell in expected)
-
-    @property
-    def trials(self) -> tuple[RecordedTrial, ...]:
-        """All launches, in the order of their starts; one that was run again by its end."""
-        return tuple(self._trials.values())
-
-    @property
-    def answers(self) -> tuple[CellAnswer, ...]:
-        """Answers that trials support, in the order of the question's cells."""
-        found = map(self.answer, self.question.cells)
-        return tuple(answer for answer in found if answer is not None)
-
-    @property
-    def unproven(self) -> tuple[UnprovenAnswer, ...]:
-        """Answers that trials do not support, in the order of the question's cells."""
-        claims = [self._claims[cell] for cell in self.question.cells if cell in self._claims]
-        whys = ((answer, why()) for answer, why in claims)
-        return tuple(UnprovenAnswer(answer=each, why=why) for each, why in whys if why is not None)
-
-    @property
-    def answers_within_s(self) -> tuple[float, ...]:
-        """Time limit of each of ``answers``; empty if the question has none."""
-        limits = (self._answered_within_s.get(answer.cell) for answer in self.answers)
-        return tuple(limit_s for limit_s in limits if limit_s is not None)
+    def parts_of_a_study(self) -> dict[str, Any]:
+        """Fields of a ``Study`` that the lines tell. What is by cell has the order of the
+        question's: answers that trials support, with the time limit of each, and those they do not.
+        """
+        cells, expected, claims = self.question.cells, self._expectations, self._claims
+        whys = {cell: claims[cell][1]() for cell in cells if cell in claims}
+        proven = [cell for cell, why in whys.items() if why is None]
+        limits = (self._answered_within_s.get(cell) for cell in proven)
+        return {
+            "schema_version": self.schema_version,
+            "question": self.question,
+            "trials": tuple(self._trials.values()),
+            "answers": tuple(claims[cell][0] for cell in proven),
+            "unproven": tuple(
+                UnprovenAnswer(answer=claims[cell][0], why=why)
+                for cell, why in whys.items()
+                if why is not None
+            ),
+            "answers_within_s": tuple(limit_s for limit_s in limits if limit_s is not None),
+            "expectations": tuple(expected[cell] for cell in cells if cell in expected),
+            "environments": self.environments,
+        }
 
 
 def _cell_of(trial: RecordedTrial) -> Cell:
     return Cell(layout=trial.spec.layout, settings=trial.spec.settings)
-
-
-def sealed(text: str, *, after: str) -> tuple[bytes, str]:
-    """Return a line with a checksum in front, of itself and all before (``after``), and that."""
-    content = text.encode()
-    checksum = hashlib.sha256(after.encode() + content).hexdigest()[:_CHECKSUM_DIGITS]
-    return _SEAL % checksum.encode() + content[1:], checksum
-
-
-def _unsealed(line: bytes, *, after: str) -> tuple[bytes, str]:
-    """Return the line without its checksum, and the checksum; ValueError if they do not match."""
-    text = b"{" + line[len(_SEAL % (b"0" * _CHECKSUM_DIGITS)) :]
-    as_written, checksum = sealed(text.decode(), after=after)
-    if line != as_written:
-        raise ValueError("it is not as it was written, or a line before it is missing")
-    return text, checksum
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:
@@ -290,7 +445,7 @@ def parse(full_lines: bytes, *, path: Path) -> JournalContent:
         try:
             text = line
             if record.checksum is not None:
-                text, record.checksum = _unsealed(line, after=record.checksum)
+                text, record.checksum = unsealed(line, after=record.checksum)
             record.add(decoder.decode(text))
         # RecursionError: a line nested too deeply, which highwater never writes.
         except (ValueError, RecursionError, HighwaterError) as error:
@@ -315,7 +470,7 @@ def _header(line: bytes, path: Path) -> JournalContent:
             hint=f"`pip install .` in the checkout of that highwater, or use {free_study(path)}",
         )
     try:
-        text, checksum = (line, None) if version < _SEALED_SINCE else _unsealed(line, after="")
+        text, checksum = (line, None) if version < _SEALED_SINCE else unsealed(line, after="")
         return JournalContent(from_json(text, HeaderLine), checksum=checksum)
     except (ValueError, HighwaterError) as error:
         raise _damaged(path, 1, error) from error

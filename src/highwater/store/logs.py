@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from highwater.nouns.files import refuse_irregular
-from highwater.nouns.profiling import SNAPSHOTS, Profiling, coordinates, snapshot_name
+from highwater.nouns.codec import refuse_irregular
+from highwater.nouns.environment import SNAPSHOTS, Profiling, coordinates, snapshot_name
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Study
 from highwater.nouns.trial import LogEnd, TrialResult, TrialSpec

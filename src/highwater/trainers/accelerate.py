@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.foreign_request import filled_command, launched_command, placeholders_of
-from highwater.nouns.foreign_trainer import FROM_OUTSIDE, SHARED, ForeignTrainer, ForeignTraits
 from highwater.nouns.layout import Layout
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import FROM_OUTSIDE, SHARED, ForeignTrainer, ForeignTraits
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import (
     Dialect,
@@ -56,7 +56,7 @@ FILE = "accelerate.yaml"
 _FUSED_LOSS = ", where Liger fuses it: `use_liger_kernel=True` of transformers' TrainingArguments"
 _COMMAND = f"accelerate launch --config_file {FILE} train.py"
 SequenceSharing = Literal["none", "ring", "heads"]
-"""How accelerate shares a sequence: not at all, by FSDP2's ring, or by DeepSpeed's heads."""
+"""A sequence is shared not at all, by FSDP2's ring, or by DeepSpeed's heads."""
 
 
 def accelerate(
@@ -112,12 +112,12 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
 
 
 def reads_everything(shape: ModelShape | None) -> bool:
-    """Whether every layer reads all earlier tokens, as torch's ring does; None is taken to."""
+    """True if every layer reads all earlier tokens, as torch's ring does; None is taken to."""
     return shape is None or shape.reads_everything
 
 
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
-    """How a sequence is shared: round a ring where FSDP2 can, whatever was predicted."""
+    """Share a sequence round a ring where FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
     return "ring" if reads_everything(shape) else "heads"
@@ -134,7 +134,7 @@ def attention(sharing: SequenceSharing) -> str:
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:
-    """What replaces what was predicted where GPUs share sequences; nothing where they do not."""
+    """Replacements of what was predicted where GPUs share sequences; nothing where they do not."""
     strategy, layout = cell.settings.strategy, cell.layout
     if sharing == "heads":
         return (
@@ -181,7 +181,7 @@ def _of_the_script(
 
 
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
-    """How processes start, and share states and sequences."""
+    """Keys by which processes start, and share states and sequences."""
     layout = cell.layout
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -270,7 +270,7 @@ _ONE_MACHINE: Mapping[str, Any] = {
     "gpu_ids": "all",
     "use_cpu": False,
 }
-"""What every trial on GPUs says of its processes: those of its own GPUs, and no others."""
+"""Processes of every trial on GPUs: those of its own GPUs, and no others."""
 _OF_A_CLUSTER = (
     *("main_process_ip", "rdzv_backend", "same_network", "mpirun_config"),
     *("command_file", "commands", "tpu_name", "tpu_zone", "tpu_vm", "tpu_env"),
@@ -298,8 +298,8 @@ ENDS: Mapping[str, Any] = {
     "logging_nan_inf_filter": False,
     "auto_find_batch_size": False,
 }
-"""What every trial by transformers' trainer ends with: no other output, and no batch that shrinks
-where memory runs out."""
+"""Ends of every trial by transformers' trainer: no other output, no batch that shrinks where memory
+runs out."""
 
 
 class LauncherFile(NamedTuple):
@@ -465,7 +465,7 @@ def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
 
 
 def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Which of the user's fields but the number of processes say something else in the trial."""
+    """Name the user's fields, but the number of processes, that the trial says otherwise."""
     before, after = ({**each, **fsdp_keys(each)} for each in (base, values))
     changed = sorted(
         name
@@ -498,7 +498,7 @@ def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> LauncherFile:
 
 
 def _opens_model(foreign: ForeignTrainer) -> bool:
-    """Whether the command is told the model's directory."""
+    """True if the command is told the model's directory."""
     return "model" in placeholders_of(foreign.command)
 
 

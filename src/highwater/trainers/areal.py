@@ -11,7 +11,7 @@ Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.
 """
 
 from highwater.errors import UsageError
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
     Dialect,

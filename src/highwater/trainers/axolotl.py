@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from highwater.errors import UsageError
 from highwater.nouns.environment import allocator_environment
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
     CUT_CROSS_ENTROPY,
@@ -69,7 +69,7 @@ _LOSSES = {
     "error says how to install it",
 }
 _FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": True}
-"""What FSDP1 is told besides; it shards everything by default."""
+"""Keys for FSDP1 besides; it shards everything by default."""
 _MESH = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
 _RECOMPUTES = "gradient_checkpointing"
 _SHARDING = (
@@ -292,14 +292,14 @@ AXOLOTL = _Axolotl()
 
 
 def _is_second(cell: Cell) -> bool:
-    """Whether FSDP2 shards the states: copies and shared sequences are its alone."""
+    """True if FSDP2 shards the states: copies and shared sequences are its alone."""
     layout = cell.layout
     is_alone = layout.context_degree == layout.replicate_degree == 1
     return cell.settings.strategy == "fsdp2" or not is_alone
 
 
 def _packs(cell: Cell) -> bool:
-    """Whether sequences are packed: of several GPUs' one row alone may be."""
+    """True if sequences are packed: of several GPUs' one row alone may be."""
     settings = cell.settings
     return cell.layout.context_degree == 1 or settings.sequences_per_micro_batch == 1
 

@@ -25,9 +25,7 @@ from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import Layout
-from highwater.nouns.lora import ALL_LINEAR, Lora
-from highwater.nouns.objective import Objective
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import ALL_LINEAR, Lora, Objective, OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -39,9 +37,9 @@ WHOLE_SHARDS = (
     "moments of 8 bits that are updated in pieces: torchao updates a whole shard at once, which "
     "takes 8 bytes for each number of the largest"
 )
-"""What no trainer that has its moments of 8 bits from torchao can express."""
+"""A trainer that has its moments of 8 bits from torchao cannot express this."""
 DATASET = "REPLACE-WITH-YOUR-DATASET"
-"""What stands where a file has to name data, which are the user's."""
+"""Stands where a file has to name data, which are the user's."""
 
 
 class Emitted(Record, frozen=True, kw_only=True):
@@ -56,9 +54,9 @@ class Emitted(Record, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Variables to set before any process starts, Ray's included."""
     cannot: tuple[str, ...] = ()
-    """What the recommendation has and this trainer has no words for; the text says it too."""
+    """Parts of the recommendation that the trainer has no words for; the text says them too."""
     fits: bool | None = None
-    """Whether it fits, by a prediction of this very trainer's step. None: nobody predicted that
+    """True if it fits, by a prediction of this very trainer's step. None: nobody predicted that
     one. False: its logits alone are larger than a GPU."""
     logits_bytes: int | None = None
     """Bytes of a GPU that logits in float32 take, where the trainer's loss holds them whole."""
@@ -124,7 +122,7 @@ class Dialect(NamedTuple):
     def _heading(
         self, found: Recommendation, chosen: Candidate, logits_bytes: int | None
     ) -> list[str]:
-        """What the configuration is, who says that it fits and of whom; of a trainer that is not
+        """Say what the configuration is, and who says that it fits; of a trainer that is not
         predicted what the predicted one takes, and nothing of fitting.
         """
         rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
@@ -155,7 +153,7 @@ class Dialect(NamedTuple):
     def other_objective(
         self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
     ) -> str | None:
-        """That the trainer does not have this objective, and which it has; None where it has it.
+        """Say that the trainer lacks this objective, and which it has; None where it has it.
         ``is_written``: it may have others, which nobody wrote a configuration for yet.
         """
         if objective in known:
@@ -180,7 +178,7 @@ class Dialect(NamedTuple):
         )
 
     def shared_copies(self, layout: Layout) -> str | None:
-        """That sequences are shared between copies, as the trainer's mesh has none, or None."""
+        """Say that copies would share sequences, for which the mesh has no place; or None."""
         if layout.shard_degree % layout.context_degree == 0:
             return None
         return (
@@ -189,7 +187,7 @@ class Dialect(NamedTuple):
         )
 
     def engine_alone(self, settings: Settings) -> list[str]:
-        """What only highwater's own engine does."""
+        """Settings that only highwater's own engine has."""
         said: list[str] = []
         if settings.recompute == "all-but-attention":
             said.append(
@@ -211,7 +209,7 @@ class Dialect(NamedTuple):
         return int(lora.alpha)
 
     def one_dtype(self, field: str) -> str:
-        """That a frozen model has its adapters' dtype, in ``field``: a line of a comment."""
+        """Say that a frozen model has its adapters' dtype, in ``field``: a comment's line."""
         return (
             f"{self.name} has one dtype for adapters and the frozen model, {field}: float32, which "
             "counts 4 bytes for each of its parameters; bf16 would train adapters in bf16"
@@ -226,7 +224,7 @@ def yaml_text(values: Mapping[str, Value]) -> str:
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """What a rung sets before any process starts."""
+    """Variables that a rung sets before any process starts."""
     return allocator_environment("expandable") if settings.allocator == "expandable" else {}
 
 
@@ -280,7 +278,7 @@ def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
 
 
 def to_replace(*names: str, settings: Settings) -> str:
-    """What is the user's to fill in: a line of a comment. A step of one micro-batch stays so."""
+    """Name what the user fills in, as a comment's line. A step of one micro-batch stays so."""
     steps = ("gradient_accumulation_steps",) if settings.accumulates else ()
     return f"yours to replace: {', '.join((*names, *steps))}"
 
@@ -312,8 +310,8 @@ def refuse_several_machines(layout: Layout, device_name: str) -> None:
 def unpredicted(
     found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
 ) -> str:
-    """That nobody predicted a trainer, what the predicted step takes for comparison, and what the
-    trainer's logits take besides; where those alone are larger than a GPU, that it does not fit.
+    """Say that nobody predicted a trainer, what the predicted step takes for comparison, and what
+    the trainer's logits take besides; that it does not fit where those alone exceed a GPU.
     """
     what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
     room_bytes = found.device_bytes - found.reserved_bytes
@@ -411,13 +409,13 @@ _ELEMENT_BYTES = 2 + 4 + 4
 
 
 def is_fused(cell: Cell, shape: ModelShape | None, families: Collection[str] = LIGER) -> bool:
-    """Whether a chunked loss was asked for, of one of these families or an unknown model."""
+    """True if a chunked loss was asked for, of one of these families or an unknown model."""
     is_known = shape is None or shape.model_type in families
     return is_known and not cell.settings.holds_logits
 
 
 def unfused(cell: Cell, why: str) -> tuple[str, ...]:
-    """What a trainer cannot express of a chunked loss that was asked for, and why not."""
+    """Say that a chunked loss was asked for, and why the trainer does not have it."""
     return () if cell.settings.holds_logits else (f"--loss chunked {why}: its logits are whole",)
 
 

@@ -20,13 +20,12 @@ from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentOrder, missing_files
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import ForeignName
+from highwater.nouns.trainer import ForeignName, ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import refuse_unlaunched
 from highwater.trainers.emitted import (
@@ -57,7 +56,7 @@ from highwater.units import format_tokens
 
 
 class FineTuning(NamedTuple):
-    """What a trainer is to train."""
+    """A training that a trainer is told of."""
 
     cell: Cell
     length_tokens: int
@@ -74,11 +73,11 @@ DOCUMENTS = "documents.jsonl"
 _MORE_STEPS = 1
 """Steps of documents beyond those of a trial: a trainer that packs or shuffles may leave some."""
 COUNTED = "num_input_tokens_seen"
-"""What transformers' trainer counts where it is asked to: tokens of every batch, padding too."""
+"""A count of transformers' trainer, where it is asked to: tokens of every batch, padding too."""
 
 
 class TrialPlace(NamedTuple):
-    """Where the processes of a trial find and leave what."""
+    """Paths that the processes of a trial read and write."""
 
     model_directory: Path
     folder: Path
@@ -87,7 +86,7 @@ class TrialPlace(NamedTuple):
 
 
 class FinetunerTrial(NamedTuple):
-    """What a trial's processes are given."""
+    """A trial, as its processes are told of it."""
 
     spec: TrialSpec
     shape: ModelShape
@@ -95,7 +94,7 @@ class FinetunerTrial(NamedTuple):
     yarn: Yarn | None = None
     """The scaling of the positions that the length needs."""
     has_flash: bool = False
-    """Whether the trainer's Python has the package flash-attn."""
+    """True if the trainer's Python has the package flash-attn."""
 
     @property
     def cell(self) -> Cell:
@@ -104,7 +103,7 @@ class FinetunerTrial(NamedTuple):
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether it runs on the CPU, where nothing is sharded."""
+        """True on the CPU, where nothing is sharded."""
         return self.spec.device == "cpu"
 
     @property
@@ -116,7 +115,7 @@ class FinetunerTrial(NamedTuple):
 
     @property
     def has_named_recomputation(self) -> bool:
-        """Whether somebody named how to recompute, as far as that shows: it is not the default."""
+        """True if somebody named how to recompute, as far as that shows: it is not the default."""
         return self.spec.settings.recompute != Settings().recompute
 
 
@@ -137,21 +136,21 @@ class Finetuner(ABC):
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]
     program: ClassVar[str]
-    """What starts it, as pip installs it."""
+    """The command that starts it, as pip installs it."""
     package: ClassVar[str]
     """The package that has it."""
     subcommand: ClassVar[str]
     file: ClassVar[str]
     """The name of its configuration."""
     optimizers: ClassVar[Mapping[OptimizerName, str | None]]
-    """What it calls each optimizer that it has; None: that is its default."""
+    """Its word for each optimizer that it has; None: that is its default."""
     yarn: ClassVar[str | None] = None
     """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
     left_out: ClassVar[Collection[str]]
     """The user's fields about data, reports and checkpoints, of which a trial has its own or none;
     ``*`` stands for any end."""
     ends: ClassVar[Mapping[str, Any]]
-    """What every trial ends with: no evaluation, no checkpoint, each step in the log."""
+    """The last fields of every trial: no evaluation, no checkpoint, each step in the log."""
     refused: ClassVar[Mapping[str, str]]
     """Fields that a trial cannot take over, and what to do instead."""
     trains: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -161,7 +160,7 @@ class Finetuner(ABC):
     attention: ClassVar[str]
     """The field that names the attention."""
     without_flash: ClassVar[Mapping[str, Any]]
-    """What is emitted otherwise where flash-attn is not there; None: nothing."""
+    """Fields that are emitted otherwise where flash-attn is not there; None: left out."""
     multiple: ClassVar[int] = 1
     """Tokens of which it pads each batch to a multiple."""
     more_tokens: ClassVar[int] = 0
@@ -214,15 +213,15 @@ class Finetuner(ABC):
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
-        """Whether its loss never holds whole logits."""
+        """True if its loss never holds whole logits."""
 
     @abstractmethod
     def cannot(self, training: FineTuning) -> list[str]:
-        """What the settings have and it has no words for."""
+        """Say what the settings have and it has no words for."""
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
-        """What a reader has to know or do: lines of a comment."""
+        """Lines of a comment: things that a reader has to know or do."""
 
     @abstractmethod
     def values(self, training: FineTuning) -> dict[str, Value]:
@@ -276,7 +275,7 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
 
 
 def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
-    """Whether the trainer's own switch recomputes: the user's where it is there and nobody named
+    """True if the trainer's own switch recomputes: the user's where it is there and nobody named
     another. On GPUs FSDP recomputes where it does not; both at once are refused by transformers.
     """
     name = "gradient_checkpointing"
@@ -316,7 +315,7 @@ def _refuse_base(trainer: Finetuner, base: OwnFile) -> None:
 
 
 def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
-    """What is emitted for the trial's settings, without flash attention where it is not there."""
+    """Emit the trial's settings, without flash attention where it is not there."""
     training = FineTuning(
         launched.cell,
         launched.spec.length_tokens,
@@ -345,7 +344,7 @@ def _is_one(name: str, patterns: Iterable[str]) -> bool:
 def _notes(
     base: OwnFile, kept: Mapping[str, Any], config: Mapping[str, Any], left: Collection[str]
 ) -> tuple[str, ...]:
-    """Which of the user's fields say something else in the trial, or nothing."""
+    """Name the user's fields that say something else in the trial, or nothing."""
     changed = sorted(name for name, value in kept.items() if config.get(name) != value)
     said = [f"the trial's own in {base.source}: {', '.join(changed)}"] if changed else []
     if left:
@@ -357,7 +356,7 @@ def _notes(
 
 
 def trial_start(trainer: Finetuner) -> TrialStart:
-    """How trials of a trainer start."""
+    """The way that trials of a trainer start."""
     return TrialStart(partial(_prepare, trainer), partial(check_finetuner, trainer))
 
 
@@ -404,7 +403,7 @@ def _prepare(
 def check_finetuner(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
 ) -> tuple[str, ...]:
-    """What a reader should know of such trials, before the first one.
+    """Notes for readers of such trials, before the first one.
 
     Raises HighwaterError for what the trainer cannot be told, and where it is not here.
     """
@@ -424,7 +423,7 @@ def finetuner_base(trainer: Finetuner, foreign: ForeignTrainer) -> OwnFile:
 
 
 def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> FinetunerTrial:
-    """What a trial's processes are given, at its place."""
+    """The trial at its place, as its processes are told of it."""
     model = load_model(spec.model_directory)
     return FinetunerTrial(
         spec=spec,

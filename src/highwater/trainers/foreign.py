@@ -16,13 +16,14 @@ import yaml
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.corpus import DocumentOrder
 from highwater.nouns.foreign_request import base_config, filled_command
-from highwater.nouns.foreign_trainer import (
+from highwater.nouns.trainer import (
     FROM_OUTSIDE,
     SHARED,
+    ForeignName,
     ForeignTrainer,
     ForeignTraits,
+    TrainerParts,
 )
-from highwater.nouns.trainer import ForeignName, TrainerParts
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.emitted import comment
 
@@ -33,7 +34,7 @@ QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCommand:
-    """What is started for one trial."""
+    """The command of one trial."""
 
     words: tuple[str, ...]
     """The command; its first word is a program's path or name."""
@@ -45,11 +46,11 @@ class ForeignCommand:
 
 
 HasFlash = Callable[[str], bool]
-"""Whether the Python that starts a program has the package flash-attn."""
+"""Tells if the Python that starts a program has the package flash-attn."""
 
 
 class TrialHome(NamedTuple):
-    """What the preparation of a trial is given by whoever launches it."""
+    """Things that whoever launches a trial gives to its preparation."""
 
     folder: Path
     """The trial's own, and gone after it; empty but for ``output``."""
@@ -60,7 +61,7 @@ class TrialHome(NamedTuple):
 
 
 class TrialStart(NamedTuple):
-    """How trials of one trainer start."""
+    """The way that trials of one trainer start."""
 
     prepare: Callable[[TrialSpec, ForeignTrainer, TrialHome], ForeignCommand]
     """Makes the command of a trial. Raises HighwaterError for what the trainer cannot be told."""
@@ -68,11 +69,11 @@ class TrialStart(NamedTuple):
     """Says before anything starts what a reader should know of such trials. Raises HighwaterError
     for what the trainer cannot be told, and where it is not here."""
     opens_model: Callable[[ForeignTrainer], bool] = lambda _: True
-    """Whether its trials read the model's files."""
+    """Tells if its trials read the model's files."""
 
 
 TRIALS: Mapping[ForeignName, TrialStart] = TrainerParts(ForeignName, "TRIAL")
-"""How trials of each foreign trainer start."""
+"""The way that trials of each foreign trainer start."""
 
 
 def path_of(program: str) -> str:
@@ -87,7 +88,7 @@ class OwnFile(NamedTuple):
     config: Mapping[str, Any] = MappingProxyType({})
     """Its fields; empty: there is none."""
     source: str = "the configuration"
-    """What it is called, for readers."""
+    """Its name, for readers."""
     launcher: Mapping[str, Any] = MappingProxyType({})
     """Fields of accelerate's file, which it names."""
 

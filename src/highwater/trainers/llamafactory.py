@@ -12,11 +12,11 @@ Source of the names: ``hparams`` of llamafactory 0.9.5; of what they do: ``model
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, ForeignTraits
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS, launched_values
 from highwater.trainers.accelerate import FILE as LAUNCHER
 from highwater.trainers.emitted import (

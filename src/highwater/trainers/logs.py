@@ -45,9 +45,9 @@ _PREFIX = re.compile(
 """A process's name or a time at the start of a line. A host's name has a digit; any other is known
 by the traceback before which it stands."""
 TRACEBACK = "Traceback (most recent call last):"
-"""What Python writes before the frames of an exception."""
+"""Python writes it before the frames of an exception."""
 _SOURCE = re.compile(r"\s{2,}[\w/.-]+\.py:\d+$")
-"""Where a line was logged, which rich writes at the right edge."""
+"""The place where a line was logged, which rich writes at the right edge."""
 
 _NAME = re.compile(
     rf"(?!\S*(?:step|epoch|iter|loss|{OF_ANOTHER_TIME}))[\w.-]{{1,64}}(?: ?[:>|]| -) ",
@@ -70,7 +70,7 @@ class LogLine(NamedTuple):
     """Whose it is, as the launcher names them; empty where nobody says."""
     text: str
     is_uncaught: bool = False
-    """Whether torch.distributed's hook wrote it: it is of an exception that ended its rank."""
+    """True if torch.distributed's hook wrote it: it is of an exception that ended its rank."""
 
 
 def log_lines(text: str) -> list[LogLine]:
@@ -105,7 +105,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """What stands before a traceback's first line and one after it, whatever the numbers in it, and
+    """Find what stands before a traceback's first line and one after it, whatever its numbers, and
     before every line of a log that has a few, the states of a bar aside.
     """
     found: dict[str, None] = {}
@@ -188,26 +188,26 @@ _FIELD = re.compile(r"[\w/.-]{1,60}['\"]?[:=] {0,9}['\"]?[-+]?(?:\d[\d.e+-]*|nan
 _LOGGER = re.compile(
     r"^(?:.*\b(?:INFO|DEBUG|NOTICE)\b[\W_]*(?:[\w.:<>]{1,80}\s*(?:[:|\])>]| -)\s*)?|.*\d%\|.*\])"
 )
-"""What a logger or a bar wrote before the rest of a line."""
+"""Words of a logger or a bar before the rest of a line."""
 _BEFORE_A_STEP = re.compile(
     rf"(?:{_TRAINING}|trainer|rank|gpu|worker|node|loss|lr|step|iter(?:ation)?|\w{{1,40}}\.py"
     r"|\b[IW]\d{4}\b|(?<=\d)m?s\b|[\W\d_])*",
     re.IGNORECASE,
 )
-"""What else may stand before a step of training, figures aside. ``Preparation step``, ``Config:
-step`` and ``trainer_state: {`` are none."""
+"""Other words that may stand before a step of training, figures aside. ``Preparation step``,
+``Config: step`` and ``trainer_state: {`` are none."""
 _DOUBTED = re.compile(rf"{OF_ANOTHER_TIME}(?!['\"\s\w()/-]{{0,24}}[:=]\s{{0,12}}['\"]?[-+\d.])")
-"""What makes of a step's line one about another time, if it is not the name of a figure."""
+"""Makes of a step's line one about another time, if it is not the name of a figure."""
 _NOT_NOW = re.compile(
     r"\bdry[ -]run\b(?!\W{1,4}(?:false|no|off|0)\b)|\breplay(?:ing|ed)\b"
     r"|\b(?:log|output|history) of (?:\w+ ){0,2}(?:last|previous|earlier|old)\b",
     re.IGNORECASE,
 )
-"""What makes every line after it one about another time."""
+"""Makes every line after it one about another time."""
 _LABELS = 4
 """Labels of a line that are looked at: it may count epochs and iterations beside its steps."""
 _ELSEWHERE = re.compile(r"\b(?:eval|valid|val\b|test|infer|predict|warm-?up|calibr|sanity)", re.I)
-"""What has steps and losses too, and is no training."""
+"""Others that have steps and losses, and are no training."""
 _LOSS = re.compile(
     r"(?<!eval[_ ])(?<!val[_ ])(?<!test[_ ])(?<!validation[_ ])loss(?: train)?['\"]?\s{0,4}[:=]?"
     r"\s{0,12}['\"]?(?P<loss>[-+]?(?:nan|inf(?:inity)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?))\b",
@@ -218,12 +218,12 @@ _BEGINS = re.compile(
     r"|\btraining (?:has )?(?:start|begin|began|begun)",
     re.IGNORECASE,
 )
-"""How trainers say that the first step is about to begin."""
+"""Words by which trainers say that the first step is about to begin."""
 _RESUMED = re.compile(r"\bresum(?:ing|ed)\b", re.IGNORECASE)
 
 
 class StepsShown(NamedTuple):
-    """What a log shows of the steps."""
+    """The steps, as far as a log shows them."""
 
     steps: int = 0
     """Steps that are done, at least."""
@@ -234,15 +234,15 @@ class StepsShown(NamedTuple):
     begins_at: int | None = None
     """Index of the line before those that says that training begins; None where none does."""
     is_over: bool = False
-    """Whether the trainer said that its training is over, or the user's pattern that it is."""
+    """True if the trainer said that its training is over, or the user's pattern that it is."""
     has_each: bool = False
-    """Whether every step was shown, in order, with a loss of its own."""
+    """True if every step was shown, in order, with a loss of its own."""
     loss: float | None = None
     """The last loss of training that the log has; None: it has none."""
 
     @property
     def is_shown(self) -> bool:
-        """Whether any line shows a step, or the training's end."""
+        """True if any line shows a step, or the training's end."""
         return self.at is not None
 
 
@@ -257,7 +257,7 @@ class _Mark(NamedTuple):
 
 
 def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = None) -> StepsShown:
-    """What the lines show of ``steps`` steps, by a pattern or by the usual signs."""
+    """Read ``steps`` steps off the lines, by a pattern or by the usual signs."""
     usual = list(_usual(lines, steps))
     marks = list(_matched(lines, pattern, steps)) if pattern else usual
     done = [mark for mark in marks if mark.steps]
@@ -281,7 +281,7 @@ def progress_of(lines: Sequence[LogLine], *, steps: int, pattern: str | None = N
 
 
 def _has_each(lines: Sequence[LogLine], marks: Sequence[_Mark], steps: int, begins_at: int) -> bool:
-    """Whether one series of marks goes through all the steps, with a loss after each, or before."""
+    """True if one series of marks goes through all the steps, with a loss after each, or before."""
     series: defaultdict[tuple[str, str], list[_Mark]] = defaultdict(list)
     for mark in marks:
         series[mark.series].append(mark)
@@ -342,7 +342,7 @@ def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
 
 
 def _is_elsewhere(text: str, at: int) -> bool:
-    """Whether what a line says from here on is said of another time, or is no training's."""
+    """True if a line speaks from here on of another time, or of no training."""
     before = _LOGGER.sub("", _FIELD.sub("", text[:at]))
     return bool(
         _BEFORE_A_STEP.fullmatch(before) is None

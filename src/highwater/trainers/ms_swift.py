@@ -16,10 +16,10 @@ from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, ForeignTraits
 from highwater.nouns.layout import Layout
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS, mapping_in
 from highwater.trainers.emitted import (
     DATASET,
@@ -291,7 +291,7 @@ def _sharding(settings: Settings) -> dict[str, object]:
 
 
 def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
-    """How ms-swift gets to know what the model is, where its name may not say it."""
+    """Say how ms-swift learns what the model is, where its name may not tell."""
     name = launched.spec.model_name
     if "model_type" in base.config or catalog_model(name) is not None or is_hub_id(name):
         return ()

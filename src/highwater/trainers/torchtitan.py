@@ -17,7 +17,7 @@ from highwater.errors import UsageError
 from highwater.model.footprint import policy_parameters
 from highwater.model.model import load_model
 from highwater.model.model_place import is_hub_id
-from highwater.nouns.lora import ATTENTION, MLP, Lora
+from highwater.nouns.objective import ATTENTION, MLP, Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
     Dialect,
@@ -193,7 +193,7 @@ def _cannot(found: Recommendation, chosen: Candidate, *, is_own: bool) -> tuple[
 
 
 def _of_adapters(found: Recommendation, chosen: Candidate, lora: Lora) -> list[str]:
-    """How its LoRA differs from what is predicted."""
+    """Differences of its LoRA from what is predicted."""
     where = "host memory" if chosen.cell.settings.offloads_model else "each GPU"
     more = format_bytes(_wider_bytes(found, chosen))
     said = [

@@ -17,7 +17,7 @@ import shlex
 
 from highwater.errors import UsageError
 from highwater.nouns.environment import ENV_IN_WORDS
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
 from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from highwater.errors import HighwaterError
 from highwater.nouns.codec import Record
-from highwater.nouns.profiling import Profiling
+from highwater.nouns.environment import Profiling
 from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RecordedTrial, Study

@@ -18,13 +18,15 @@ import msgspec
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.files import read_file
+from highwater.nouns.codec import from_json, read_file, to_json
+from highwater.nouns.environment import Profiling, SnapshotOrder
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.profiling import Profiling, SnapshotOrder
-from highwater.nouns.protocols import REFUSED_FILE, TOLD_S, Launch, OnPhase
 from highwater.nouns.training import TrainingSpec
 from highwater.nouns.trial import (
+    REFUSED_FILE,
+    TOLD_S,
+    Launch,
+    OnPhase,
     Outcome,
     RankReport,
     StatisticsFiles,

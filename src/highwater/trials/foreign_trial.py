@@ -30,15 +30,16 @@ import psutil
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
+from highwater.nouns.codec import open_regular
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
-from highwater.nouns.files import open_regular
 from highwater.nouns.foreign_request import command_of
-from highwater.nouns.foreign_trainer import foreign_name
-from highwater.nouns.protocols import Launch, OnPhase
 from highwater.nouns.request import Request
+from highwater.nouns.trainer import foreign_name
 from highwater.nouns.trial import (
+    Launch,
     MemoryBudget,
+    OnPhase,
     Outcome,
     RankMemory,
     RankReport,

@@ -18,8 +18,7 @@ from highwater.nouns.corpus import (
     missing_files,
     prepared_name,
 )
-from highwater.nouns.protocols import OnPhase, unheard
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import OnPhase, TrialSpec, unheard
 from highwater.trials.job import Job
 from highwater.trials.trial_process import (
     ON_THE_CPU,

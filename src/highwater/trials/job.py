@@ -1,6 +1,6 @@
 """A job: a process of the data plane, or ranks of it, under a reaper that this process holds.
 
-An order goes in as JSON, a report comes back as JSON (``nouns/protocols.py``), both in a folder
+An order goes in as JSON, a report comes back as JSON (``nouns/trial.py``), both in a folder
 that is the job's alone. The process is fresh, and nothing of it is left running; what it writes
 goes to a log, so that one that leaves no report is told by its last words, or by the signal that
 ended it. Trials, trainings and benchmarks are started, awaited and ended here too; what they
@@ -18,9 +18,8 @@ from threading import Event
 from typing import IO, Generic, TypeVar
 
 from highwater.errors import MachineError
-from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.files import read_file
-from highwater.nouns.protocols import (
+from highwater.nouns.codec import Record, from_json, read_file, to_json
+from highwater.nouns.trial import (
     PHASE_FILE,
     REFUSED_FILE,
     TOLD_S,

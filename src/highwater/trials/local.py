@@ -15,8 +15,16 @@ from highwater.errors import MachineError
 from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
-from highwater.nouns.protocols import Launch, Launcher, OnPhase, TrialEndedError, unheard
-from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
+from highwater.nouns.trial import (
+    Launch,
+    Launcher,
+    OnPhase,
+    Outcome,
+    TrialEndedError,
+    TrialResult,
+    TrialSpec,
+    unheard,
+)
 from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 

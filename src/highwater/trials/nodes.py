@@ -23,10 +23,9 @@ import msgspec
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.model.model import load_model
-from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.protocols import REFUSED_FILE, Refused, leave
+from highwater.nouns.codec import Record, from_json, to_json, write_whole
 from highwater.nouns.request import Request
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import REFUSED_FILE, Refused, TrialSpec
 from highwater.trials.probe import probe
 from highwater.trials.ranks import RankShare
 from highwater.trials.reaper import module, under_reaper
@@ -207,7 +206,7 @@ def main() -> NoReturn:
             problem=f"{socket.gethostname()}: {error.problem}", hint=error.hint, is_machine=True
         )
         with suppress(FileNotFoundError):  # another machine's word took its place
-            leave(folder / REFUSED_FILE, msgspec.json.encode(refused))
+            write_whole(folder / REFUSED_FILE, msgspec.json.encode(refused))
         sys.exit(f"error: {refused.problem}")
     os.execve(command[0], command, environment)  # noqa: S606 -- words, and no shell
 

@@ -95,12 +95,6 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
     return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
 
 
-def host_meant(gpus: str | int | None, gpu_memory: str | int | None) -> int | None:
-    """Bytes of this machine's memory, where its own GPUs are meant; else None."""
-    is_here = gpu_memory is None and (gpus is None or names_no_kind(str(gpus)))
-    return probe().host_memory_total_bytes if is_here else None
-
-
 def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The GPUs that somebody else uses.
 

@@ -21,9 +21,8 @@ from typing import IO
 
 import msgspec
 
-from highwater.nouns.codec import Record, from_json, to_json
+from highwater.nouns.codec import Record, from_json, to_json, write_whole
 from highwater.nouns.environment import STORE_VARIABLE
-from highwater.nouns.protocols import leave
 
 _AT_A_PORT = "port"
 """Word of ranks that meet where their environment says, and through no file."""
@@ -199,7 +198,7 @@ class Ranks:
             for pid, status in statuses
         )
         left = RanksLeft(exits=exits, kernel_kills=kernel_kills() - self._kills_before)
-        leave(self._folder / _EXITS, to_json(left).encode())
+        write_whole(self._folder / _EXITS, to_json(left).encode())
 
 
 def read_left(folder: Path) -> RanksLeft:

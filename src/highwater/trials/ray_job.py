@@ -26,21 +26,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from highwater.errors import HighwaterError, MachineError
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, open_regular, read_file
 from highwater.nouns.environment import allocator_environment
-from highwater.nouns.files import open_regular, read_file
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu
-from highwater.nouns.protocols import (
+from highwater.nouns.request import Request
+from highwater.nouns.trial import (
     Launch,
     Launcher,
+    Outcome,
     Refused,
     TrialEndedError,
+    TrialResult,
     refused,
     serve,
     tell_phase,
 )
-from highwater.nouns.request import Request
-from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trials.inputs import ModelFiles
 from highwater.trials.probe import (
     OLDEST,

@@ -23,10 +23,9 @@ from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.foreign_request import program_of
 from highwater.nouns.hardware import Machine, kind_name
-from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import OURS
-from highwater.nouns.trial import Device, TrialResult, TrialSpec
+from highwater.nouns.trial import Device, Launch, OnPhase, TrialResult, TrialSpec, unheard
 from highwater.trials import ray_job
 from highwater.trials.inputs import model_files
 from highwater.trials.job import Job

@@ -14,15 +14,14 @@ from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
+from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import LAUNCHED_EXAMPLE as EXAMPLE
 from highwater.nouns.foreign_request import launched_command, program_of, split_words
-from highwater.nouns.foreign_trainer import FOREIGN, foreign_name
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu, used_gpus
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S
-from highwater.nouns.profiling import refuse_profiling
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
-from highwater.nouns.trainer import OURS
+from highwater.nouns.trainer import FOREIGN, OURS, foreign_name
 from highwater.nouns.trial import Device
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (

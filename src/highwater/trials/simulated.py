@@ -18,15 +18,17 @@ from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.protocols import Launch, OnPhase, unheard
 from highwater.nouns.trial import (
     Failure,
+    Launch,
     MemoryBudget,
+    OnPhase,
     Outcome,
     RankMemory,
     RankReport,
     TrialResult,
     TrialSpec,
+    unheard,
 )
 from highwater.units import format_bytes, format_seconds
 

@@ -8,7 +8,6 @@ string is not among them.
 
 import ast
 import gzip
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,14 +34,12 @@ from highwater.memory.trace.replay import (
     coded,
     replay_trace,
 )
-from highwater.nouns.codec import digest, from_json
+from highwater.nouns.codec import INDEX_BYTES, digest, from_json, read_file, write_whole
 from highwater.nouns.events import EventLog, TraceOrder
-from highwater.nouns.files import INDEX_BYTES, read_file
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.protocols import TrialEndedError
 from highwater.nouns.study import Question
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import TrialEndedError, TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.probe import (
     INSTALL_HINT,
@@ -233,7 +230,8 @@ class CachedTracer:
                 self._on_trace(spec)
             text = self._trace(order)
             with suppress(OSError):  # what cannot be kept is made again
-                _write(path, text)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, gzip.compress(text, compresslevel=1))
             return from_json(text, EventLog)
 
     def unmade(self, specs: Iterable[TrialSpec]) -> set[Path]:
@@ -313,20 +311,6 @@ def _read(path: Path) -> EventLog | None:
         return from_json(gzip.decompress(read_file(path, most_bytes=INDEX_BYTES)), EventLog)
     except (OSError, EOFError, zlib.error, msgspec.MsgspecError):
         return None
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Write a file whole or not at all, whoever else writes the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as file:
-        partial = Path(file.name)
-        try:
-            file.write(gzip.compress(text, compresslevel=1))
-            file.flush()
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
 
 
 _ONLY_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")

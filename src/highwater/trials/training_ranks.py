@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import read_file, refuse_irregular
-from highwater.nouns.protocols import PHASE_FILE
+from highwater.nouns.codec import from_json, read_file, refuse_irregular
 from highwater.nouns.training import TrainingProgress, TrainingSpec
-from highwater.nouns.trial import Outcome, RankReport
-from highwater.store.training_folder import TrainingFolder
+from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
+from highwater.store.directory import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
 from highwater.trials.engine_trial import (
     REPORTS,

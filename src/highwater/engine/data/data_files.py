@@ -21,8 +21,7 @@ import msgspec
 
 from highwater.engine.data.record_fields import DataRecord
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.codec import from_json
-from highwater.nouns.files import open_regular
+from highwater.nouns.codec import from_json, open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
 """JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that

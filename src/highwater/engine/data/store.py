@@ -25,9 +25,18 @@ from numpy.typing import NDArray
 from highwater.engine.data.batches import UNTRAINED, Document
 from highwater.engine.data.rendering import TokenDocument, Unit
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import Record, digest, from_json, to_json
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    Record,
+    digest,
+    from_json,
+    make_durable,
+    open_regular,
+    read_file,
+    to_json,
+    write_whole,
+)
 from highwater.nouns.corpus import Corpus
-from highwater.nouns.files import INDEX_BYTES, open_regular, read_file
 
 _SUMMARY = "corpus.json"
 _NAMES = "names.json"
@@ -116,8 +125,9 @@ class CorpusWriter:
                 (self._directory / "logprobs.bin").unlink()
             if not self._is_ordered:
                 _sort_by_unit(self._directory, self._types)
-            write_durably(self._directory / _NAMES, to_json(list(names)))
-            write_durably(self._directory / _SUMMARY, to_json(summary, indent=2))
+            write_whole(self._directory / _NAMES, to_json(list(names)).encode(), durably=True)
+            text = to_json(summary, indent=2)
+            write_whole(self._directory / _SUMMARY, text.encode(), durably=True)
             files = {path.name: record_of(path) for path in self._directory.iterdir()}
             write_manifest(self._directory, files)
         self._is_finished = True
@@ -301,7 +311,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileRecord]) -> None:
     """Write the manifest, onto the disk, and the folders' names of their files."""
     ordered = dict(sorted(files.items()))
     manifest = Manifest(files=ordered, files_digest=digest(ordered))
-    write_durably(directory / MANIFEST_FILE, to_json(manifest, indent=2))
+    write_whole(directory / MANIFEST_FILE, to_json(manifest, indent=2).encode(), durably=True)
     for folder in {directory, *(directory / name for name in map(os.path.dirname, files))}:
         make_durable(folder)
 
@@ -338,26 +348,6 @@ def damage(path: Path, why: str) -> UsageError:
     return UsageError(
         f"{path} is damaged: {why}", hint="go on from another checkpoint: `--resume-from`"
     )
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file onto the disk, under a name of its own until it is there."""
-    unnamed = path.with_name(f"{path.name}.tmp")
-    with unnamed.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unnamed.replace(path)
-    make_durable(path.parent)
-
-
-def make_durable(folder: Path) -> None:
-    """Sync the names in a folder to the disk; a file's own fsync leaves its name out."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _why(error: Exception) -> str:

@@ -34,11 +34,10 @@ from highwater.engine.data.rollouts import RewardFunction, preferences, rollouts
 from highwater.engine.data.store import CorpusWriter, disk_errors, open_corpus
 from highwater.engine.data.text_tokens import BYTE_VOCABULARY, Bytes, TextTokens, Tokenizer
 from highwater.errors import UsageError
-from highwater.nouns.codec import digest
+from highwater.nouns.codec import CONFIG_BYTES, digest, read_file
 from highwater.nouns.corpus import Corpus, CorpusOrder
-from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.protocols import TOLD_S, OnPhase, serve, tell_phase
+from highwater.nouns.trial import TOLD_S, OnPhase, serve, tell_phase
 from highwater.units import counted
 
 

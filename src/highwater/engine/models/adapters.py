@@ -22,7 +22,7 @@ from highwater.engine.models.random_weights import draw
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.errors import MachineError, ModelError
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 NAME = "default"
 """Name that peft gives to a model's only adapter."""

@@ -34,7 +34,7 @@ from highwater.engine.parallel.fsdp2 import shard
 from highwater.errors import ModelError
 from highwater.model.families import PLAIN, logit_transform_of
 from highwater.model.weight_files import unties
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 from highwater.nouns.settings import Loss, Recompute, Rope, Strategy
 
 

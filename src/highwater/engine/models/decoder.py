@@ -19,7 +19,7 @@ from highwater.engine.models.rope import follow_documents
 from highwater.engine.models.router import follow_routers
 from highwater.errors import ModelError
 from highwater.model.families import LogitTransform
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 from highwater.nouns.settings import Loss
 from highwater.nouns.trial import Weights
 

@@ -28,8 +28,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from highwater.engine.models.fill import fill_buffers
 from highwater.engine.models.random_weights import fill_random
 from highwater.errors import ModelError
+from highwater.nouns.codec import CONFIG_BYTES, read_file
 from highwater.nouns.corpus import MissingFiles, missing_files, prepared_name
-from highwater.nouns.files import CONFIG_BYTES, read_file
 from highwater.units import GIB
 
 FILE_BYTES = 4 * GIB

@@ -42,7 +42,7 @@ from highwater.model.weight_files import (
     refuse_quantised_tensor,
     weight_files,
 )
-from highwater.nouns.lora import BASE_PREFIX
+from highwater.nouns.objective import BASE_PREFIX
 
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _BELONG_TOGETHER = "use weights that belong to the config beside them"

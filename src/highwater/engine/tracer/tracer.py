@@ -43,6 +43,7 @@ from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch
 from highwater.engine.training.step import train_step
+from highwater.nouns.codec import write_whole
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.trainer import TrainerName
@@ -62,10 +63,7 @@ def main() -> None:
     exit_code = 1
     try:
         order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=TraceOrder)
-        target = Path(sys.argv[2])
-        unfinished = target.with_suffix(".partial")
-        unfinished.write_bytes(msgspec.json.encode(trace(order)))
-        unfinished.replace(target)
+        write_whole(Path(sys.argv[2]), msgspec.json.encode(trace(order)))
         exit_code = 0
     # a process edge: the process must end by the last line
     except Exception:  # noqa: BLE001

@@ -40,7 +40,7 @@ from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.engine.parallel.mesh import all_ranks, every_ranks
 from highwater.engine.training.shard_reader import FlatRange, ShardReader, write_index
 from highwater.errors import UsageError
-from highwater.nouns.lora import Lora
+from highwater.nouns.objective import Lora
 
 
 def save_sharded(

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from highwater.engine.data.store import make_durable
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype
 from highwater.engine.training.run_checkpoints import PARTIAL, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
-from highwater.nouns.files import CONFIG_BYTES, read_file
+from highwater.nouns.codec import CONFIG_BYTES, make_durable, read_file
 from highwater.units import format_bytes
 
 TEMPLATES = "additional_chat_templates"

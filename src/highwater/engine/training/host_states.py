@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.nouns.optimizer import STREAMED, STREAMED_BUFFERS
+from highwater.nouns.objective import STREAMED, STREAMED_BUFFERS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names in ``torch.optim.AdamW`` of the running means of gradients and of their squares."""

@@ -29,7 +29,7 @@ from torchao.optim.quant_utils import (
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.nouns.optimizer import LEAST_QUANTIZED, PIECE, QUANTIZED_BLOCK, OptimizerTraits
+from highwater.nouns.objective import LEAST_QUANTIZED, PIECE, QUANTIZED_BLOCK, OptimizerTraits
 
 MEAN, SQUARES = "exp_avg", "exp_avg_sq"
 """Names in ``torch.optim.AdamW`` of the running means of gradients and of their squares."""

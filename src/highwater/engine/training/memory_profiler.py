@@ -26,7 +26,7 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from highwater.errors import MachineError
-from highwater.nouns.profiling import SnapshotOrder, coordinates, snapshot_name
+from highwater.nouns.environment import SnapshotOrder, coordinates, snapshot_name
 from highwater.nouns.trial import TrialSpec
 
 _MEMORY = cast(Any, torch.cuda.memory)

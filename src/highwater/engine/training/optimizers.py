@@ -12,7 +12,7 @@ from highwater.engine.models.weights import name_in_files
 from highwater.engine.training.host_states import HostStateAdamW
 from highwater.errors import MachineError
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.optimizer import OPTIMIZERS, OptimizerName
+from highwater.nouns.objective import OPTIMIZERS, OptimizerName
 from highwater.nouns.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -24,10 +24,8 @@ from highwater.engine.data.store import (
     FileRecord,
     check_files,
     damage,
-    make_durable,
     read_manifest,
     record_of,
-    write_durably,
     write_manifest,
 )
 from highwater.engine.parallel.mesh import copies
@@ -37,8 +35,14 @@ from highwater.engine.training.rank_context import agreed, gathered
 from highwater.engine.training.shard_reader import INDEX_FILE
 from highwater.engine.training.step import Training
 from highwater.errors import HighwaterError, MachineError, UsageError
-from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, read_file
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    from_json,
+    make_durable,
+    read_file,
+    to_json,
+    write_whole,
+)
 from highwater.nouns.training import (
     CHECKPOINTS,
     STATE_FILE,
@@ -178,7 +182,7 @@ class RunCheckpoints:
             if failure is not None:
                 raise failure
             if rank == 0:
-                write_durably(partial / STATE_FILE, to_json(state))
+                write_whole(partial / STATE_FILE, to_json(state).encode(), durably=True)
             own = {str(path.relative_to(partial)): record_of(path) for path in _own(partial, rank)}
         every = gathered(own, mesh, kind=dict[str, FileRecord])
         with agreed(mesh), self._in_words(partial, needed):
@@ -291,7 +295,8 @@ class RunCheckpoints:
         ]
         if evaluated:
             best = min(evaluated, key=lambda each: (each.loss, each.step))
-            write_durably(self.folder / BEST_FILE, to_json(best, indent=2) + "\n")
+            text = to_json(best, indent=2) + "\n"
+            write_whole(self.folder / BEST_FILE, text.encode(), durably=True)
         else:
             (self.folder / BEST_FILE).unlink(missing_ok=True)
 

@@ -7,7 +7,6 @@ pickle, which is written for torch's tools and never read here.
 """
 
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
@@ -23,9 +22,16 @@ from torch.distributed.checkpoint.utils import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.errors import HighwaterError, UsageError
-from highwater.nouns.codec import Record, from_json, to_json
-from highwater.nouns.files import INDEX_BYTES, open_regular, read_file
-from highwater.nouns.optimizer import QUANTIZED_BLOCK
+from highwater.nouns.codec import (
+    INDEX_BYTES,
+    Record,
+    from_json,
+    open_regular,
+    read_file,
+    to_json,
+    write_whole,
+)
+from highwater.nouns.objective import QUANTIZED_BLOCK
 
 INDEX_FILE = "index.json"
 
@@ -71,10 +77,7 @@ def write_index(
             if isinstance(entry, TensorStorageMetadata)
         }
     )
-    with (directory / INDEX_FILE).open("w", encoding="utf-8") as file:
-        file.write(to_json(index))
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(directory / INDEX_FILE, to_json(index).encode(), durably=True)
 
 
 def read_index(directory: Path) -> ShardIndex:

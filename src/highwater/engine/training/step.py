@@ -30,7 +30,7 @@ from highwater.engine.training.step_record import StepRecord
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
-from highwater.nouns.protocols import OnPhase, unheard
+from highwater.nouns.trial import OnPhase, unheard
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""

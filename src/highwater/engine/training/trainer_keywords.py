@@ -24,12 +24,11 @@ from highwater.model.families import family_row
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.corpus import PreparationOrder, Prepared
+from highwater.nouns.environment import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
 from highwater.nouns.hardware import Gpu, Machine
 from highwater.nouns.plan import plan_trial
-from highwater.nouns.profiling import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
-from highwater.nouns.protocols import serve
 from highwater.nouns.request import DECLARED, TOPICS, Request, request_from
-from highwater.nouns.trial import Device, TrialSpec
+from highwater.nouns.trial import Device, TrialSpec, serve
 from highwater.units import format_tokens
 
 _RUNG = ("memory", "token_budget", "device", "logit_range", SETTING, "log_dir")

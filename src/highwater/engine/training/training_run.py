@@ -20,8 +20,7 @@ from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training
 from highwater.engine.training.training_rows import OwnRow, TrainingRows
 from highwater.errors import UsageError
-from highwater.nouns.codec import to_json
-from highwater.nouns.files import open_regular
+from highwater.nouns.codec import open_regular, to_json, write_whole
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.training import RunState, TrainingProgress, TrainingSpec, run_digest
 
@@ -243,9 +242,7 @@ def keep_lines_up_to(path: Path, *, step: int) -> None:
     except FileNotFoundError:
         return
     kept = [line for line in lines if _step_of(line) <= step]
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_bytes(b"".join(kept))
-    beside.replace(path)
+    write_whole(path, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:

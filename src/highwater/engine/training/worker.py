@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from highwater.errors import HighwaterError
+from highwater.nouns.codec import write_whole
 from highwater.nouns.oom import exhausted_memory
-from highwater.nouns.protocols import leave, tell_phase
 from highwater.nouns.secrets import LOGGED, kept
-from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec
+from highwater.nouns.trial import Failure, FailureKind, RankReport, TrialSpec, tell_phase
 from highwater.units import MIB
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _last_report(run: "RankRun | None") -> RankReport:
 
 
 def _write(reports: Path, report: RankReport) -> None:
-    leave(reports / f"rank-{report.rank:03d}.json", msgspec.json.encode(report))
+    write_whole(reports / f"rank-{report.rank:03d}.json", msgspec.json.encode(report))
 
 
 if __name__ == "__main__":

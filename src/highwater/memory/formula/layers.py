@@ -23,7 +23,7 @@ from highwater.memory.formula.moments import (
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
-from highwater.nouns.lora import adapter_parameters_of_layer
+from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
 

@@ -21,8 +21,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import EventLog
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import Objective, OptimizerName
 from highwater.nouns.settings import (
     Allocator,
     AttentionMethod,

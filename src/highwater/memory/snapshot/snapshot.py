@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from highwater.errors import SnapshotError
 from highwater.memory.snapshot.plain_pickle import PlainPickleError, read_plain_pickle
-from highwater.nouns.files import read_file
+from highwater.nouns.codec import read_file
 from highwater.units import MIB
 
 MOST_SNAPSHOT_BYTES = 512 * MIB

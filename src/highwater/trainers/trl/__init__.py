@@ -1,15 +1,162 @@
 """TRL, which accelerate launches: a configuration (words.py), trials (trial.py), and the memory of
-a step (law.py).
+a step: our formula without what TRL has not, and with what it has besides; and the edges that
+its trials found.
+
+- An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
+- The gradients of the head and of the hidden states are summed in float32, then rounded. The head
+  itself is what FSDP gathered, in bfloat16: accelerate shards it with the last norm
+  (``fsdp2_prepare_model``), so that it is there when the loss reads it.
+- GRPO generates by the policy itself: keys and values of all completions of a GPU, beside what the
+  longest prompt takes on its way through one layer. Gradients are not there yet.
+- There is no reference: GRPO has none by default (``beta`` of 0), and DPO's log-probabilities are
+  computed before the training.
+- The command that launches the training keeps a context on the first GPU.
+
+Sources: ``ChunkedLogProbFunction`` in trl/kernels/chunked_logprob.py, ``add_fused_lm_head`` in
+trl/trainer/utils.py and ``_generate`` in trl/trainer/grpo_trainer.py of trl 1.16.0;
+accelerate/utils/fsdp_utils.py of accelerate 1.15.0; modeling_qwen3.py of transformers 5.23.0.
+
+In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an MLP
 """
 
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    LOSS,
+    WORKSPACES,
+    Footprint,
+    Phase,
+    Term,
+    phase,
+    present,
+)
+from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.layers import NUMBER_BYTES, Step
+from highwater.memory.interval.calibration import edge_residuals
+from highwater.memory.interval.residuals import Residual, unfit
 from highwater.memory.trainers import TrainerMemory
-from highwater.nouns.foreign_trainer import OF_FINETUNERS, SHARED, ForeignTraits
-from highwater.nouns.trainer import TrainerTraits
-from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.layer_kind import LayerKind
+from highwater.nouns.codec import from_json
+from highwater.nouns.objective import generation_micro_batches
+from highwater.nouns.study import Study
+from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits, TrainerTraits
+from highwater.nouns.trial import PROMPT_TOKENS, TrialSpec
 from highwater.trainers.foreign import TrialStart
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.trl import law, trial
+from highwater.trainers.trl import trial
 from highwater.trainers.trl.words import trl
+from highwater.units import MIB
+
+LAUNCHER_BYTES = 518 * MIB
+"""Context of the process that launches the training, on the first GPU. Read off the errors of every
+trial that ran out in docs/results/other_trainers/studies, on H100 and H200."""
+_TILE_TOKENS, _TILE_WIDTH = 4096, 32768
+"""Tokens and words in one tile of logits: TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE."""
+_PREFILL_WIDTHS, _PREFILL_STREAMS = 3, 2
+"""A prompt takes in one layer without a backward pass, of T x F and of T x E: the activation,
+the other branch and their product; the residual stream and what the MLP is given."""
+
+
+def footprint(step: Step) -> Footprint:
+    """Memory that TRL's step most likely takes, on the fullest GPU."""
+    settings = step.settings
+    generates = settings.traits.advantages == "groups"
+    settings = msgspec.structs.replace(
+        settings,
+        objective="sft" if settings.traits.has_reference else settings.objective,
+        entropy="none",
+        loss="chunked",
+        mlp_tiles=None if settings.recompute == "none" else 1,
+    )
+    step = replace(step, settings=settings)
+    ours = likely_footprint(step)
+    phases = [_with_its_loss(each, step) if each.name == LOSS else each for each in ours.phases]
+    if generates:
+        phases.insert(0, _generation(step))
+    launcher_bytes = LAUNCHER_BYTES if step.device == "cuda" else 0
+    launcher = Term("context of TRL's launcher", launcher_bytes)
+    return msgspec.structs.replace(
+        ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
+    )
+
+
+def _with_its_loss(ours: Phase, step: Step) -> Phase:
+    """The loss as TRL computes it, in doubt on every token: hidden states, a copy of the trained
+    ones, their gradient in float32 and rounded (T x E each); a tile of logits for our chunk.
+    """
+    if step.settings.traits.gives_scalars:
+        return ours
+    hidden = step.tokens * step.shape.hidden_size
+    own = {
+        "hidden states": 3 * step.element * hidden,
+        "gradient of the hidden states in float32": NUMBER_BYTES * hidden,
+        "logits": step.element * min(step.tokens, _TILE_TOKENS) * _TILE_WIDTH,
+        "gradient of the head": 0 if step.is_frozen else (NUMBER_BYTES + step.element) * step.table,
+    }
+    others = (term for term in ours.terms if term.name not in own)
+    return phase(ours.name, *others, *(Term(name, size) for name, size in own.items()))
+
+
+def _generation(step: Step) -> Phase:
+    """The last layer reads the prompts, with all keys and values kept and no gradient there yet."""
+    settings, layout, shape = step.settings, step.layout, step.shape
+    shards = layout.shard_degree
+    states = device_state_bytes(shape, settings, device=step.device, shards=shards)
+    gradients = gradient_bytes(shape, settings, shards=shards)
+    rows = settings.sequences_per_micro_batch
+    sequences = rows * generation_micro_batches(rows, layout.gpus)
+    kinds = [run.kind for run in shape.runs]
+    own_head = 1 if shape.tied_embeddings else 2
+    gathered = own_head * step.table + 2 * max(map(step.gathered, kinds)) if step.gathers else 0
+    kept = 0
+    for run in shape.runs:
+        attention = run.kind.attention  # keeps no more than its window
+        tokens = min(attention.window_tokens or step.length_tokens, step.length_tokens)
+        kept += run.count * tokens * 2 * attention.key_size
+    prompt = max(map(_prompt_numbers, kinds))
+    workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
+    numbers = step.element * sequences
+    return phase(
+        "generation of completions",
+        Term("states without gradients", max(0, states - gradients) // shards),
+        Term(WORKSPACES, workspaces),
+        Term("embedding and head, gathered", step.element * gathered),
+        Term("keys and values of completions", numbers * kept),
+        Term("a layer reading the prompts", numbers * step.length_tokens * prompt),
+    )
+
+
+def _prompt_numbers(kind: LayerKind) -> int:
+    """Numbers per token that a layer holds while it reads a prompt, besides keys and values."""
+    width = kind.mlp.plain_width
+    width += kind.mlp.width * kind.mlp.experts_per_token if kind.mlp.is_routed else 0
+    return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width
+
+
+def bundled_edges() -> tuple[Residual, ...]:
+    """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
+    return from_json(Path(__file__).with_name("trl_edges.json").read_bytes(), tuple[Residual, ...])
+
+
+def study_edges(study: Study) -> tuple[Residual, ...]:
+    """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
+    foreign, shape = study.question.foreign, study.question.model.shape
+    if foreign is None or foreign.trainer != "trl":
+        title = "this package's engine" if foreign is None else foreign.title
+        raise unfit(study, f"is of trials of {title}: predictions are about TRL")
+    refuse_unknown_family(study.question.model)
+
+    def footprint_of(spec: TrialSpec) -> Footprint:
+        step = Step(shape, spec.settings, spec.layout, spec.length_tokens, spec.device)
+        return footprint(step)
+
+    return edge_residuals(study, footprint_of)
+
 
 PREDICTED = TrainerTraits(
     step="TRL's trainer, which accelerate launches",
@@ -28,10 +175,13 @@ PREDICTED = TrainerTraits(
     targets=("trl", "accelerate"),
 )
 MEMORY = TrainerMemory(
-    formula=law.footprint,
-    accuracy=law.ACCURACY,
-    residuals=law.bundled_edges,
-    learn=lambda study, _: law.study_edges(study),
+    formula=footprint,
+    accuracy="by this engine's formula with TRL's own loss and its MLP in one piece; its interval "
+    "is learned from edges: of each search the longest length that fit and the shortest that ran "
+    "out, between which lies what TRL needs; GRPO is taken to read nearly all of a sequence as its "
+    "prompt, which takes the most",
+    residuals=bundled_edges,
+    learn=lambda study, _: study_edges(study),
     fixed_fields=lambda _: {
         "loss": "chunked",
         "allocator": "expandable",

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
-from highwater.nouns.files import SETTINGS_BYTES, read_file
-from highwater.nouns.foreign_trainer import ForeignTrainer
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import (
     ENDS,
@@ -84,7 +84,7 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 """FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
 at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
-"""What is emitted where the user has no configuration, and left to TRL where there is one."""
+"""Fields that are emitted where the user has no configuration, and TRL's where there is one."""
 
 
 class TrialFiles(NamedTuple):
@@ -210,7 +210,7 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
-    """What is emitted for these settings, as far as it is not left to TRL."""
+    """Emit these settings, as far as they are not left to TRL."""
     spec = launched.spec
     cell = Cell(settings=spec.settings, layout=spec.layout)
     sharing = sharing_of(spec.layout, launched.shape)
@@ -240,7 +240,7 @@ def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
 
 
 def _own(launched: FinetunerTrial, base: OwnFile) -> dict[str, Any]:
-    """What is the trial's own, whatever the user has."""
+    """Fields that are the trial's own, whatever the user has."""
     spec, batch = launched.spec, batch_of(launched.spec, base.config)
     own: dict[str, Any] = {
         "model_name_or_path": str(launched.place.model_directory),
@@ -295,7 +295,7 @@ def _launcher(
 
 
 def _notes(base: OwnFile, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of the user's fields say something else in the trial, or nothing."""
+    """Name the user's fields that say something else in the trial, or nothing."""
     others = {**ENDS, **own}
     has = base.config
     changed = sorted(name for name in has if name in others and has[name] != others[name])
@@ -335,7 +335,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
-    """What a reader should know of such trials, before the first one.
+    """Notes for readers of such trials, before the first one.
 
     Raises HighwaterError for what TRL cannot be told, and where it is not here.
     """

@@ -14,8 +14,7 @@ from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, generation_micro_batches
-from highwater.nouns.optimizer import OptimizerName
+from highwater.nouns.objective import Objective, OptimizerName, generation_micro_batches
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -50,11 +49,11 @@ class Subcommand(NamedTuple):
 
     name: str
     packs: bool = False
-    """Whether it packs sequences into one row, which several GPUs may share; others pad."""
+    """True if it packs sequences into one row, which several GPUs may share; others pad."""
     generates: bool = False
-    """Whether it generates completions, by the policy itself: whole groups of them are a batch."""
+    """True if it generates completions, by the policy itself: whole groups are a batch."""
     precomputes: bool = False
-    """Whether it computes the reference's log-probabilities before it trains: the reference then
+    """True if it computes the reference's log-probabilities before it trains: the reference then
     takes no memory."""
 
 
@@ -85,7 +84,7 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 
 
 class TrlTraining(NamedTuple):
-    """What TRL is to train, whoever asks for it: a recommendation, or a trial."""
+    """A training that TRL is told of, by a recommendation or by a trial."""
 
     cell: Cell
     length_tokens: int
@@ -214,7 +213,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
 
 
 def _inexpressible(training: TrlTraining) -> tuple[str, ...]:
-    """What the settings have and TRL has no words for, or other words, in words."""
+    """Say what the settings have and TRL has no words for, or other words."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
     said: list[str] = []

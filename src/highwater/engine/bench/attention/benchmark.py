@@ -46,7 +46,7 @@ from highwater.nouns.attention_bench import (
     NotRun,
 )
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.protocols import Refused
+from highwater.nouns.trial import Refused
 from highwater.units import MIB, format_bytes
 
 _REFERENCE_TOKENS = {"cpu": 1024, "cuda": 8192}

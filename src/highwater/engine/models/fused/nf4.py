@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from highwater.errors import MachineError
-from highwater.nouns.lora import NF4_BLOCK, NF4_SCALE_BLOCK
+from highwater.nouns.objective import NF4_BLOCK, NF4_SCALE_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

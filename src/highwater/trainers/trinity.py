@@ -1,5 +1,16 @@
-"""Trinity: Trinity-RFT's trainer (verl's actor) in closed form, as its published A100 tables show
-it, and by replay of traces that come with the package (``docs/results/lab/trinity.py`` makes them).
+"""Trinity-RFT, whose trainer is verl's actor: its YAML, and the memory of a step.
+
+In version 0.6.0 ``model.rope_scaling`` reaches the rollout alone: the
+trainer reads the model's own ``config.json`` (``trinity/trainer/verl/config.py``), so YaRN has to
+be in both.
+
+With LoRA it writes every checkpoint's adapters for its rollout, and under FSDP2 trains them in
+bfloat16 (``_maybe_patch_lora_fsdp2`` and ``_save_lora`` in ``trinity/trainer/verl/workers.py``).
+
+Source of the names: ``trinity/common/config.py`` of trinity-rft 0.6.0.
+
+The memory of a step is told in closed form, as its published A100 tables show it, and by replay of
+traces that come with the package (``docs/results/lab/trinity.py`` makes them).
 
 ``peak = 16 P / shards + 8 T V + 2 T E layers + 4 V E (1 if tied, else 2) + 2.5e9`` bytes, context
 included: fitted to those tables. With LoRA the first term is ``(4 P + 16 A) / shards``: one dtype,
@@ -17,12 +28,14 @@ from typing import Any
 
 import msgspec
 
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, Phase, Term
 from highwater.memory.formula.layers import Step
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays
+from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
+from highwater.memory.trainers import BundledReplay, TrainerMemory
 from highwater.model.families import reads_a_transform
 from highwater.model.footprint import (
     device_state_bytes,
@@ -31,21 +44,127 @@ from highwater.model.footprint import (
     policy_parameters,
 )
 from highwater.model.model import ModelShape
-from highwater.nouns.capacities import PUBLISHED_SETTINGS
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Layout
+from highwater.nouns.objective import ALL_LINEAR, Lora
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import TrainerTraits
 from highwater.nouns.trial import PROMPT_TOKENS
+from highwater.trainers.emitted import (
+    Dialect,
+    Emitted,
+    Value,
+    environment,
+    exports,
+    lora_words,
+    model_lies,
+    yaml_path,
+    yarn_lines,
+)
+from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget
 from highwater.units import GIB
+
+VERSION = "0.6.0"
+_WORDS = Dialect("trinity", "Trinity-RFT", VERSION)
+_COMMAND = "trinity run --config trinity.yaml"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can be told of, ``MaxLoRARanks`` in its ``config/lora.py``: Trinity-RFT tells it
+the adapters' own."""
+_NARROW_ADAPTERS = (
+    "adapters in float32: with FSDP2 it trains them in bf16, where updates below 0.2 % of a number "
+    "are lost; the frozen model is in float32"
+)
+
+
+def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
+    """Write the sections that a length depends on.
+
+    Raises UsageError for adapters that it cannot have.
+    """
+    values = _values(found, chosen, yaml_path(model_path))
+    variables = environment(chosen.cell.settings)
+    why = "model.rope_scaling reaches the rollout alone, the trainer reads the model itself"
+    said = [
+        *exports(variables, before="`ray start`"),
+        *model_lies(model_path, before="`ray start`"),
+        *yarn_lines(found, why=why),
+    ]
+    if found.rollout_gpus:
+        said.append(
+            f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not "
+            "part of the recommendation"
+        )
+    cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
+    return _WORDS.emitted(
+        found, chosen, said, values, command=_COMMAND, environment=variables, cannot=cannot
+    )
+
+
+def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        "mode": "both" if found.rollout_gpus else "train",
+        "model.model_path": model_path,
+        "model.max_model_len": found.length_tokens,
+    }
+    if found.yarn is not None:
+        scaling = dict(found.yarn.rope_parameters)
+        theta = scaling.pop("rope_theta", None)
+        values |= {f"model.rope_scaling.{name}": value for name, value in scaling.items()}
+        if theta is not None:
+            values["model.rope_theta"] = float(theta)
+    lora = chosen.cell.settings.adapters
+    values |= {} if lora is None else _lora_values(lora, is_served=found.rollout_gpus > 0)
+    values |= {"cluster.node_num": 1, "cluster.gpu_per_node": found.gpus + found.rollout_gpus}
+    if found.rollout_gpus:
+        values |= {
+            "explorer.rollout_model.engine_num": found.rollout_gpus,
+            "explorer.rollout_model.tensor_parallel_size": 1,
+        }
+    return values | {
+        "trainer.trainer_type": "verl",
+        "trainer.trainer_strategy": chosen.cell.settings.strategy,
+        "trainer.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
+        "trainer.use_dynamic_bsz": True,
+        "trainer.use_remove_padding": True,
+        "trainer.max_token_len_per_gpu": chosen.token_budget_tokens,
+        "trainer.offload_policy": chosen.cell.settings.offloads_model,
+    }
+
+
+def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
+    """Adapters on every linear layer: names would have to be one pattern, which it saves letter by
+    letter in the adapters' configuration.
+    """
+    if lora.targets != ALL_LINEAR:
+        raise UsageError(
+            f"Trinity-RFT has no adapters on layers by their names, such as {lora.targets}",
+            hint=f"leave `--lora-targets {lora.targets}` out; of a model with experts leave "
+            f"`{lora_words(lora)}` out",
+        )
+    if is_served and lora.rank not in _RANKS:
+        served = min((rank for rank in _RANKS if rank > lora.rank), default=_RANKS[-1])
+        raise UsageError(
+            f"vLLM, Trinity-RFT's rollout, has no adapters of rank {lora.rank}",
+            hint=f"use `--lora {served}`",
+        )
+    return {
+        "model.lora_configs.0.name": "lora",
+        "model.lora_configs.0.lora_rank": lora.rank,
+        "model.lora_configs.0.lora_alpha": _WORDS.whole_alpha(lora),
+        "model.lora_configs.0.target_modules": lora.targets,
+        "synchronizer.sync_method": "checkpoint",
+    }
+
 
 ACCURACY = (
     "by the closed form, fitted to the published A100 table, of which it has 69 of 80 cells with "
     "expandable segments and 30 of 40 without, the others within one step of the grid"
 )
-"""What is known of the closed form's errors."""
+"""Errors of the closed form, as far as they are known."""
 OF_ADAPTERS = "the table is of whole models: LoRA has other states there, which nobody measured"
-"""What is known of them besides, where adapters are trained."""
+"""The same where adapters are trained."""
 _LOGITS_BYTES = 8.0
 """Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
 in place through a view. Measured, torch 2.11."""
@@ -62,7 +181,7 @@ where the native allocator loses 12 to 14 %."""
 
 
 def footprint(step: Step) -> Footprint:
-    """What a step of that trainer takes: two sequences of the length in a micro-batch, unless the
+    """Memory of a step of that trainer: two sequences of the length in a micro-batch, unless the
     settings say otherwise. Raises ModelError for a family whose own class, which that trainer runs,
     makes scaled or capped logits beside those of its head.
     """
@@ -119,9 +238,9 @@ REPLAY_ACCURACY = (
     "by replay of a trace, which has of the published A100 table 39 of 40 cells with expandable "
     "segments and 34 of 40 without, and all but two of the others within one step of the grid"
 )
-"""What is known of its errors."""
+"""Errors of the replay, as far as they are known."""
 OUTSIDE_BYTES: Mapping[bool, int] = {False: round(2.0 * GIB), True: round(3.5 * GIB)}
-"""What is not in a trace, by whether GPUs share sequences: context, NCCL, whatever else the
+"""Bytes in no trace, by whether GPUs share sequences: context, NCCL, whatever else the
 trainer's workers hold. Fitted to the published A100 table, of whose cells 2.0, by one, and 3.2 to
 3.7 GiB alike give the most exactly (docs/results/lab/outside_scan.py). Of these workers themselves
 H200s have 1.6 and 2.0 to 2.8 GiB outside the allocator (docs/results/lab, Outside the
@@ -141,7 +260,7 @@ _Place = tuple[ModelShape, Layout]
 
 
 def covers(shape: ModelShape, cell: Cell) -> bool:
-    """Whether a bundled trace speaks of a model's cell."""
+    """True if a bundled trace speaks of a model's cell."""
     is_whole = cell.settings.offload is False and cell.settings.lora is None
     return is_whole and (shape, cell.layout) in _logs()
 
@@ -195,3 +314,34 @@ def _log(place: _Place) -> ScaledTrace:
 def _logs() -> dict[_Place, msgspec.Raw]:
     traces = from_json(lzma.decompress(TRACES_FILE.read_bytes()), tuple[BundledTrace, ...])
     return {(trace.shape, trace.layout): trace.log for trace in traces}
+
+
+PREDICTED = TrainerTraits(
+    step="Trinity-RFT's trainer, which is verl's actor",
+    is_run=False,
+    settings=frozenset(
+        (
+            *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
+            *("rope", "headroom", "start_length", "resolution", "max_length"),
+            *("lora", "lora_alpha", "lora_targets"),
+        )
+    ),
+    traces="bundled",
+    targets=("trinity", "verl"),
+)
+MEMORY = TrainerMemory(
+    formula=footprint,
+    accuracy=ACCURACY,
+    of_adapters=OF_ADAPTERS,
+    replay=BundledReplay(covers=covers, predictor=predictor, accuracy=REPLAY_ACCURACY),
+    fixed_fields=published_fields,
+)
+TARGET = EmitTarget(
+    package="trinity-rft",
+    before=("ray status > /dev/null 2>&1 || ray start --head",),
+    file="trinity.yaml",
+    emit=trinity,
+    yours=("what it learns, and from what: `algorithm` and `buffer` in trinity.yaml",),
+    predicted_for="trinity",
+    knows=OF_ALL | OF_LORA,
+)
