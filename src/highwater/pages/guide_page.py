@@ -299,7 +299,7 @@ def best_text(table: GuideTable, model_name: str) -> str:
 
 
 def reached_text(table: GuideTable, model_name: str) -> str:
-    """The length that a model reaches: ``262,144, 671,744 memory-only``; in words where it is none."""
+    """The length that a model reaches: ``262,144, 671,744 memory-only``; in words if it is none."""
     text = best_text(table, model_name).replace("*", "")
     return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
