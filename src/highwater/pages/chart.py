@@ -37,7 +37,7 @@ class Shape(NamedTuple):
     points: str = ""
     """The corners of a polygon."""
     text: str = ""
-    """What it stands for, in words."""
+    """Its meaning, in words."""
     label: str = ""
     """As much of the words as there is room for within it; empty for none."""
 
@@ -46,7 +46,7 @@ class Chart(NamedTuple):
     """A chart with its axes."""
 
     text: str
-    """What it shows, in words."""
+    """Its content, in words."""
     width: float
     height: float
     left: float = 0
@@ -241,7 +241,7 @@ def _peaks(trial: TrialReport) -> tuple[int, int, int]:
 
 
 def _asked(trial: TrialReport) -> int:
-    """Where the request ends that had no room: beyond all that was reserved before it."""
+    """End of the request that had no room: beyond all that was reserved before it."""
     if not trial.requested_bytes:
         return 0
     return trial.requested_bytes + max(trial.device_used_bytes or 0, trial.peak_reserved_bytes or 0)

@@ -4,7 +4,6 @@ of them as JSON. ``recommend`` and ``emit`` compute them while the page is writt
 """
 
 import json
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +54,7 @@ class Answer:
     """The command that answers the same again. Empty where a table of the guide is all that is
     known."""
     entries: tuple[str, ...]
-    """What the guide's tables say of it."""
+    """The entries of it in the guide's tables."""
     configurations: Mapping[str, str]
     """Texts to copy for the chosen settings, by what they configure."""
 
@@ -373,40 +372,45 @@ _NOT_EMBEDDED = ("candidates", "chosen")
 itself; the candidates, which only the tables have, would be most of the page."""
 
 
-class _Values:
-    """Values of a page, each written once: a text stands for each until all of them are counted."""
+class _Value(str):
+    """The JSON of a value, which a page has once, among all values."""
 
-    def __init__(self) -> None:
-        self.counts = Counter[str]()
-        self.numbers = dict[str, int]()
+    __slots__ = ()
 
-    def __call__(self, value: object) -> str:
-        """Return the text that stands for a value; texts are on one line, and name no folder."""
-        if isinstance(value, str):
-            value = plain_lines(without_folders(value))
-        return self.of_json(_json(value))
 
-    def of_json(self, text: str) -> str:
-        """Return the text that stands for a value whose JSON this is."""
-        self.counts[text] += 1
-        return f"\0{self.numbers.setdefault(text, len(self.numbers))}"
+def _value(value: object) -> _Value:
+    """The value of a page; texts are on one line, and name no folder."""
+    if isinstance(value, str):
+        value = plain_lines(without_folders(value))
+    return _Value(_json(value))
 
-    def indexed(self, document: object) -> tuple[list[str], str]:
-        """All values, the most frequent first, and the document with their indices."""
-        order = [text for text, _ in self.counts.most_common()]
-        places = {self.numbers[text]: at for at, text in enumerate(order)}
-        text = re.sub(r'"\\u0000(\d+)"', lambda found: str(places[int(found[1])]), _json(document))
-        return order, text
+
+def _values_in(part: object) -> Iterator[_Value]:
+    """Every value of a document, in its order."""
+    if isinstance(part, _Value):
+        yield part
+    elif isinstance(part, dict | list):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from _values_in(each)
+
+
+def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
+    """The document with the index of each value in its place."""
+    if isinstance(part, _Value):
+        return order[part]
+    if isinstance(part, dict):
+        return {name: _with_indices(each, order) for name, each in part.items()}
+    return [_with_indices(each, order) for each in part] if isinstance(part, list) else part
 
 
 def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
     """Every combination, as JSON that is harmless inside a ``script`` element.
 
-    Every value stands there once. ``places`` hold a place's names, its answers and the length that
-    it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
+    Every value stands there once, the most frequent first. ``places`` hold a place's names, its
+    answers and the length that it opens with; of an answer, ``fields`` and all texts are indices
+    into ``values``.
     """
     fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
-    value = _Values()
     drafts = [
         {
             "model": plain_lines(place.model_name),
@@ -414,41 +418,39 @@ def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
             "gpus": place.gpus,
             "basis": plain_lines(place.basis),
             "longest": place.longest_tokens,
-            "answers": [_draft(answer, fields, value) for answer in place.answers],
+            "answers": [_draft(answer, fields) for answer in place.answers],
         }
         for place in places
     ]
-    order, indexed = value.indexed(drafts)
+    values = [text for text, _ in Counter(_values_in(drafts)).most_common()]
+    indexed = _with_indices(drafts, {text: at for at, text in enumerate(values)})
     names = f'"fields":{_json(fields)},"chosen":{_json(Candidate.__struct_fields__)}'
-    return script_text(f'{{{names},"values":[{",".join(order)}],"places":{indexed}}}')
+    return script_text(f'{{{names},"values":[{",".join(values)}],"places":{_json(indexed)}}}')
 
 
-def _draft(answer: Answer, fields: Sequence[str], value: _Values) -> dict[str, Any]:
+def _draft(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
     chosen, found = answer.found.chosen, paths_shortened(to_builtins(answer.found))
     own = Candidate.__struct_fields__
     return {
         "length": answer.found.length_tokens,
-        "fields": [value.of_json(_json(found[name])) for name in fields],
-        "chosen": chosen and [value.of_json(_json(found["chosen"][name])) for name in own],
-        "label": value("" if chosen is None else chosen.label),
-        "said": value(recommendation_answer(answer.found)),
-        "entries": list(map(value, answer.entries)),
+        "fields": [_Value(_json(found[name])) for name in fields],
+        "chosen": chosen and [_Value(_json(found["chosen"][name])) for name in own],
+        "label": _value("" if chosen is None else chosen.label),
+        "said": _value(recommendation_answer(answer.found)),
+        "entries": list(map(_value, answer.entries)),
         "tables": [
             [
-                value(table.title),
-                list(map(value, table.columns)),
-                [list(map(value, row)) for row in table.rows],
-                list(map(value, table.footnotes)),
+                _value(table.title),
+                list(map(_value, table.columns)),
+                [list(map(_value, row)) for row in table.rows],
+                list(map(_value, table.footnotes)),
                 table.left_columns,
             ]
             for table in recommendation_tables(answer.found)
         ],
-        "command": value(answer.command),
+        "command": _value(answer.command),
         "configurations": [
-            [
-                value(name),
-                [value.of_json(_json(without_folders(line))) for line in text.split("\n")],
-            ]
+            [_value(name), [_Value(_json(without_folders(line))) for line in text.split("\n")]]
             for name, text in answer.configurations.items()
         ],
     }

@@ -32,7 +32,7 @@ ORIGINS: dict[Source, str] = {
     "predicted": "where the prediction is an interval, its upper end fits",
     "published": "by others, not measured here",
 }
-"""How far figures are to be trusted, by source."""
+"""Trust that figures deserve, by source."""
 SOURCES: dict[Source, str] = {
     **{source: f"{source} {origin}" for source, origin in ORIGINS.items()},
     "predicted": f"predicted, nothing was run; {ORIGINS['predicted']}",
@@ -42,7 +42,7 @@ _OWN: Mapping[str, Callable[[Settings], bool]] = {
     "sharded checkpoints": lambda settings: settings.checkpoint != "none",
     "YaRN at every length": lambda settings: settings.rope == "yarn",
 }
-"""What our own engine may do besides, on every rung of a study alike. Strategy and saved weights
+"""Things our own engine may do besides, on every rung of a study alike. Strategy and saved weights
 are a rung's, as in the published ladder: of rungs with one label the best counts."""
 
 
@@ -54,7 +54,7 @@ class Choice:
     capacity: Capacity | None
     """Capacity of the simplest settings that are known to fit; None: none are."""
     may_be_simpler: bool
-    """Whether something simpler may fit, which nobody knows; without a capacity: anything."""
+    """True where something simpler may fit, which nobody knows; without a capacity: anything."""
 
     @property
     def label(self) -> str:
@@ -102,7 +102,7 @@ class Guide:
 
     tables: tuple[GuideTable, ...]
     notes: tuple[str, ...] = ()
-    """What a reader should know about what it was made from, one line each."""
+    """Notes on what it was made from, one line each."""
     queries: Mapping[tuple[str, str, str], Query] = field(
         default_factory=dict[tuple[str, str, str], Query]
     )
@@ -236,7 +236,7 @@ class _Found(NamedTuple):
 
     capacities: tuple[Capacity, ...]
     notes: tuple[str, ...]
-    """What a reader should know about it."""
+    """Notes on it, one line each."""
     words: str
     """The source as one types it after ``highwater guide``."""
     queries: Mapping[tuple[str, str, str], Query]

@@ -37,6 +37,7 @@ from highwater.pages.guide import (
 )
 from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import recommendation_answer
+from highwater.pages.study_answer import layout_table
 from highwater.pages.table import TextTable
 from highwater.speed import PredictedStep, predicted_step
 from highwater.store.directory import check_new_file, free_name, write_new_file
@@ -71,7 +72,7 @@ class Section(NamedTuple):
 
     @property
     def is_of_one_sequence(self) -> bool:
-        """Whether its tables hold for one sequence a micro-batch, and not for the default token
+        """True where its tables hold for one sequence a micro-batch, and not for the default token
         budget of other trainers.
         """
         packed = {
@@ -83,7 +84,7 @@ class Section(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """How far one model gets on one number of GPUs."""
+    """The length that one model reaches on one number of GPUs."""
 
     label: str
     text: str
@@ -235,22 +236,18 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
 
     for settings in sorted({each.cell.settings for each in capacities}, key=order):
         own = [each for each in capacities if each.cell.settings == settings]
-        found: dict[tuple[Layout, str], list[Capacity]] = {}
+        found: dict[str, dict[Layout, list[Capacity]]] = {name: {} for name in models}
         for each in own:
-            found.setdefault((each.cell.layout, each.model_name), []).append(each)
-        layouts = sorted({each.cell.layout for each in own}, key=msgspec.structs.astuple)
+            found[each.model_name].setdefault(each.cell.layout, []).append(each)
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
-        yield TextTable(
-            title=f"{settings.label} ({strategy}, Hugging Face weights {weights})",
-            columns=("GPUs", "SP", *models),
-            rows=tuple(
-                (
-                    *(str(layout.gpus), layout.sharing),
-                    *(_figure(found.get((layout, name), ())) for name in models),
-                )
-                for layout in layouts
-            ),
-            left_columns=0,
+        yield layout_table(
+            f"{settings.label} ({strategy}, Hugging Face weights {weights})",
+            {
+                name: dict(zip(has, map(_figure, has.values()), strict=True))
+                for name, has in found.items()
+            },
+            gpus="GPUs",
+            names=0,
         )
 
 
@@ -265,7 +262,7 @@ def _figure(capacities: Sequence[Capacity]) -> str:
 
 
 def _says_more(one: Capacity, other: Capacity) -> bool:
-    """Whether the other adds nothing to the one."""
+    """True where the other adds nothing to the one."""
     if one.is_memory_only and not other.is_memory_only:
         return False
     if other.does_not_fit_tokens is not None and other.does_not_fit_tokens <= one.capacity_tokens:
@@ -302,21 +299,19 @@ def best_text(table: GuideTable, model_name: str) -> str:
 
 
 def reached_text(table: GuideTable, model_name: str) -> str:
-    """How far a model gets, as at a glance: ``262,144, 671,744 memory-only``; in words where it is
-    no length.
-    """
+    """The length that a model reaches: ``262,144, 671,744 memory-only``; in words if it is none."""
     text = best_text(table, model_name).replace("*", "")
     return {"": "not tried", "-": "none", "?": "unknown"}.get(text, text)
 
 
 def summary(table: GuideTable) -> str:
-    """How far each model gets, and what kind of figure that is, in one line."""
+    """The length that each model reaches, and its kind of figure, in one line."""
     reached = (f"{name} {reached_text(table, name)}" for name in table.models)
     return f"longest context known to fit, {table.source}: {'; '.join(reached)}"
 
 
 def glance_tables(guide: Guide) -> Iterator[TextTable]:
-    """How far every model gets, in tokens, by number of GPUs and with whatever settings. There is a
+    """The length that every model reaches, by number of GPUs and with whatever settings. There is a
     table for each section.
     """
     for section in sections(guide):

@@ -2,7 +2,7 @@
 and no script: what was alive by category, by place and by stack.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import (
@@ -14,7 +14,7 @@ from highwater.memory.snapshot.memory_profile import (
     advice_of,
 )
 from highwater.pages.chart import WIDTHS, flame_chart, share, timeline_chart
-from highwater.pages.page import drawn_page
+from highwater.pages.page import drawn_page, template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
 from highwater.units import counted, format_bytes
@@ -103,33 +103,10 @@ def advice(profile: MemoryProfile) -> Advice | None:
     )
 
 
-def _notes(profile: MemoryProfile) -> Iterator[str]:
-    """What was reserved and free, the setting to try first, and what the file does not tell."""
-    if profile.reserved_bytes is not None:
-        said = f"{format_bytes(profile.reserved_bytes)} were reserved by the allocator"
-        if profile.free_bytes is not None:
-            said += f", of which {format_bytes(profile.free_bytes)} were free, the largest block "
-            said += format_bytes(profile.largest_free_bytes)
-        yield said
-    if profile.device_free_bytes is not None:
-        yield f"{format_bytes(profile.device_free_bytes)} were free on the device"
+def _notes(profile: MemoryProfile) -> tuple[str, ...]:
     found = advice(profile)
-    if found is not None:
-        yield f"try first: {found}: {ADVICE[found]}"
-    if profile.is_traced:
-        yield (
-            "predicted: traced, nothing was trained; gradients that stay are counted with the "
-            "optimizer states, from which a trace does not tell them"
-        )
-    if profile.before_bytes:
-        yield (
-            f"{format_bytes(profile.before_bytes)} were there before the first of "
-            f"{counted(profile.events, 'event')}: a longer history (`max_entries`) names them"
-        )
-    if not profile.events:
-        yield "no events were recorded: this is what was alive when the snapshot was taken"
-    if profile.devices > 1:
-        yield f"device {profile.device} is shown, of {profile.devices} in the file: the busiest"
+    said = "" if found is None else f"{found}: {ADVICE[found]}"
+    return template_lines("profile.txt.j2", "notes", profile=profile, advice=said)
 
 
 def place_table(profile: MemoryProfile, *, most: int = _PLACES) -> TextTable:

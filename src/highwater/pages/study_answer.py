@@ -113,7 +113,7 @@ def _how(question: Question, cell: Cell, length_tokens: int) -> str:
 
 
 def _is_scaled(question: Question, length_tokens: int) -> bool:
-    """Whether this package scales positions there; another trainer does as it likes."""
+    """True where this package scales positions; another trainer does as it likes."""
     return question.foreign is None and length_tokens > question.model.shape.native_length_tokens
 
 

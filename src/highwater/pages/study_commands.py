@@ -255,7 +255,7 @@ _PLACE = re.compile(r"(\S+\.py):(\d{1,9}) (.+)")
 TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? [KMG]iB)")
 """The caching allocator's own words."""
 _ADVICE = re.compile(r"(Tried to allocate \d+(?:\.\d+)? [KMG]iB)\. .*", re.DOTALL)
-"""What follows them: other figures, and what to set, which the log has."""
+"""The words after them: other figures, and what to set, which the log has."""
 _LEAST_FRAGMENTED = 50
 """Memory in pieces is told where it is more than this part of what was reserved: a fiftieth."""
 

@@ -326,7 +326,7 @@ _OF_A_RESULT = (
     *("outcome", "reason", "peak_reserved_bytes", "step_time_s", "tokens_per_s", "mfu"),
     *("launch_to_first_step_s", "wall_s", "log_path"),
 )
-"""What a trial's report has as its layout and its result do."""
+"""Fields that a trial's report has as its layout and its result do."""
 
 
 def _trial(

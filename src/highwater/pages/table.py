@@ -77,7 +77,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "_s": format_seconds,
     "mfu": format_share,
 }
-"""How a figure is written, by how the name of its field ends."""
+"""Writers of figures, by the end of the field's name."""
 
 
 def field_text(record: object, path: str) -> str:
@@ -139,7 +139,7 @@ _LINES_OF_A_CELL = 4
 """Lines that a cell may take before its column goes below the row."""
 _LINES_OF_A_NAME = 2
 _PRICE_OF_BROKEN_NAMES = 1.2
-"""What a line counts where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
+"""Price of a line where names are broken: ``Env + Offload`` and ``Env + Offload + chunked`` then
 begin alike, which only a much shorter table is worth."""
 _LINES_OF_A_HEADING = 2
 _WHOLE = 24
@@ -147,7 +147,7 @@ _WHOLE = 24
 _GAP = "  "
 _GAP_OF_PAIRS = "   "
 _FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
-"""How a cell of a column of figures begins."""
+"""The beginning of a cell of figures."""
 
 
 def terminal_table(table: TextTable, *, width: int) -> str:
@@ -191,7 +191,7 @@ class _DrawnColumn:
     cells: tuple[str, ...]
     is_left: bool
     is_name: bool
-    """Whether it comes first and so names the rows."""
+    """True of the first, which names the rows."""
 
     def lines(self, cell: str, width: int) -> list[str]:
         """A cell in lines; those of a name are indented from the second on, so that each row is
@@ -214,7 +214,7 @@ def _columns(table: TextTable) -> list[_DrawnColumn]:
 
 
 def _are_figures(cells: Sequence[str]) -> bool:
-    """Whether a column holds figures, ranges of them, and single words that stand for none."""
+    """True where a column holds figures, ranges of them, and single words that stand for none."""
     are_figures = [bool(_FIGURE.match(cell)) for cell in cells]
     return any(are_figures) and all(
         is_figure or " " not in cell for cell, is_figure in zip(cells, are_figures, strict=True)
@@ -417,7 +417,7 @@ class _Pair:
 
     column: _DrawnColumn
     name_width: int
-    """Of the name with its colon and a blank."""
+    """Columns of the name with its colon and a blank."""
     value_width: int
 
     @property
@@ -426,7 +426,7 @@ class _Pair:
 
 
 def _lines_of_pairs(columns: Sequence[_DrawnColumn], width: int) -> list[list[_Pair]]:
-    """Which columns share a line below a row: as many as have room, for all rows the same."""
+    """Columns that share a line below a row: as many as have room, for all rows the same."""
     lines: list[list[_Pair]] = []
     for column in columns:
         name_width = cell_len(column.heading) + len(": ") if column.heading else 0
@@ -493,7 +493,7 @@ def _names_and_values(table: TextTable, width: int) -> Iterator[str]:
 
 _FENCE = "```"
 _ITEM = re.compile(r"(?:[-|>]|\d+\.) ")
-"""How a line begins whose further lines are indented."""
+"""The beginning of a line whose further lines are indented."""
 _RULE = re.compile(r"\|(?: *:?-+:? *\|)+")
 """The line between a Markdown table's headings and its rows."""
 

@@ -55,12 +55,12 @@ def _escaped_in_json(character: str) -> str:
 
 
 INDENT = "  "
-"""What a line that goes on from the one above begins with."""
+"""The beginning of a line that goes on from the one above."""
 _PIECE = re.compile(
     r"(?:\+ )?(?:`[^`]*`|\S)+"
     r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
 )
-"""What stands on one line: a word, a figure with its unit, a time, a command in backticks, and a
+"""Text kept on one line: a word, a figure with its unit, a time, a command in backticks, and a
 plus with what it adds."""
 _BREAKS_AFTER = "/_-=,;:.&?"
 """Characters after which a word that is longer than a line is broken rather than elsewhere."""
