@@ -29,7 +29,6 @@ GIVEN_UP_WORDS = {
 ELSEWHERE: dict[str, set[str]] = {}
 """Words that mean what the field means by them there."""
 SHARED = {
-    "files": "files that are read and written: of users, and those that trainers read",
     "logs": "what trials write: where it lies, and what it says",
     "ranks": "the processes that train together: a trial's, and those of a loop of one's own",
     "recommend": "the command and what it answers",
