@@ -9,18 +9,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_819,
-    "src_files": 297,
-    "src_small_files": 14,
-    "process_starts": 2,
+    "src_lines": 66_164,
+    "src_files": 266,
+    "src_small_files": 9,
+    "process_starts": 1,
     "decision_records": 25,
     "changelog_bytes": 3_000,
 }
 """Lowered as the tree shrinks, never raised."""
 WALKED = {
-    "predict": {"modules": 87, "files": 58},
-    "find": {"modules": 198, "files": 121},
-    "train": {"modules": 211, "files": 119},
+    "predict": {"modules": 80, "files": 53},
+    "find": {"modules": 188, "files": 113},
+    "train": {"modules": 197, "files": 111},
 }
 
 

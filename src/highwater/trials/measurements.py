@@ -100,7 +100,7 @@ def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[It
 
 
 def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLine]:
-    begin = partial(_Group, folder=folder, measures=measures)
+    begin = partial(_BenchRanks, folder=folder, measures=measures)
     with begin(BenchShare(order=order)) as group:
         (told,) = group.parts(_SET_UP_S[order.device])
     if told.machine is None:
@@ -122,7 +122,9 @@ def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLin
         yield from _share_lines(share, begin)
 
 
-def _share_lines(share: BenchShare, begin: Callable[[BenchShare], "_Group"]) -> Iterator[BenchLine]:
+def _share_lines(
+    share: BenchShare, begin: Callable[[BenchShare], "_BenchRanks"]
+) -> Iterator[BenchLine]:
     """The check of an implementation and mode, and each case; a group ends with a case that fails,
     and another one goes on after it.
     """
@@ -194,7 +196,7 @@ def _worst(parts: Sequence[BenchPart]) -> BenchPart:
     return min(parts, key=lambda part: order.index(part.ending))
 
 
-class _Group:
+class _BenchRanks:
     """The processes of a share. Nothing of them runs any more after the block."""
 
     def __init__(self, share: BenchShare, *, folder: Path, measures: str) -> None:

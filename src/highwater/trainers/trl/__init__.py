@@ -138,6 +138,9 @@ def _prompt_numbers(kind: LayerKind) -> int:
     return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width
 
 
+_TRAINER = "trl"
+
+
 def bundled_edges() -> tuple[Residual, ...]:
     """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
     return from_json(Path(__file__).with_name("trl_edges.json").read_bytes(), tuple[Residual, ...])
@@ -146,7 +149,7 @@ def bundled_edges() -> tuple[Residual, ...]:
 def study_edges(study: Study) -> tuple[Residual, ...]:
     """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
     foreign, shape = study.question.foreign, study.question.model.shape
-    if foreign is None or foreign.trainer != "trl":
+    if foreign is None or foreign.trainer != _TRAINER:
         title = "this package's engine" if foreign is None else foreign.title
         raise unfit(study, f"is of trials of {title}: predictions are about TRL")
     refuse_unknown_family(study.question.model)
