@@ -185,9 +185,10 @@ def refuse_irregular(descriptor: int, path: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, durably: bool = False) -> None:
     """Write a file whole, or not at all, whoever else writes the same; ``durably``: onto the disk,
-    with its name.
+    with its name, by one process at a time, which writes over what a killed one left.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    writer = "" if durably else f".{os.getpid()}"
+    partial = path.with_name(f"{path.name}{writer}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
