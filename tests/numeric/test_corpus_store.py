@@ -309,7 +309,7 @@ def test_a_full_disk_is_the_machines_refusal(tmp_path):
 
     def write() -> None:
         with writer:
-            (tmp_path / "corpus" / f"corpus.json.{os.getpid()}.partial").symlink_to("/dev/full")
+            (tmp_path / "corpus" / "corpus.json.partial").symlink_to("/dev/full")
             writer.finish(corpus.summary, ["d.jsonl"])
 
     with pytest.raises(MachineError, match=os.strerror(errno.ENOSPC)) as refused:
