@@ -62,15 +62,13 @@ class HostActivations:
     All models of the rank share it: each goes forward and backward before the next.
     """
 
-    def __init__(
-        self, device: torch.device, *, layers_on_gpu: int, budget_bytes: int
-    ) -> None:
+    def __init__(self, device: torch.device, *, layers_on_gpu: int, budget_bytes: int) -> None:
         """``layers_on_gpu``: the last layers, whose activations stay; at least one, during whose
         backward pass the first ones come back. ``budget_bytes``: most that is mapped.
         """
         assert layers_on_gpu > 0, "nothing comes back ahead of the last layer"
         self._layers_on_gpu = layers_on_gpu
-        self._memory = HostMemory(device, budget_bytes=budget_bytes)
+        self._memory = PinnedPlaces(device, budget_bytes=budget_bytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: list[_KeptOnHost] = []
         """Layers whose backward pass is to come, the first one's first."""
@@ -209,7 +207,7 @@ class _KeptOnHost(Kept):
             )
 
 
-class _Place:
+class _Pinned:
     """A piece of host memory."""
 
     def __init__(self, memory: Tensor, free: Callable[[], object]) -> None:
@@ -230,7 +228,7 @@ class _OnHost:
 
     def __init__(
         self,
-        place: _Place,
+        place: _Pinned,
         dtype: torch.dtype,
         shape: torch.Size,
         stride: tuple[int, ...],
@@ -240,17 +238,17 @@ class _OnHost:
         self.stride, self.device = stride, device
 
 
-class HostMemory:
+class PinnedPlaces:
     """Places in host memory, mapped when they are first needed and used again from then on."""
 
     def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
         self._device = device
         self._budget_bytes = budget_bytes
-        self._free: list[_Place] = []
+        self._free: list[_Pinned] = []
         self.mapped_bytes = 0
         self.preparing_s = 0.0
 
-    def take(self, size: int) -> _Place:
+    def take(self, size: int) -> _Pinned:
         """Return the smallest free place of at least so many bytes, or a new one.
 
         Raises what ``map_pinned`` raises.
@@ -265,9 +263,9 @@ class HostMemory:
         memory, free = map_pinned(size, self._device, self._budget_bytes - self.mapped_bytes)
         self.mapped_bytes += len(memory)
         self.preparing_s += time.perf_counter() - began
-        return _Place(memory, free)
+        return _Pinned(memory, free)
 
-    def give(self, place: _Place) -> None:
+    def give(self, place: _Pinned) -> None:
         """Take a place back."""
         self._free.append(place)
 
