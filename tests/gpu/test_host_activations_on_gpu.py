@@ -34,6 +34,8 @@ from tiny_models import WIDE_HEADS, write_model
 LAYERS, HIDDEN = 6, 1024
 STEPS = (((8192,), (4096, 4096)), ((2048, 1024, 512, 100), (9000,)), ((8192,), (8192,)))
 """Lengths of documents, by step and micro-batch: rows of changing lengths."""
+SPREADS = 1.5
+"""Attention's gradients are added up in no fixed order: two runs differ."""
 NOT_A_NUMBER = 0xFF
 """Every byte of a bfloat16 or float32 that is none."""
 
@@ -60,10 +62,8 @@ def test_gradients_are_those_without_within_the_spread_of_two_runs_without(
     plain, again = (gradients(trained(model, recompute, lora=lora)) for _ in range(2))
     poison(monkeypatch)
     ours = gradients(trained(model, recompute, host_of(layers_on_gpu), lora=lora))
-    for step, (one, two, mine) in enumerate(zip(plain, again, ours, strict=True)):
-        for name, wanted in one.items():
-            spread = float((two[name] - wanted).norm())
-            assert float((mine[name] - wanted).norm()) <= 2 * spread, (step, name)
+    for one, two, mine in zip(plain, again, ours, strict=True):
+        assert apart(mine, one) <= SPREADS * apart(two, one)
 
 
 def test_a_race_would_show(model, monkeypatch):
@@ -73,6 +73,12 @@ def test_a_race_would_show(model, monkeypatch):
     slow = host_of(1)
     found = gradients(trained(model, "layer", slow))
     assert any(bool(torch.isnan(g).any()) for step in found for g in step.values())
+
+
+def apart(one: dict[str, "torch.Tensor"], two: dict[str, "torch.Tensor"]) -> float:
+    """Norm of the difference of whole gradients."""
+    assert one.keys() == two.keys()
+    return sum(float((one[name] - two[name]).norm()) ** 2 for name in one) ** 0.5
 
 
 def bring_without_waiting(self: Any, kept: Any) -> None:

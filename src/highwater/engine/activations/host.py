@@ -258,6 +258,8 @@ class PinnedPlaces:
             place = min(fitting, key=lambda each: each.bytes)
             self._free.remove(place)
             return place
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is computed meanwhile is not preparing
         began = time.perf_counter()
         self._unmap_free()
         memory, free = map_pinned(size, self._device, self._budget_bytes - self.mapped_bytes)
@@ -271,8 +273,6 @@ class PinnedPlaces:
 
     def _unmap_free(self) -> None:
         """Unmap what is free: it is too small for what is now needed."""
-        if self._free and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         while self._free:
             place = self._free.pop()
             self.mapped_bytes -= place.bytes
