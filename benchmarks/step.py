@@ -55,7 +55,7 @@ Two bfloat16 paths from the same weights are a few steps of bfloat16 rounding ap
 """
 
 STEPS_ALONE = 2
-"""Timed steps in a process of its own, after one that warms up."""
+"""Timed steps in a process of its own, after one that warms up, unless ``--steps-alone`` says."""
 
 TimedStep = Callable[[list[tuple[Tensor, Tensor]]], float]
 
@@ -134,7 +134,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         step(sequences)
         # The second step is the first one with all optimizer states; its time counts where it
         # is one of several.
-        steps = STEPS_ALONE if length in arguments.alone else 1
+        steps = arguments.steps_alone if length in arguments.alone else 1
         times = [_timed(step, sequences) for _ in range(steps)]
         reserved = torch.cuda.max_memory_reserved()
         print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
@@ -234,6 +234,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--rounds", type=int, default=3, help="timed steps of each contender, taking turns"
+    )
+    parser.add_argument(
+        "--steps-alone", type=int, default=STEPS_ALONE, help="timed steps of each with --alone"
     )
     parser.add_argument(
         "--contenders",
@@ -340,6 +343,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     """
     words = [arguments.model, "--memory-of", contender]
     words += ["--micro-batches", str(arguments.micro_batches)]
+    words += ["--steps-alone", str(arguments.steps_alone)]
     if arguments.lora is not None:
         words += ["--lora", str(arguments.lora), "--lora-base", arguments.lora_base]
     words += [] if arguments.memory is None else ["--memory", str(arguments.memory)]

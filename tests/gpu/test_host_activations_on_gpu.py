@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ STEPS = (((8192,), (4096, 4096)), ((2048, 1024, 512, 100), (9000,)), ((8192,), (
 """Lengths of documents, by step and micro-batch: rows of changing lengths."""
 SPREADS = 1.5
 """Attention's gradients are added up in no fixed order: two runs differ."""
+LATE_CYCLES = 20_000_000
+"""Of the GPU's clock: about ten milliseconds, longer than a layer here."""
 NOT_A_NUMBER = 0xFF
 """Every byte of a bfloat16 or float32 that is none."""
 
@@ -68,10 +71,10 @@ def test_gradients_are_those_without_within_the_spread_of_two_runs_without(
 
 def test_a_race_would_show(model, monkeypatch):
     """Without the computation's wait for what comes back, NaN does get into the gradients."""
-    poison(monkeypatch)
+    slow_down(monkeypatch)
+    monkeypatch.setattr(host_module.torch, "empty_strided", unfilled)
     monkeypatch.setattr(HostActivations, "_bring", bring_without_waiting)
-    slow = host_of(1)
-    found = gradients(trained(model, "layer", slow))
+    found = gradients(trained(model, "layer", host_of(1)))
     assert any(bool(torch.isnan(g).any()) for step in found for g in step.values())
 
 
@@ -90,12 +93,12 @@ def bring_without_waiting(self: Any, kept: Any) -> None:
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
 def test_peaks_are_less_by_what_left_and_the_same_at_every_step(model, recompute):
     batch = [row(16_384)]
-    peaks: dict[bool, set[int]] = {}
-    for is_on_host in (False, True):
-        host = host_of(1) if is_on_host else None
+
+    def peaks(host: HostActivations | None) -> set[int]:
         training = trained(model, recompute, host)
-        peaks[is_on_host] = {peak_of(training, batch) for _ in range(4)}
-    ((plain,), (ours,)) = peaks[False], peaks[True]
+        return {peak_of(training, batch) for _ in range(4)}
+
+    ((plain,), (ours,)) = peaks(None), peaks(host_of(1))
     heads = 0 if recompute == "layer" else 8 * 128 * 2 + 8 * 4
     each = 16_384 * (HIDDEN * 2 + heads)
     # the first layer's stays for its own pass, and the next one's comes back meanwhile
@@ -145,7 +148,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     and host memory once what lay there has come back.
     """
     release, give = HostActivations._release, host_module.PinnedPlaces.give
-    empty = torch.empty_strided
+    slow_down(monkeypatch)
 
     def released(self: HostActivations) -> None:
         if self._leaving and self._stream is not None:
@@ -160,13 +163,30 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         place.memory.fill_(NOT_A_NUMBER)
         give(self, place)
 
-    def unfilled(*sizes: Any, **how: Any) -> "torch.Tensor":
-        tensor = empty(*sizes, **how)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
     monkeypatch.setattr(HostActivations, "_release", released)
     monkeypatch.setattr(host_module.PinnedPlaces, "give", given)
     monkeypatch.setattr(host_module.torch, "empty_strided", unfilled)
+
+
+_EMPTY = torch.empty_strided
+
+
+def unfilled(*sizes: Any, **how: Any) -> "torch.Tensor":
+    tensor = _EMPTY(*sizes, **how)
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each copy begin later than whoever does not wait for it."""
+    after = host_module._after_computation
+
+    @contextmanager
+    def late(stream: Any) -> Iterator[None]:
+        with after(stream):
+            torch.cuda._sleep(LATE_CYCLES)
+            yield
+
+    monkeypatch.setattr(host_module, "_after_computation", late)
 
 
 def trained(
