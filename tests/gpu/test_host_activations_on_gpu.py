@@ -241,9 +241,10 @@ def peak_of(training: Training, batch: list[Batch]) -> int:
     training.policy.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     backward_of(training, batch)
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def row(*lengths: int) -> Batch:
