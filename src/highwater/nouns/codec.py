@@ -122,8 +122,7 @@ def _is_default(own: Any, field: msgspec.structs.FieldInfo) -> bool:
 
 
 SETTINGS_BYTES = MIB
-"""Bytes of a file of settings, or a table of capacities, at the most. The published table has 12
-KiB."""
+"""Bytes of a file of settings or capacities, at the most; the published table has 12 KiB."""
 CONFIG_BYTES = 16 * MIB
 """Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most. The largest
 known have a few MiB."""
@@ -134,9 +133,7 @@ state. An index of 100,000 pieces has about 20 MiB, a state of a million steps a
 
 
 def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
-    """The JSON record in a file that a user names, ``called`` so; UsageError where it cannot be
-    read, or is not ``what`` it is to be.
-    """
+    """The JSON record in a user's file ``called`` so; UsageError for one that is not ``what``."""
     try:
         return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
     except OSError as error:
@@ -147,10 +144,7 @@ def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """The content of a regular file of at most ``most_bytes``.
-
-    Raises OSError for any other, a pipe or a device for example.
-    """
+    """Content of a regular file of at most ``most_bytes``; OSError for any other, as a pipe."""
     content = bytearray()
     with open_regular(path) as file:
         # in pieces: to read up to a bound at once takes memory for all of it

@@ -51,8 +51,7 @@ class Answer:
 
     found: Recommendation
     command: str
-    """The command that answers the same again. Empty where a table of the guide is all that is
-    known."""
+    """The command that answers the same again; empty where a guide's table is all there is."""
     entries: tuple[str, ...]
     """The entries of it in the guide's tables."""
     configurations: Mapping[str, str]
@@ -71,8 +70,7 @@ class ChooserPlace:
     answers: tuple[Answer, ...]
     """Answers, the shortest length first."""
     longest_tokens: int | None
-    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
-    fits."""
+    """The longest length that is known to fit, not tight if any is not; None: none fits."""
 
 
 def known_recommendation(

@@ -85,9 +85,7 @@ def _anew(study: Study) -> tuple[str, ...]:
 
 
 def resumed(study: Study) -> tuple[str, ...]:
-    """The command of a study, for the file that was read. Another name, or none, could start
-    another search from nothing.
-    """
+    """The command of a study, for the file that was read: another name could start anew."""
     typed = study.command
     if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
         return typed
@@ -235,9 +233,7 @@ def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _typed(word: str) -> str:
-    """A word for a shell. What lies in your own home directory begins with ``~``, which the shell
-    fills in.
-    """
+    """A word for a shell; a path in your home begins with ``~``, which the shell fills in."""
     home, path = Path(os.environ.get("HOME", "~")), Path(word)
     if home.is_absolute() and home != Path("/") and home in path.parents:
         return f"~/{shlex.quote(str(path.relative_to(home)))}"
@@ -261,9 +257,7 @@ _LEAST_FRAGMENTED = 50
 
 
 def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
-    """``forward: no room for 17.97 GiB of logits; ...``, of the rank that ran out first; None where
-    none did, or where nobody knows what was alive.
-    """
+    """The rank that ran out first: ``forward: no room for 17.97 GiB of logits``; None: unknown."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or failure.alive is None:
         return None

@@ -63,9 +63,7 @@ def report_text(report: StudyReport, form: str) -> str:
 
 
 def check_report_file(path: Path) -> None:
-    """Raise UsageError for a name of no form, and for a file that is there. Nothing that a user has
-    is overwritten.
-    """
+    """Raise UsageError for a name of no form, and for a file that is there already."""
     if path.suffix not in FORMS:
         raise UsageError(
             f"{path} ends in none of {', '.join(FORMS)}", hint="for example `-o report.html`"
@@ -295,9 +293,7 @@ def _is_foretold(report: StudyReport) -> bool:
 
 
 def predicted_cells(report: StudyReport) -> TextTable:
-    """A table of each cell's capacity beside what was predicted of it: by the formula of today, and
-    by what was asked before its trials.
-    """
+    """A table of each cell's capacity beside its predictions, of today and before its trials."""
     today, label = "predicted by today's formula", report.label
     return table_of(
         f"longest length of each cell: predicted, and {label}",
@@ -328,9 +324,7 @@ def _tokens(cell: CellReport, path: str) -> str:
 
 
 def file_and_folder(path: str) -> str:
-    """A file's name, then its folder, however it was typed. The folder is as seen from here, or
-    from your own home directory without its name.
-    """
+    """A file's name, then its folder as seen from here, or from your home as ``~``."""
     name, folder = Path(path).name, Path(path).parent.resolve()
     home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
     # the later of equal ones: a home of `/` is nobody's

@@ -48,8 +48,7 @@ OUTCOMES: dict[Outcome | None, str] = {
 }
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
-"""A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
-is known."""
+"""A measured figure beside its interval; a trial that ran out has only a lower bound."""
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
@@ -77,8 +76,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
     """Peak reserved; on the CPU the largest data segment."""
     device_used_bytes: int | None = None
     requested_bytes: int | None = None
-    """The request that had no room, of the rank that ran out first; None: none was, or nobody
-    knows."""
+    """The request that had no room, of the rank that ran out first; None: none, or unknown."""
     limit_bytes: int | None = None
     """Limit of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
@@ -230,9 +228,7 @@ def study_report(study: str | Path | Study) -> StudyReport:
 
 
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given; None: the formula. It is what was recorded of each
-    cell; of schema 1 the prediction that the command names, as it is now.
-    """
+    """The prediction that the search was given, as recorded or as its file is; None: formula."""
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     device = study.question.device
     if recorded:
@@ -265,9 +261,7 @@ def assembled(
     beginning: Beginning | None = None,
     log_of: Callable[[TrialResult], LogEnd],
 ) -> StudyReport:
-    """Make the report of a study as it was read, finished or not. ``log_of`` finds the end of a
-    trial's log.
-    """
+    """Make the report of a study as it was read; ``log_of`` finds the end of a trial's log."""
     logs = {
         number: log_of(trial.result)
         for number, trial in enumerate(study.trials, 1)
@@ -306,9 +300,7 @@ def assembled(
 
 
 def _hidden(value: object) -> object:
-    """A study's values without what looks like a secret in reasons, failures, commands and paths;
-    what names a trial has no room for one.
-    """
+    """A study's values without what looks like a secret; names of trials have no room for one."""
     match value:
         case str():
             return without_secrets(value)
@@ -376,9 +368,7 @@ def _trial(
 
 
 def judged(trial: TrialReport) -> Judgement:
-    """Judge where the measured memory lies beside the interval. Of a trial that ran out it is known
-    only that it needed more than its limit.
-    """
+    """Judge where the measured memory lies; a trial that ran out needed more than its limit."""
     around = None if trial.predicted is None else trial.predicted.interval
     if around is None or trial.outcome is None:
         return "unknown"

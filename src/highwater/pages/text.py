@@ -32,9 +32,7 @@ def plain_lines(text: str) -> str:
 
 
 def plain_json(text: str) -> str:
-    """A JSON document, indented or not, without characters that a terminal would act upon. It stays
-    JSON, and has the same values when it is read.
-    """
+    """JSON of the same values without characters that a terminal would act upon."""
     return "".join(
         _escaped_in_json(character)
         if character != "\n" and unicodedata.category(character) in _UNSAFE

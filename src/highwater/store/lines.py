@@ -46,9 +46,7 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two outcomes that no monotone law gives: ``failed_index`` did not fit; ``fit_index``, which
-    takes no less, did.
-    """
+    """``failed_index`` did not fit, and ``fit_index`` did, which takes no less: no law gives it."""
 
     failed_index: int
     fit_index: int
@@ -59,9 +57,7 @@ def contradictions(
     failed: Collection[int],
     packed: Callable[[int], int] = lambda index: index,
 ) -> tuple[Contradiction, ...]:
-    """Every index that did not fit beside the closest at or above it that did, with no fewer packed
-    tokens; lowest first.
-    """
+    """Indices that did not fit, each with the closest above that did and packs no fewer tokens."""
     found: list[Contradiction] = []
     for index in sorted(failed):
         above = (each for each in sorted(fit) if each >= index and packed(each) >= packed(index))

@@ -298,8 +298,7 @@ ENDS: Mapping[str, Any] = {
     "logging_nan_inf_filter": False,
     "auto_find_batch_size": False,
 }
-"""Ends of every trial by transformers' trainer: no other output, no batch that shrinks where memory
-runs out."""
+"""Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
 
 
 class LauncherFile(NamedTuple):
@@ -343,11 +342,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
 def launcher_file(
     spec: TrialSpec, shape: ModelShape, base: Mapping[str, Any], *, source: str
 ) -> LauncherFile:
-    """Accelerate's file for one trial, over the fields of the user's own, which is called
-    ``source``.
-
-    Raises UsageError for what accelerate cannot be told, and for a file that says otherwise.
-    """
+    """Accelerate's file for a trial, over the user's own, ``source``; UsageError for conflicts."""
     refuse_unlaunched(spec, name="accelerate")
     if spec.layout.ulysses_degree > 1:
         raise UsageError(

@@ -311,9 +311,7 @@ def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Ma
 
 
 def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
-    """Lines of the usual kinds. Each process may print a step's dictionary; and where there are
-    some, a bar without a description may be of anything.
-    """
+    """Lines of the usual kinds; a bar without a description counts only without dictionaries."""
     dictionaries: defaultdict[str, set[str]] = defaultdict(set)
     has_dictionaries = any(_HF_STEP.search(line.text) for line in lines)
     first, is_resumed = None, False

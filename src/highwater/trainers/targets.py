@@ -100,9 +100,7 @@ def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> N
 
 
 def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
-    """Raise UsageError where a trainer has no words for any candidate of a recommendation that
-    nobody has predicted yet: the one for the simplest.
-    """
+    """Refuse unpredicted candidates unless the trainer has words for one, as for the simplest."""
     refused: UsageError | None = None
     for each in draft.candidates:
         try:
@@ -217,8 +215,7 @@ def named(cell: Cell) -> dict[str, object]:
 
 LAUNCH, CHECK = "launch.sh", "CHECK.md"
 _NEEDED = {"MODEL_PATH": "the directory of the model", "DATASET": "where prompts come from"}
-"""Variables that a configuration may read, and what they are; a quote would begin a text of bash's
-there."""
+"""Variables that a configuration may read, explained; a quote would begin a text of bash's."""
 _FOLDERS = 1000
 """Free names that are looked for."""
 

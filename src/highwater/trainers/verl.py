@@ -122,9 +122,7 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
 
 
 def _override(name: str, value: Value) -> str:
-    """One argument of the shell. A path is quoted for Hydra, where ``,`` and ``=`` mean something,
-    then for the shell.
-    """
+    """One argument of the shell; a path is quoted for Hydra's ``,`` and ``=``, then for it."""
     if name != _PATH:
         return shlex.quote(f"{name}={value}")
     if value == MODEL_PATH:  # a variable, which the shell has to expand

@@ -21,7 +21,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.M
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """How the processes of a trial ended."""
+    """The end of the processes of a trial."""
 
     exit_code: int | None
     """Exit status of the reaper; None when it was ended because time was up."""
@@ -83,10 +83,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
-    """What is wrong with the ranks that reported, in words.
-
-    None where each is one of the trial's, and reported once.
-    """
+    """Problems of the ranks that reported, in words; None where each did once, as one of its."""
     for rank, times in Counter(report.rank for report in reports).items():
         if not 0 <= rank < spec.layout.gpus:
             last = spec.layout.gpus - 1

@@ -83,9 +83,7 @@ class StartedRanks:
         log: IO[bytes],
         across: Across | None,
     ) -> None:
-        """Start them under a reaper of this process: themselves, or the launcher of their machines.
-        In ``path`` they meet, and report.
-        """
+        """Start them under a reaper, themselves or a launcher; they meet and report in ``path``."""
         self.path = path
         self._across = across
         self._log, self._log_began_at = log, log.tell()
@@ -110,9 +108,7 @@ class StartedRanks:
         """The reaper."""
 
     def end_the_failed(self) -> None:
-        """End all machines' ranks where those of one have failed a while ago, or one refused to
-        start them: not every launcher does.
-        """
+        """End all machines' ranks once those of one have failed: not every launcher does."""
         if self._across is None or not self._has_failed():
             return
         now = time.monotonic()
@@ -125,7 +121,7 @@ class StartedRanks:
         return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
 
     def _left(self) -> list[RanksLeft]:
-        """What each machine's ranks left, those first that failed."""
+        """The files that each machine's ranks left, those first that failed."""
         if self._across is None:
             return [read_left(self.path)]
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
@@ -179,15 +175,14 @@ class EngineLauncher(TrialLauncher):
     """Launches trials of this package's engine."""
 
     checkpoint_directory: Path | None = None
-    """Each trial that saves gets a directory of its own below it, for as long as it runs; None:
-    beside its log."""
+    """The folder below which each trial that saves has its own while it runs; None: the log's."""
     profiling: Profiling | None = None
-    """What its ranks record of their memory, in a folder beside its log."""
+    """Records that its ranks make of their memory, in a folder beside its log."""
     tensorboard: bool = False
     logit_range: bool = False
     """This and ``tensorboard`` are what statistics have besides what costs nothing."""
     across: Across | None = None
-    """How ranks are started on several machines; None: on this one alone."""
+    """The way ranks are started on several machines; None: on this one alone."""
 
     def _run(
         self,
@@ -227,9 +222,7 @@ class EngineLauncher(TrialLauncher):
         return msgspec.structs.replace(spec, memory_snapshots=order)
 
     def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
-        """The trial that writes its statistics beside its log; those of a memory-only one would
-        pass for a training's.
-        """
+        """The trial that writes statistics beside its log; a memory-only one would mislead."""
         if spec.is_memory_only:
             return spec
         board = log_path.absolute().with_suffix(".tensorboard")

@@ -80,12 +80,10 @@ rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """What was seen of one trial so far. Its samples are taken in a thread of their own."""
+    """Peaks seen of one trial so far, sampled in a thread of their own."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
-        """Watch what runs under a reaper, by its process id, on these GPUs, as the driver counts
-        them; none: on the CPU.
-        """
+        """Watch what runs under a reaper, by process id, on these GPUs; none: on the CPU."""
         self._reaper = reaper
         self._gpus = gpus
         self._used_bytes = [0] * len(gpus)
@@ -103,7 +101,7 @@ class SampledPeak:
         return time.monotonic() - self._worked_at
 
     def has_lost_a_process(self, since: float) -> bool:
-        """Whether a process that had been there for most of the trial went about then, or later."""
+        """True if a process that had been there for most of the trial went about then, or later."""
         return any(
             pid not in self._alive
             and last >= since - _AROUND_S
@@ -201,7 +199,7 @@ def _under(reaper: int) -> list[psutil.Process]:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """What a reader should know of these trials before the first one, each sentence once.
+    """Tell readers what to know of these trials before the first one, each sentence once.
 
     Raises HighwaterError for what their trainer cannot be told, and where it is not here.
     """
@@ -221,15 +219,13 @@ def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
 
 
 def _has_flash(program: str) -> bool:
-    """Whether flash attention is installed in the Python that starts a trainer."""
+    """True if flash attention is installed in the Python that starts a trainer."""
     python = python_of(program)
     return python is not None and _FLASH in versions_there(python, (_FLASH,))
 
 
 def python_of(program: str) -> Path | None:
-    """The interpreter in the first line of a program that pip installed; None of any other, and
-    where there is no such program.
-    """
+    """The interpreter in the first line of a program that pip installed; None of any other."""
     found = shutil.which(program)
     if found is None:
         return None
@@ -241,9 +237,7 @@ def python_of(program: str) -> Path | None:
 
 @cache
 def versions_there(python: Path, packages: tuple[str, ...]) -> Mapping[str, str]:
-    """The versions of these packages as an interpreter finds them; those it has not are left out,
-    all of them where it does not answer.
-    """
+    """Versions of packages as an interpreter finds them; none of those it lacks or will not say."""
     command: Sequence[str] = [str(python), "-P", "-c", _ASK, *packages]
     try:
         done = answered(command, environment=clean_environment("native"), timeout_s=_ASK_S)
@@ -266,7 +260,7 @@ _ASK_S = 60.0
 """Seconds that the answer may take: nothing is imported, but a disk may be far away."""
 _SHEBANG_BYTES = 256
 _OVER_BYTES = 2 * GIB
-"""What context and NCCL of another trainer may take more than those of our engine. A trainer whose
+"""Bytes that another trainer's context and NCCL may take more than our engine's. A trainer whose
 memory is not PyTorch's goes past the bound by far more."""
 _DIGITS = 6
 """Digits of the fraction: of the largest card a millionth is a few hundred KiB."""
@@ -291,7 +285,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
 
 
 def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
-    """That a GPU had more in use than its bound allows, in words; None where none had."""
+    """Say that a GPU had more in use than its bound allows; None where none had."""
     for rank in ranks:
         used, budget = rank.memory.device_used_bytes, rank.budget
         if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
@@ -389,9 +383,7 @@ class ForeignLauncher(TrialLauncher):
 
 
 def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:
-    """What makes the launcher of a request's trials, of our engine's or another trainer's, in
-    ``log_directory``; it can be pickled.
-    """
+    """Make the launcher of a request's trials, which can be pickled; it lacks ``log_directory``."""
     usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
     trainer = foreign_name(request.trainer)
     if trainer is not None:
@@ -437,7 +429,7 @@ class _Watch:
         self._size, self._grew_at = -1, time.monotonic()
         self._phase = "starting"
         self._found: Evidence | None = None
-        """What the log says, where it was looked at since it last grew."""
+        """Evidence of the log, where it was looked at since it last grew."""
         self.is_stuck = False
 
     def wait(

@@ -152,7 +152,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
     sizes: dict[str, int]
     """Bytes of each file, by its name."""
     contents: dict[str, bytes] | None = None
-    """What is in the files; None where they are too large to be sent."""
+    """The content of the files; None where they are too large to be sent."""
 
     def missing(self) -> str | None:
         """Why this machine does not have the model; None where it does, or is sent it."""
@@ -178,7 +178,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """How nodes come by the model, in words."""
+        """The way that nodes come by the model, in words."""
         if self.contents is None:
             return f"{self.directory} is read on each node, as a path that all share"
         return "the files of the model are sent to the nodes"

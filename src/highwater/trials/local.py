@@ -30,7 +30,7 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occupant:
-    """What a trial has from its start to its end."""
+    """The hold of a trial on its place, from its start to its end."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
@@ -53,7 +53,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
     @abstractmethod
     def _has_room(self, spec: TrialSpec) -> bool:
-        """Whether there is a place beside the trials that run; the lock is held."""
+        """True if there is a place beside the trials that run; the lock is held."""
 
     @abstractmethod
     def _place(self, spec: TrialSpec) -> OccupantT:
@@ -64,7 +64,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
         """Run a trial to its end, as ``Launcher.launch`` does."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """Whether a trial would start now, as ``Runner`` says."""
+        """True if a trial would start now, as ``Runner`` says."""
         with self._changed:
             return not self._running or self._has_room(spec)
 
@@ -87,10 +87,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
             raise
 
     def close(self) -> None:
-        """End whatever runs.
-
-        A Ctrl-C meanwhile is heard when nothing runs any more.
-        """
+        """End whatever runs. A Ctrl-C meanwhile is heard when nothing runs any more."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -126,16 +123,16 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalOccupant(Occupant):
-    """What a trial takes of this machine."""
+    """The part of this machine that a trial takes."""
 
     gpus: tuple[str, ...] | None
     host_bytes: int
     is_alone: bool
-    """Whether no other trial may run beside it."""
+    """True if no other trial may run beside it."""
     had_company: bool
-    """Whether another one ran beside it at any time."""
+    """True if another one ran beside it at any time."""
     waits: bool = False
-    """Whether it waits to be launched once more, alone; it has no processes then."""
+    """True if it waits to be launched once more, alone; it has no processes then."""
 
 
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
@@ -245,17 +242,13 @@ def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def host_bytes(spec: TrialSpec) -> int:
-    """Host memory that a trial takes, at least: its processes, what it keeps there, and on the CPU
-    all that its limit allows.
-    """
+    """Host memory that a trial takes at least: processes, states, on the CPU all of its limit."""
     each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
     return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
 
 def is_alone(spec: TrialSpec) -> bool:
-    """Whether a trial keeps states in host memory, whose bandwidth and pinned pages it shares with
-    whatever runs beside it.
-    """
+    """True of states in host memory, whose bandwidth and pinned pages a trial would share."""
     return spec.device == "cuda" and _kept_on_the_host(spec) > 0
 
 
@@ -268,7 +261,7 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
-    """Whether the machine's memory ran out, and not what the trial itself may take."""
+    """True if the machine's memory ran out, and not what the trial itself may take."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY
     failures = (rank.failure for rank in result.ranks)

@@ -63,9 +63,7 @@ def answered(
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """What a short program says, and its status; raises TimeoutExpired when it takes longer, and
-    has been killed by then.
-    """
+    """Output and status of a short program; TimeoutExpired, and it is killed, if it is longer."""
     pipe = subprocess.PIPE
     with started(words, environment=environment, stdout=pipe, stderr=pipe) as process:
         try:
@@ -77,10 +75,7 @@ def answered(
 
 
 class RankExit(Record, frozen=True, kw_only=True):
-    """How one rank's process ended by itself.
-
-    A rank that was killed because another had failed has none.
-    """
+    """The end of one rank's process; one that was killed because another had failed has none."""
 
     rank: int
     status: int
@@ -90,10 +85,10 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """What the ranks of one machine left besides their reports."""
+    """Whatever the ranks of one machine left besides their reports."""
 
     exits: tuple[RankExit, ...] = ()
-    """How they ended, the first one first; empty where nobody lived to write it down."""
+    """Their ends, the first one first; empty where nobody lived to write it down."""
     kernel_kills: int = 0
     """Processes that the kernel killed for want of memory meanwhile."""
 
@@ -103,7 +98,7 @@ class RankShare(Record, frozen=True, kw_only=True):
 
     count: int
     folder: str
-    """Where it is written how they ended."""
+    """The file that says how they ended."""
     first: int = 0
     """The rank of the first."""
     world: int | None = None
@@ -111,7 +106,7 @@ class RankShare(Record, frozen=True, kw_only=True):
     store: str | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
     is_at_port: bool = False
-    """Whether they meet at the port that their environment names, and not through a file."""
+    """True if they meet at the port that their environment names, and not through a file."""
 
 
 class Ranks:
@@ -164,10 +159,7 @@ class Ranks:
             thread.start()
 
     def leave_exits(self, statuses: Sequence[tuple[int, int]]) -> None:
-        """Write down who ended how, as process and status in this order.
-
-        Comes once none of them runs any more.
-        """
+        """Write down who ended how, in this order; comes once none of them runs any more."""
         for thread in self._copying:
             thread.join(_DRAINED_S)
         exits = tuple(
@@ -183,7 +175,7 @@ class Ranks:
 
 
 def read_left(folder: Path) -> RanksLeft:
-    """What the ranks left that wrote into ``folder``."""
+    """Read what the ranks left that wrote into ``folder``."""
     try:
         return from_json((folder / _EXITS).read_bytes(), RanksLeft)
     except (OSError, msgspec.MsgspecError):
@@ -197,10 +189,7 @@ class _RankOutput:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy to the log until nobody has the pipe any more.
-
-        A log whose disk is full must not stop who writes.
-        """
+        """Copy to the log until nobody has the pipe. A full disk must not stop who writes."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)
@@ -215,10 +204,7 @@ class _RankOutput:
 
 
 def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Kills of this control group so far.
-
-    0 where nobody counts them: then no kill can be proven.
-    """
+    """Kills of this control group so far; 0 where nobody counts them and none can be proven."""
     for path in counters(proc):
         try:
             lines = path.read_text().splitlines()
@@ -242,10 +228,7 @@ def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
 
 
 def counters(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Files in which the group's kills are counted, with version 1 of control groups, or 2.
-
-    A hybrid of both has both, version 1 first.
-    """
+    """Files that count a group's kills; a hybrid of control groups 1 and 2 has both, 1 first."""
     try:
         groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
         # Split at each blank: a field may be empty, as what a tmpfs mounts.
@@ -274,10 +257,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _below(mounted_at: Path, root: str, group: str) -> Path:
-    """The group's directory below where its tree is mounted.
-
-    What is mounted may be a part of the tree, as in a container, where a group's name is whole.
-    """
+    """The group's directory in its mounted tree, which may be a part of it, as in a container."""
     name = PurePosixPath(group)
     inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
     return mounted_at / inside

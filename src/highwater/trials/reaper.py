@@ -46,13 +46,10 @@ EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 END_AT_ONCE = signal.SIGUSR1
-"""What ends it whatever grace it gives, also before it has begun: SIGINT would not, which a shell
-has ignored by what it starts in the background."""
+"""Signal that ends it whatever grace it gives, also before it has begun: SIGINT would not, which
+a shell has ignored by what it starts in the background."""
 _AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
-"""Signals that are waited for and never handled.
-
-None can come between two lines and leave somebody behind.
-"""
+"""Signals that are waited for and never handled: none comes between two lines."""
 _LAST_WORDS_S = 0.5
 """Seconds that the other ranks have, after one has failed, to report a failure of their own.
 
@@ -64,10 +61,7 @@ Ends = list[tuple[int, int]]
 
 
 def module(name: str, *words: str) -> list[str]:
-    """The command that runs a module of ours, whatever lies in the working directory.
-
-    ``-P`` keeps that directory out of ``sys.path``.
-    """
+    """The command of a module of ours; ``-P`` keeps the working directory out of ``sys.path``."""
     return [sys.executable, "-P", "-m", name, *words]
 
 
@@ -143,14 +137,11 @@ def _run(
     launcher_s: float | None,
     is_plain: bool,
 ) -> Ends | None:
-    """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
-
-    None when the reaper was told to end.
-    """
+    """Run the command or its ranks to their end, as ``awaits`` does; None when told to end."""
     reaper = os.getpid()
 
     def prepare() -> None:
-        """Have what the reaper starts killed with it, should it be killed itself."""
+        """Make what the reaper starts be killed with it, should it be killed itself."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(EXIT_ENDED)
@@ -207,7 +198,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Have a launcher end what it started on other machines, of which a kill would tell it nothing.
+    """Make a launcher end what it started on other machines, of which a kill would tell it nothing.
 
     It is told again and again: reapers there give ranks time to save when they are told once.
     """
@@ -232,10 +223,7 @@ def status_of(status: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until there is no descendant left.
-
-    One that is killed may have started another meanwhile.
-    """
+    """Kill and reap until no descendant is left: a killed one may have started another."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

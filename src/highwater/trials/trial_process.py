@@ -198,7 +198,7 @@ def _opened(path: Path) -> IO[bytes] | None:
 
 
 def statistics_path(log_path: Path) -> Path:
-    """Where a trial's statistics lie, beside its log."""
+    """Path of a trial's statistics, beside its log."""
     return log_path.with_suffix(".statistics.jsonl")
 
 
@@ -217,7 +217,7 @@ class TrialLauncher(ABC):
     """Longest time of one trial from launch to exit, where its launch names none."""
     log_layout: LogLayout = "rung"
     allow_busy: bool = False
-    """Whether trials run on GPUs that others use too."""
+    """True if trials run on GPUs that others use too."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -254,9 +254,7 @@ _LOCK = ".made-by-highwater"
 
 
 def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of what is kept for the next time: ``$XDG_CACHE_HOME/highwater/NAME``, by default
-    in ``~/.cache``.
-    """
+    """The folder ``$XDG_CACHE_HOME/highwater/NAME``, by default in ``~/.cache``."""
     base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base, "highwater", name)
 
@@ -282,10 +280,7 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
 
 
 def _locked(folder: Path) -> int | None:
-    """Take the folder's lock, which is free when this process is gone.
-
-    None where the disk knows no locks.
-    """
+    """Take the folder's lock, free when this process is gone; None where the disk knows none."""
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

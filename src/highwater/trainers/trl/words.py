@@ -133,9 +133,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
 
 
 def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have; what is
-    offered instead ``refuse_other_sharing`` does not refuse.
-    """
+    """Refuse an objective, layout or optimizer that TRL lacks; what is offered can be trained."""
     is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
     if is_refused and shape is not None:
         refuse_other_sharing(cell, shape)
@@ -144,9 +142,7 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
 
 
 def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
-    """Raise UsageError for heads where TRL shares a model's sequences by a ring, and for what
-    ``refuse_untrainable`` refuses.
-    """
+    """Refuse heads where TRL has a ring, and whatever ``refuse_untrainable`` refuses."""
 
     def obstacle(objective: Objective, layout: Layout) -> str | None:
         unknown = _obstacle(objective, layout, shape)
