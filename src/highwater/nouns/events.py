@@ -124,3 +124,5 @@ class EventLog(Record, frozen=True, kw_only=True):
     """Names of modules of the model, by the index that events name: the innermost one whose forward
     pass, or recomputation, was running; empty for none."""
     events: tuple[TraceEvent, ...]
+    host_bytes: int = 0
+    """Bytes of activations in host memory, at most."""

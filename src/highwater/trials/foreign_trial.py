@@ -31,6 +31,7 @@ from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
 from highwater.nouns.codec import open_regular
+from highwater.nouns.control_group import kernel_kills
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.nouns.foreign_request import command_of
@@ -58,7 +59,7 @@ from highwater.trials.inputs import prepared_model, refuse_full_disk
 from highwater.trials.job import exit_code_of, start
 from highwater.trials.nodes import across
 from highwater.trials.probe import probe
-from highwater.trials.ranks import answered, kernel_kills
+from highwater.trials.ranks import answered
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import (
     TrialLauncher,

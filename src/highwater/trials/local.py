@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from highwater.errors import MachineError
+from highwater.memory.formula.layers import Step, host_activation_bytes
 from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
@@ -257,7 +258,9 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
         return 0
     shape, settings, layout = load_model(spec.model_directory).shape, spec.settings, spec.layout
     states = host_state_bytes(shape, settings, layout=layout)
-    return states + staged_gradient_bytes(shape, settings, layout=layout)
+    activations = host_activation_bytes(Step(shape, settings, layout, spec.length_tokens))
+    staged = staged_gradient_bytes(shape, settings, layout=layout)
+    return states + staged + layout.machine_gpus * activations
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:

@@ -20,10 +20,11 @@ import psutil
 
 from highwater.errors import MachineError
 from highwater.nouns.cluster import Cluster, cluster, names_no_kind
+from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.nouns.settings import Settings
-from highwater.trials.ranks import answered, memory_limit
+from highwater.trials.ranks import answered
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
@@ -62,8 +63,8 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
         unreadable_gpus=unreadable,
         driver_version=driver_version,
         cpu_cores=len(os.sched_getaffinity(0)),
-        host_memory_total_bytes=memory.total,
-        host_memory_available_bytes=min(memory.available, memory_limit() or memory.available),
+        host_memory_total_bytes=host_memory_bytes(),
+        host_memory_available_bytes=min(memory.available, host_memory_bytes()),
         versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )
 
