@@ -4,14 +4,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Device
-from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 Direction = Literal["forward", "forward+backward"]
 Mode = Literal["single", "data parallel", "ring", "ulysses"]
@@ -67,49 +68,10 @@ class Implementation(Record, frozen=True, kw_only=True):
         return self.pattern is not None or self.takes_segments
 
 
-def _block_sparse(what: str, ratio: SparsityRatio) -> Implementation:
-    pattern = SparsePatternConfig(sparsity_ratio=ratio)
-    what = f"block-sparse, {what}"
-    return Implementation(what=what, pattern=pattern, takes_pattern=ratio is None)
-
-
-IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    "reference": Implementation(what="the textbook formula in float64, short lengths alone"),
-    "dense": Implementation(
-        what="PyTorch's fused attention: cuDNN, flash, or else memory-efficient"
-    ),
-    "dense_flex": Implementation(what="PyTorch's FlexAttention with a causal block mask"),
-    "window": Implementation(
-        what="a window of 4,096 tokens, on the CPU of 512",
-        pattern=SparsePatternConfig(pattern_type="local_window", local_window_size=4096),
-    ),
-    "block_sparse": _block_sparse("by the pattern of your flags", None),
-    "block_sparse_5": _block_sparse("5 % of the key blocks", 0.05),
-    "block_sparse_2": _block_sparse("2 % of the key blocks", 0.02),
-    "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
-    "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
-    "dilated": Implementation(what="dilated", takes_segments=True),
-    "block_sparse_ring_dilated": Implementation(
-        what="the segments of dilated, in each of which a pattern keeps blocks",
-        modes=("single", "ring"),
-        pattern=SparsePatternConfig(sparsity_ratio="adaptive", block_size=256),
-        takes_pattern=True,
-        takes_segments=True,
-    ),
-    "ring": Implementation(
-        what="dense, keys and values passing from GPU to GPU", modes=("ring",), alone="dense"
-    ),
-    "block_sparse_ring": Implementation(
-        what="block-sparse: each GPU is sent the keys and values that its queries keep",
-        modes=("ring",),
-        alone="block_sparse_adaptive",
-        pattern=SparsePatternConfig(sparsity_ratio="adaptive"),
-        takes_pattern=True,
-    ),
-    "ulysses": Implementation(
-        what="dense, each GPU with a share of the heads", modes=("ulysses",), alone="dense"
-    ),
-}
+IMPLEMENTATIONS: Mapping[str, Implementation] = from_json(
+    (files("highwater.nouns") / "catalog" / "attentions.json").read_bytes(),
+    dict[str, Implementation],
+)
 """Everything that can take part, as reported; ``engine/bench/attention/contenders`` makes it."""
 SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")
 """Implementations that ``block_sparse`` stands for where no pattern is typed."""

@@ -1,7 +1,7 @@
 """Contenders of the benchmark: how each attention is built, whether it runs here, and by definition
 how many times each token meets each key.
 
-A new one is a line of ``CONTENDERS``, and one of ``IMPLEMENTATIONS`` in ``nouns/attention_bench``.
+A new one is a line of ``CONTENDERS``, and one of ``nouns/catalog/attentions.json``.
 
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
