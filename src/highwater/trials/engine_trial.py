@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import IO
 
 import msgspec
@@ -40,6 +39,7 @@ from highwater.trials.nodes import Across
 from highwater.trials.ranks import RankShare, RanksLeft, read_left
 from highwater.trials.reaper import END_AT_ONCE, module, status_of, under_reaper
 from highwater.trials.trial_process import (
+    OneLaunch,
     TrialLauncher,
     log_tail,
     private_folder,
@@ -184,23 +184,15 @@ class EngineLauncher(TrialLauncher):
     across: Across | None = None
     """The way ranks are started on several machines; None: on this one alone."""
 
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
-        log_path, began_unix = Path(log.name), time.time()
-        with _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec:
+    def _run(self, one: OneLaunch) -> TrialResult:
+        log_path, began_unix, limit_s = Path(one.log.name), time.time(), one.timeout_s
+        with _with_own_directory(one.spec, self.checkpoint_directory or log_path.parent) as spec:
             spec = self._with_statistics(self._recorded(spec, log_path), log_path)
-            environment = trial_environment(spec, gpus)
-            with started(spec, environment, log, self.across) as ranks:
-                tell = partial(_tell, ranks, on_phase)
-                code = exit_code_of(ranks.process, timeout_s=timeout_s, ended=ended, tell=tell)
-                ending = ranks.end(timeout_s=timeout_s, is_late=code is None)
+            environment = trial_environment(spec, one.gpus)
+            with started(spec, environment, one.log, self.across) as ranks:
+                tell = partial(_tell, ranks, one.on_phase)
+                code = exit_code_of(ranks.process, timeout_s=limit_s, ended=one.ended, tell=tell)
+                ending = ranks.end(timeout_s=limit_s, is_late=code is None)
         raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
         result = TrialResult(

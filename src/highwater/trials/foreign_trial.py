@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO
 
 import msgspec
 import psutil
@@ -62,6 +61,7 @@ from highwater.trials.probe import probe
 from highwater.trials.ranks import answered
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import (
+    OneLaunch,
     TrialLauncher,
     clean_environment,
     log_tail,
@@ -335,15 +335,8 @@ class ForeignLauncher(TrialLauncher):
     silent_s: float = SILENT_S
     """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
 
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
+    def _run(self, one: OneLaunch) -> TrialResult:
+        spec, log, gpus, timeout_s, ended, on_phase = one
         foreign, kills_before = spec.foreign, kernel_kills()
         assert foreign is not None, "a trial of another trainer"  # noqa: S101
         if self.command is not None:
@@ -359,8 +352,8 @@ class ForeignLauncher(TrialLauncher):
             process = start(words, environment, log)
             seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])
             with sampled_peak(process.pid, seen if spec.device == "cuda" else ()) as peak:
-                watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
-                exit_code, ended_for = watch.wait(process, timeout_s, ended)
+                watch = _Watch(one, peak, kills_before, self.silent_s)
+                exit_code, ended_for = watch.wait(process)
             text = log_tail(log, _READ_BYTES)
             is_cut = os.fstat(log.fileno()).st_size > _READ_BYTES
             steps = None if command.steps_done is None else command.steps_done(text)
@@ -416,29 +409,21 @@ class _Watch:
     """Waits for a trial, tells its steps, and ends it where a rank's failure has stopped it."""
 
     def __init__(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        peak: SampledPeak,
-        kills_before: int,
-        on_phase: OnPhase,
-        silent_s: float,
+        self, one: OneLaunch, peak: SampledPeak, kills_before: int, silent_s: float
     ) -> None:
-        self._silent_s = silent_s
-        self._spec, self._log, self._peak = spec, log, peak
-        self._kills_before, self._on_phase = kills_before, on_phase
+        self._one, self._spec, self._log = one, one.spec, one.log
+        self._peak, self._kills_before, self._silent_s = peak, kills_before, silent_s
         self._size, self._grew_at = -1, time.monotonic()
         self._phase = "starting"
         self._found: Evidence | None = None
         """Evidence of the log, where it was looked at since it last grew."""
         self.is_stuck = False
 
-    def wait(
-        self, process: subprocess.Popen[bytes], timeout_s: float, ended: Event
-    ) -> tuple[int | None, EndedFor | None]:
+    def wait(self, process: subprocess.Popen[bytes]) -> tuple[int | None, EndedFor | None]:
         """The exit status of the trial; None, and why, where it was ended."""
+        limit_s, ended = self._one.timeout_s, self._one.ended
         try:
-            code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=self._tell)
+            code = exit_code_of(process, timeout_s=limit_s, ended=ended, tell=self._tell)
         except _StuckError:
             return None, "hang"
         return code, None if code is not None else "timeout"
@@ -448,7 +433,7 @@ class _Watch:
         if size != self._size:
             self._size, self._grew_at, self._found = size, time.monotonic(), None
             self._phase = self._progress()
-        self._on_phase(self._phase)
+        self._one.on_phase(self._phase)
         if time.monotonic() - self._grew_at > self._silent_s:
             self._judge()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Event
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -208,6 +208,17 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
     return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")
 
 
+class OneLaunch(NamedTuple):
+    """A trial whose log is open, and what its launcher was told."""
+
+    spec: TrialSpec
+    log: IO[bytes]
+    gpus: tuple[str, ...] | None
+    timeout_s: float
+    ended: Event
+    on_phase: OnPhase
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLauncher(ABC):
     """Launches trials on this machine, each in fresh processes and with a log of its own."""
@@ -232,20 +243,12 @@ class TrialLauncher(ABC):
             wanted.parent.mkdir(parents=True, exist_ok=True)
             timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
             with new_log(wanted) as log:
-                result = self._run(spec, log, gpus, timeout_s, ended, on_phase)
+                result = self._run(OneLaunch(spec, log, gpus, timeout_s, ended, on_phase))
         attempt, wall_s = launch.attempt, time.monotonic() - began
         return kept_result(replace(result, wall_s=wall_s, attempt=attempt, log_path=log.name))
 
     @abstractmethod
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
+    def _run(self, one: OneLaunch) -> TrialResult:
         """Run a trial to its end, and classify it."""
 
 
