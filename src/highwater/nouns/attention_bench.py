@@ -209,8 +209,7 @@ class BenchCheck(Record, frozen=True, kw_only=True):
     mode: Mode
     length_tokens: int
     differences: dict[str, float | None]
-    """Norm-relative difference of the output and of each gradient, the largest of all ranks; None
-    where that is no number."""
+    """Norm-relative differences of output and gradients, the largest of all ranks; None: NaN."""
     tolerance: float
     reason: str = ""
     """Why it is red; empty where it is not."""

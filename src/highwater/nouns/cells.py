@@ -29,8 +29,7 @@ _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native"
 _OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
 """Choices of what is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
-"""Kinds of recomputation, the simplest first, which computes nothing twice; any other is taken for
-less simple than these."""
+"""Kinds of recomputation, the simplest first; any other is less simple than these."""
 
 
 def default_ladder(

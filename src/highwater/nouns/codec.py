@@ -124,8 +124,7 @@ def _is_default(own: Any, field: msgspec.structs.FieldInfo) -> bool:
 SETTINGS_BYTES = MIB
 """Bytes of a file of settings or capacities, at the most; the published table has 12 KiB."""
 CONFIG_BYTES = 16 * MIB
-"""Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most. The largest
-known have a few MiB."""
+"""Bytes of a ``config.json``, or ``predict --json``, at the most; the largest have a few MiB."""
 
 INDEX_BYTES = 1024 * MIB
 """Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its

@@ -13,9 +13,7 @@ from pathlib import Path, PurePosixPath
 
 
 def host_memory_bytes() -> int:
-    """Bytes of the host's memory that this control group may take: the limit or, without one, the
-    machine's.
-    """
+    """Bytes of the host's memory for this control group: its limit, or all of the machine's."""
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(machine_bytes, memory_limit() or machine_bytes)
 

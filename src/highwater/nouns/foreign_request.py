@@ -187,10 +187,7 @@ _SEVERAL = ("gpus", "ulysses", "ring", "copies")
 
 
 def foreign_of(request: Request) -> ForeignTrainer | None:
-    """The foreign trainer of a request; None where this package's engine is asked.
-
-    Raises UsageError for what it lacks, and for what says nothing of the engine.
-    """
+    """The foreign trainer of a request, None: our engine; UsageError for what it does not take."""
     trainer = foreign_name(request.trainer)
     if trainer is None:
         for name in _MEANT:

@@ -368,11 +368,9 @@ class Study(Record, frozen=True, kw_only=True):
     trials: tuple[RecordedTrial, ...] = ()
     """Trials in the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """Answers that the study's trials bear out, in the order of the question's cells. A cell
-    without an answer yet is absent."""
+    """Answers that the trials bear out, in the order of the cells; one without any is absent."""
     unproven: tuple[UnprovenAnswer, ...] = ()
-    """Answers that the file has and its trials do not bear out. Nobody measured them, and their
-    cells count as not answered."""
+    """Answers of the file that its trials do not bear out: their cells count as not answered."""
     answers_within_s: tuple[float, ...] = ()
     """The time limit of each answer, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
@@ -380,8 +378,7 @@ class Study(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """Notes for readers about the record or the search, one line each."""
     command: tuple[str, ...] = ()
-    """The words typed to ask, or last to resume. Empty when it was asked from Python, and where it
-    is no search of highwater's."""
+    """The words typed to ask, or last to resume; empty from Python, or for another program's."""
     environments: tuple[Environment, ...] = ()
     """Machines on which it was asked and resumed, by an allow-list. Empty for dry runs, and for
     journals from before they were recorded."""

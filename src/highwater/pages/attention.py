@@ -137,9 +137,7 @@ def _table(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table whose columns are fields of its records, ``row.time_s`` that of a record in one, or
-    headings with what they say of each.
-    """
+    """A table of fields of its records, ``row.time_s`` of a field's, or of headings with texts."""
 
     def field(path: str) -> Column[Any]:
         *outer, name = path.split(".")

@@ -174,8 +174,7 @@ _APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
 """Factors by which the next length of the chooser is longer, at least. The least of them counts
 with which there are not too many lengths."""
 _REPLAYED_APART = 2
-"""The least factor for a trainer whose traces are bundled. Each answer replays a trace for every
-cell: 1 s instead of 10 ms."""
+"""The least factor with bundled traces: a cell's replay takes 1 s instead of 10 ms."""
 _MOST_ANSWERS = 300
 """Answers of a page at the most, of about 3 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}

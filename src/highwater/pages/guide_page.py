@@ -55,8 +55,7 @@ _HF_WEIGHTS = {
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
-"""Numbers beyond which rows that say the same are joined, and not every factor is listed. No
-published table is as long."""
+"""Rows beyond which equal ones are joined, and factors listed; published tables are shorter."""
 
 
 class Section(NamedTuple):
@@ -333,9 +332,7 @@ def only_with_offload(table: GuideTable) -> str:
 
 
 def only_tried(table: GuideTable) -> str:
-    """A sentence of what was tried of models that begin with something less simple than vanilla.
-    Empty where none does.
-    """
+    """Say what was tried of models that begin with more than vanilla; empty if none does."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
         cells = sorted(

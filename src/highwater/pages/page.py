@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
-"""Folders that every machine has alike, among them that of a script's first line, and the example
-``/path/to/model``."""
+"""Folders that every machine has alike, such as a script's, and ``/path/to/model``."""
 _KEPT_PARTS = 2
 
 

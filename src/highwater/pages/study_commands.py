@@ -174,9 +174,7 @@ def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...
 
 
 def _setting_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
-    """Flags that all rungs share and that who trains can be told. Allocator and loss are among them
-    only where they are the same on all: the ladder has the others.
-    """
+    """Flags of settings that all rungs share; the ladder has allocators and losses that differ."""
     apart = (name for name in ("allocator", "loss") if len({getattr(r, name) for r in rungs}) > 1)
     refused = () if foreign is None else FOREIGN[foreign.trainer].refused(DECLARED)
     return setting_flags(rungs[0], but_not={*apart, *refused})

@@ -99,9 +99,7 @@ def _too_little(
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that exists already or cannot be written. The hint tells how to
-    make a missing folder, or offers a free name like ``name``.
-    """
+    """Refuse a file that is there or cannot be written; the hint has a free name like ``name``."""
     try:
         path.touch(exist_ok=False)
         path.unlink()

@@ -70,9 +70,7 @@ def contradictions(
 def unsupported(
     question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
 ) -> str | None:
-    """Say why the trials of its cell do not bear out an answer; None when they do. The trials are
-    those that were there when the answer was given, as they were then.
-    """
+    """Say why an answer's ``trials``, as they then were, do not bear it out; None: they do."""
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
 
@@ -310,9 +308,7 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line. A trial that started again after an interruption keeps its place. Raises
-        ValueError for the end of a trial that never started.
-        """
+        """Add one line; a restarted trial keeps its place. ValueError for an end of no start."""
         match line:
             case OpenedLine():
                 self.opened = line

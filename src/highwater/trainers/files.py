@@ -145,8 +145,7 @@ class Finetuner(ABC):
     yarn: ClassVar[str | None] = None
     """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
     left_out: ClassVar[Collection[str]]
-    """The user's fields about data, reports and checkpoints, of which a trial has its own or none;
-    ``*`` stands for any end."""
+    """The user's fields on data, reports and checkpoints, left out; ``*`` stands for any end."""
     ends: ClassVar[Mapping[str, Any]]
     """The last fields of every trial: no evaluation, no checkpoint, each step in the log."""
     refused: ClassVar[Mapping[str, str]]

@@ -41,9 +41,7 @@ class Emit(Protocol):
     def __call__(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """Make the configuration of a recommendation whose chosen rung is ``chosen``. Raises
-        UsageError for what the trainer has no words for.
-        """
+        """The configuration of a recommendation's rung ``chosen``; UsageError where words lack."""
         ...
 
 

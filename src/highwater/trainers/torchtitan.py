@@ -158,9 +158,7 @@ the most it holds 3 GiB of logits of a vocabulary of 150,000."""
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """The fewest chunks that a GPU's share of a sequence is cut into; None where a whole loss was
-    asked for, and where no number of them divides it.
-    """
+    """The fewest chunks of a GPU's share of a sequence; None for a whole loss, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences

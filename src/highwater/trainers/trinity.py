@@ -70,8 +70,7 @@ VERSION = "0.6.0"
 _WORDS = Dialect("trinity", "Trinity-RFT", VERSION)
 _COMMAND = "trinity run --config trinity.yaml"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can be told of, ``MaxLoRARanks`` in its ``config/lora.py``: Trinity-RFT tells it
-the adapters' own."""
+"""Ranks that vLLM can be told of (``MaxLoRARanks``); Trinity-RFT tells it the adapters'."""
 _NARROW_ADAPTERS = (
     "adapters in float32: with FSDP2 it trains them in bf16, where updates below 0.2 % of a number "
     "are lost; the frozen model is in float32"

@@ -33,8 +33,7 @@ _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MOST_RANK = 512
-"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in
-``verl/workers/rollout/vllm_rollout/utils.py``)."""
+"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in verl)."""
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:

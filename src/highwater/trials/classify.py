@@ -47,11 +47,7 @@ class Verdict(NamedTuple):
 
 
 def classify(spec: TrialSpec, ending: Ending) -> Verdict:
-    """Decide the one outcome of a trial.
-
-    What a rank wrote beside its report is read only where it died without one: in a good trial any
-    text may stand there.
-    """
+    """Decide a trial's outcome; text that ranks wrote counts only where one left no report."""
     return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
 
 

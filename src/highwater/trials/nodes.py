@@ -159,10 +159,7 @@ def across(request: Request) -> Across | None:
 
 
 def _refuse_shared(folder: Path, beside: Path) -> None:
-    """Raise UsageError for a folder that is not this user's alone; one that is not there will be.
-
-    Whoever writes into the file in which ranks meet can join them.
-    """
+    """Refuse a folder that others can write into: they could join the ranks that meet there."""
     problem = _not_private(folder)
     if problem is not None:
         names = (beside / f"rendezvous-{number}" for number in count(1))

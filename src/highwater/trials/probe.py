@@ -36,10 +36,7 @@ adds as much again.
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
-"""The first release that works and the first that is not known to.
-
-They are as in the extra ``train`` of pyproject.toml.
-"""
+"""First release that works, first not known to, as in the extra ``train`` of pyproject.toml."""
 OLDEST = {"peft": (0, 20), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"

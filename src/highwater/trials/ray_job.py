@@ -81,8 +81,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEMORY_MONITOR = "RAY_memory_usage_threshold"
 """A variable that Ray names where it ended a process because its node's memory was full."""
 _MOST_FILE_BYTES = 256 * MIB
-"""Bytes of one file that a trial left beside its log, at the most; a larger one stays, and goes
-with its folder."""
+"""Bytes of a file beside a trial's log at the most; a larger one goes with its folder."""
 _CHUNK_BYTES = 4 * MIB
 
 

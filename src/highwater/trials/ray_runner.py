@@ -319,9 +319,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         most_trials: int | None = None,
         launched_by: str = LAUNCHED_BY,
     ) -> None:
-        """``nodes`` are those of one kind, as ``choose`` gives them. ``launched_by`` makes, on the
-        node, the launcher of the ``request``.
-        """
+        """``nodes`` are of one kind; ``launched_by`` makes the ``request``'s launcher there."""
         super().__init__(most_trials)
         self._cluster, self._request, self._launched_by = cluster, request, launched_by
         self._log_directory = log_directory

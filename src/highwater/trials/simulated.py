@@ -61,10 +61,7 @@ class OneByOne(ABC):
 
 
 Law = Callable[[TrialSpec], int | Outcome]
-"""Bytes that one GPU's allocator must reserve for a trial, or how the trial ends.
-
-It ends in FIT also if it is memory-only.
-"""
+"""Bytes that a trial reserves on one GPU, or its outcome: FIT also if it is memory-only."""
 
 TimeLaw = Callable[[TrialSpec], float]
 """Seconds of one optimizer step of a trial that fits."""

@@ -175,10 +175,7 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
 
 @contextmanager
 def new_log(wanted: Path) -> Generator[IO[bytes]]:
-    """A new file at the path itself, or at the first ``.attempt-N`` beside it that is free.
-
-    No log is ever overwritten, nor the statistics of one that is gone.
-    """
+    """A new file at the path, or at a free ``.attempt-N`` beside it: none is overwritten."""
     path, attempt = wanted, 1
     while (log := _opened(path)) is None:
         attempt += 1

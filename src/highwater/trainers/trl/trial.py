@@ -81,8 +81,7 @@ _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
 _OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
 """Beginnings of names that LoRA has a word in."""
 _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
+"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """Fields that are emitted where the user has no configuration, and TRL's where there is one."""
 
@@ -347,10 +346,7 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of TRL, and accelerate's that it names by a path.
-
-    Raises UsageError for files that cannot be read, or are no YAML of named fields.
-    """
+    """The user's configuration of TRL, and accelerate's that it names; UsageError if unreadable."""
     hint = "name the file that `trl sft --config` takes"
     own = own_file(foreign, hint)
     named = own.config.get("accelerate_config")

@@ -53,8 +53,7 @@ class Subcommand(NamedTuple):
     generates: bool = False
     """True if it generates completions, by the policy itself: whole groups are a batch."""
     precomputes: bool = False
-    """True if it computes the reference's log-probabilities before it trains: the reference then
-    takes no memory."""
+    """True if the reference's log-probabilities come first: it then takes no memory later."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {

@@ -36,8 +36,7 @@ from highwater.nouns.hardware import Kernel, kernels
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
-"""Attention of queries BHSD, keys and values BKSD: the output, BHSD, and the share of the causal
-pairs that was computed."""
+"""Attention of queries BHSD, keys and values BKSD: output BHSD, and computed causal share."""
 _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
