@@ -102,7 +102,7 @@ _STEPS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*")
 
 
 class Profiling(Record, frozen=True, kw_only=True):
-    """The value of ``memory_profiler``: steps and ranks that write a snapshot of their memory."""
+    """What ``memory_profiler`` says: the steps and ranks that write a snapshot of their memory."""
 
     profile_steps: tuple[int, ...] = (0, 1)
     """Optimizer steps, the first is 0."""
