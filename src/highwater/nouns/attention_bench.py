@@ -87,10 +87,9 @@ CLASSES: Mapping[str, str] = {
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The implementations that are meant, in their order: all where none is named;
-    ``has_pattern``: of the block-sparse ones that whose pattern is typed, else ``SHARES``.
-
-    Raises UsageError for a name that there is not, with the nearest.
+    """The implementations that are meant, in their order: all where none is named; ``has_pattern``:
+    of the block-sparse ones that whose pattern is typed, else ``SHARES``. Raises UsageError for a
+    name that there is not, with the nearest.
     """
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:

@@ -33,10 +33,9 @@ def to_json(value: object, *, indent: int = 0) -> str:
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """Read the record of type ``kind`` in ``text``.
-
-    Raises msgspec.ValidationError for fields that are missing, unknown or of the wrong type,
-    msgspec.DecodeError for text that is no JSON, and HighwaterError for values that cannot be.
+    """Read the record of type ``kind`` in ``text``. Raises msgspec.ValidationError for fields that
+    are missing, unknown or of the wrong type, msgspec.DecodeError for text that is no JSON, and
+    HighwaterError for values that cannot be.
     """
     try:
         return msgspec.json.decode(text, type=kind)

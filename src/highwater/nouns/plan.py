@@ -203,9 +203,8 @@ def plan(
     machines: int = 1,
 ) -> Plan:
     """The question that a request asks of a machine, and of a trainer; ``within_machines`` and
-    ``machines`` as for ``cells_of``.
-
-    Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
+    ``machines`` as for ``cells_of``. Raises ModelError, UsageError or MachineError for what cannot
+    be asked, before anything starts.
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
@@ -317,9 +316,8 @@ def _question(
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
     """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it
-    names a count.
-
-    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    names a count. Raises what ``plan`` raises, and UsageError when the request names several
+    layouts.
     """
     if length_tokens < 2:
         raise UsageError(

@@ -22,9 +22,8 @@ PUBLISHED_STEP_TOKENS = 4096
 
 
 class Grid(Record, frozen=True, kw_only=True):
-    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer.
-
-    The published grid steps by 4096 up to the native length, then by a quarter of it.
+    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer. The
+    published grid steps by 4096 up to the native length, then by a quarter of it.
     """
 
     start_tokens: int

@@ -76,11 +76,9 @@ class ChooserPlace:
 def known_recommendation(
     own: Sequence[Capacity], length_tokens: int, *, others: Sequence[Capacity] = ()
 ) -> Recommendation:
-    """Recommend the simplest of ``own`` that is known to fit.
-
-    ``own`` are capacities of one model on as many GPUs of one kind, from one source; ``others`` are
-    the same on other numbers of GPUs: where nothing fits, the fewest that do are named. What nobody
-    knows is a note.
+    """Recommend the simplest of ``own`` that is known to fit. ``own`` are capacities of one model
+    on as many GPUs of one kind, from one source; ``others`` are the same on other numbers of GPUs:
+    where nothing fits, the fewest that do are named. What nobody knows is a note.
     """
     first, kind = own[0], kind_of(own[0].device_name)
     best: dict[tuple[int, ...], Capacity] = {}
@@ -401,11 +399,9 @@ def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
 
 
 def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
-    """Every combination, as JSON that is harmless inside a ``script`` element.
-
-    Every value stands there once, the most frequent first. ``places`` hold a place's names, its
-    answers and the length that it opens with; of an answer, ``fields`` and all texts are indices
-    into ``values``.
+    """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands
+    there once, the most frequent first. ``places`` hold a place's names, its answers and the length
+    that it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
     """
     fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
     drafts = [

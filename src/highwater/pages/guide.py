@@ -111,10 +111,9 @@ class Guide:
 
 
 def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
-    """Every table of the guide: in the order of the capacities, fewer GPUs first.
-
-    Capacities stand in one table if they are of one kind and number of GPUs, one source, one kind
-    of training, and of models of one native length, which have their lengths in common.
+    """Every table of the guide: in the order of the capacities, fewer GPUs first. Capacities stand
+    in one table if they are of one kind and number of GPUs, one source, one kind of training, and
+    of models of one native length, which have their lengths in common.
     """
     groups: dict[tuple[str, Source, str, int], dict[int, list[Capacity]]] = {}
     for each in capacities:

@@ -35,7 +35,6 @@ _KEPT_PARTS = 2
 
 def without_folders(text: str) -> str:
     """The text with every absolute path in it shortened; all else as it is.
-
     ``/home/me/here/a.jsonl`` is ``a.jsonl`` where one stands in ``/home/me/here``, ``~/here/…`` of
     one's own home elsewhere; ``/opt/site-packages/torch/nn/linear.py`` is ``…/nn/linear.py``.
     """

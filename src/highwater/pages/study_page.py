@@ -44,10 +44,9 @@ FORMS = (".html", ".md", ".csv", ".json")
 
 
 def write_report(path: str | Path, report: StudyReport) -> Path:
-    """Write a report into a new file, in the form that its name ends with.
-
-    It is a page that needs nothing else, Markdown, the trials, or everything. Raises HighwaterError
-    for a file that is there already or cannot be written, and for other names.
+    """Write a report into a new file, in the form that its name ends with. It is a page that needs
+    nothing else, Markdown, the trials, or everything. Raises HighwaterError for a file that is
+    there already or cannot be written, and for other names.
     """
     path = Path(path)
     check_report_file(path)

@@ -46,8 +46,7 @@ class JournalFile:
 
     def append(self, line: bytes) -> None:
         """Append one line and wait until it is on the disk; if that fails the file is as before.
-        Raises MachineError when that fails, StudyError if the file is not as this process left
-        it.
+        Raises MachineError when that fails, StudyError if the file is not as this process left it.
         """
         what = self._touched()
         if what is not None:

@@ -37,10 +37,8 @@ _MOST_RANK = 512
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the overrides that a length depends on.
-
-    Raises UsageError for GPUs set aside, since verl's actor and rollout share theirs, and for
-    adapters that it cannot have.
+    """Write the overrides that a length depends on. Raises UsageError for GPUs set aside, since
+    verl's actor and rollout share theirs, and for adapters that it cannot have.
     """
     if found.rollout_gpus:
         raise UsageError(

@@ -31,10 +31,8 @@ class Ending(Record, frozen=True, kw_only=True):
     """Exits of the ranks that ended by themselves, the first one first."""
     log_tail: str
     kernel_kills: int = 0
-    """Processes that the kernel killed for want of memory while the trial ran.
-
-    They are counted in its control group: the trial's processes were among those in it.
-    """
+    """Processes that the kernel killed for want of memory while the trial ran. They are counted in
+    its control group: the trial's processes were among those in it."""
     damaged_reports: tuple[str, ...] = ()
     """Reports that could not be read, and why, a line each: their ranks count as silent."""
 

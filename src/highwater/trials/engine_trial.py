@@ -233,10 +233,9 @@ def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
 
 @contextmanager
 def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
-    """The trial with a new directory below ``parent`` to save in, if it saves.
-
-    It is gone when this returns, with all that is in it. The reaper removes it too, should this
-    process not live to do it. ``parent`` may be a user's: it is made, never removed.
+    """The trial with a new directory below ``parent`` to save in, if it saves. It is gone when this
+    returns, with all that is in it. The reaper removes it too, should this process not live to do
+    it. ``parent`` may be a user's: it is made, never removed.
     """
     if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
         yield spec

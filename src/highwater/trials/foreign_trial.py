@@ -200,9 +200,8 @@ def _under(reaper: int) -> list[psutil.Process]:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """Tell readers what to know of these trials before the first one, each sentence once.
-
-    Raises HighwaterError for what their trainer cannot be told, and where it is not here.
+    """Tell readers what to know of these trials before the first one, each sentence once. Raises
+    HighwaterError for what their trainer cannot be told, and where it is not here.
     """
     said: dict[str, None] = {}
     for spec in specs:
@@ -317,11 +316,9 @@ def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
 _READ_BYTES = 32 * MIB
 """Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""
 SILENT_S = 30.0
-"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more.
-
-The others wait for it in a collective until the trainer's own time limit, ten minutes by default.
-What still works after it, a last checkpoint or the end of a log, is done or says something in less.
-"""
+"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more. The
+others wait for it in a collective until the trainer's own time limit, ten minutes by default. What
+still works after it, a last checkpoint or the end of a log, is done or says something in less."""
 _OF_THE_SHELL = ("HF_HUB_OFFLINE",)
 """Variables that a foreign trainer has as the user's shell does: it may fetch its own data."""
 

@@ -44,10 +44,8 @@ def tokenised(
     ended: Event | None = None,
 ) -> Corpus:
     """The corpus of an order, made where it is not there yet, in ``parent`` or with all others;
-    blocks until it is.
-
-    Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
-    process is ended and TrialEndedError raised.
+    blocks until it is. Raises what the process refused, and MachineError where it failed. When
+    ``ended`` is set, the process is ended and TrialEndedError raised.
     """
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
     parent = parent or cache_directory("corpora")
@@ -74,9 +72,8 @@ def prepared_model(
     documents: DocumentOrder | None = None,
 ) -> Path:
     """The directory to train from, after the documents are written, if any are asked for. No
-    process is started where it is there already and none are.
-
-    Raises what the preparation refused, and MachineError where it failed.
+    process is started where it is there already and none are. Raises what the preparation refused,
+    and MachineError where it failed.
     """
     there = _there(spec)
     if there is not None and documents is None:

@@ -69,10 +69,8 @@ class Job(Generic[Report]):
         self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
     ) -> Report:
         """The report, made in ``folder``; nothing of the job runs any more when this returns or
-        raises.
-
-        Raises what the job refused, MachineError where it left no report, and TrialEndedError when
-        ``ended`` is set.
+        raises. Raises what the job refused, MachineError where it left no report, and
+        TrialEndedError when ``ended`` is set.
         """
         order, report, log = folder / "order.json", folder / "report.json", folder / "log"
         words = [str(report), *self.words]
@@ -137,10 +135,8 @@ def exit_code_of(
     grace_s: float | None = None,
 ) -> int | None:
     """Wait for the end of what runs under a reaper, and ``tell`` meanwhile twice a second; its exit
-    status, None when time was up.
-
-    Nothing of it runs any more when this returns or raises; it raises TrialEndedError when
-    ``ended`` is set.
+    status, None when time was up. Nothing of it runs any more when this returns or raises; it
+    raises TrialEndedError when ``ended`` is set.
     """
     deadline = time.monotonic() + timeout_s
     try:

@@ -44,9 +44,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
     """A ``Runner`` whose trials have each a place and a thread of its own."""
 
     def __init__(self, most_trials: int | None) -> None:
-        """``most_trials`` bounds the trials that run at a time; None: as many as there is room
-        for.
-        """
+        """``most_trials`` bounds the trials at a time; None: as many as there is room for."""
         self._most_trials = most_trials
         self._running: list[OccupantT] = []
         self._changed = Condition()
@@ -148,7 +146,6 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
         """``machine`` is what it runs on, as it was read when nothing of it ran; None: read now.
-
         ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
         GPUs, one on the CPU.
         """

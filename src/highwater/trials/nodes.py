@@ -120,9 +120,8 @@ class Across(Record, frozen=True, kw_only=True):
 
 
 def across(request: Request) -> Across | None:
-    """The way a request starts ranks on several machines; None: it is of this one alone.
-
-    Raises UsageError where nobody could start them, or somebody else could read where they meet.
+    """The way a request starts ranks on several machines; None: it is of this one alone. Raises
+    UsageError where nobody could start them, or somebody else could read where they meet.
     """
     example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
     if request.nodes == 1:

@@ -28,11 +28,8 @@ from highwater.trials.ranks import answered
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
-"""Used memory up to which a GPU counts as empty.
-
-A driver reports up to about 0.6 GiB as used on an empty card; a CUDA context of somebody else's
-adds as much again.
-"""
+"""Used memory up to which a GPU counts as empty. A driver reports up to about 0.6 GiB as used on an
+empty card; a CUDA context of somebody else's adds as much again."""
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
@@ -47,7 +44,6 @@ _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())
 
 def probe(visible: Sequence[str] | None = None) -> Machine:
     """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver.
-
     ``visible`` are entries of ``CUDA_VISIBLE_DEVICES``; None: the environment's.
     """
     import pynvml
@@ -194,10 +190,9 @@ def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...
 def read_gpus(
     nvml: Any, visible: str | None
 ) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
-    """The visible GPUs, those of them that cannot be read, and the driver's version.
-
-    ``nvml`` is the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share
-    its memory with the host and so have none to tell: that hides no other.
+    """The visible GPUs, those of them that cannot be read, and the driver's version. ``nvml`` is
+    the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share its memory
+    with the host and so have none to tell: that hides no other.
     """
     try:
         nvml.nvmlInit()

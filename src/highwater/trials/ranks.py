@@ -36,7 +36,6 @@ def started(
     is_apart: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process of these words, which no shell sees; no other place starts a program.
-
     ``keeps``: file descriptors that stay open; ``prepare`` runs in it before the program;
     ``is_apart``: Ctrl-C in the terminal does not reach it.
     """

@@ -110,10 +110,9 @@ class RayCluster(NamedTuple):
 
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
-    """The cluster at ``address``; None: as Ray finds one.
-
-    Raises MachineError where Ray is not installed, or too old to keep trials on chosen nodes, or
-    nobody listens, and UsageError for an address that cannot be one.
+    """The cluster at ``address``; None: as Ray finds one. Raises MachineError where Ray is not
+    installed, or too old to keep trials on chosen nodes, or nobody listens, and UsageError for an
+    address that cannot be one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
@@ -222,9 +221,8 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Places of the trials of ours, and where there is room for another.
-
-    Others may use the cluster too: Ray queues a trial then, whatever this says. Not thread-safe.
+    """Places of the trials of ours, and where there is room for another. Others may use the cluster
+    too: Ray queues a trial then, whatever this says. Not thread-safe.
     """
 
     def __init__(self, nodes: Sequence[Node]) -> None:

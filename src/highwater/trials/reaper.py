@@ -51,10 +51,8 @@ a shell has ignored by what it starts in the background."""
 _AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
 """Signals that are waited for and never handled: none comes between two lines."""
 _LAST_WORDS_S = 0.5
-"""Seconds that the other ranks have, after one has failed, to report a failure of their own.
-
-Then they are killed: a rank that waits for its peer in a collective waits for ever.
-"""
+"""Seconds that the other ranks have, after one has failed, to report a failure of their own. Then
+they are killed: a rank that waits for its peer in a collective waits for ever."""
 
 Ends = list[tuple[int, int]]
 """Processes that ended, in their order, each with its status: -n for signal n."""
@@ -76,9 +74,8 @@ def under_reaper(
     launcher_s: float | None = None,
     parent: int | None = None,
 ) -> list[str]:
-    """The command that runs ``command`` under a reaper that this process holds.
-
-    ``parent`` is the process that holds it instead; what else is named becomes its options.
+    """The command that runs ``command`` under a reaper that this process holds. ``parent`` is the
+    process that holds it instead; what else is named becomes its options.
     """
     options: dict[str, Sequence[object]] = {
         "--remove": remove,
@@ -166,9 +163,7 @@ def _run(
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
     """Reap whatever ends until all of these have, or some time after one of them failed, or was
-    told to end.
-
-    None when the reaper is told to end and gives no grace, or is told once more.
+    told to end. None when the reaper is told to end and gives no grace, or is told once more.
     """
     ends: Ends = []
     deadline_s: float | None = None
@@ -199,7 +194,6 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
     """Make a launcher end what it started on other machines, of which a kill would tell it nothing.
-
     It is told again and again: reapers there give ranks time to save when they are told once.
     """
     deadline_s = time.monotonic() + within_s

@@ -79,7 +79,6 @@ class SimulatedRunner(OneByOne):
         timeout_s: float | None = None,
     ) -> None:
         """Keep the laws; ``device_total_bytes`` is the card's memory, for trials without a budget.
-
         None is a card without end. With ``step_time`` a trial that fits is said to take so long,
         and one beyond ``timeout_s`` to have timed out.
         """

@@ -91,10 +91,8 @@ _NOT_INHERITED = (
     "MASTER_PORT",
     "NCCL_COMM_ID",
 )
-"""Variables of the user's shell that trials do not inherit.
-
-They would change a trial's memory or its checks, or make it join another job or listen for one.
-"""
+"""Variables of the user's shell that trials do not inherit. They would change a trial's memory or
+its checks, or make it join another job or listen for one."""
 _NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
 """Beginnings of such variables, which training operators set in every pod."""
 ON_THE_CPU = {
@@ -115,10 +113,8 @@ _LOOPBACK = "lo"
 
 
 def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> dict[str, str]:
-    """The environment of a trial's processes.
-
-    It is the user's, less what would change its memory, plus what its settings ask; of GPUs it
-    shows these, None: those that this process sees.
+    """The environment of a trial's processes. It is the user's, less what would change its memory,
+    plus what its settings ask; of GPUs it shows these, None: those that this process sees.
     """
     environment = clean_environment(spec.settings.allocator)
     if (spec.layout.machines or 1) > 1:  # they are not reached by the loopback
@@ -162,7 +158,6 @@ _TAIL_BYTES = 256 * 1024
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
     """The path of a trial's log, by the layout of logs.
-
     ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
     Before the rung of a foreign trainer stands its name.
     """
@@ -261,10 +256,9 @@ def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> P
 
 @contextmanager
 def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[Path]:
-    """A new folder below ``parent``, by default where temporary files go.
-
-    It is gone when this returns, with all that is in it. ``kind`` becomes a part of its name.
-    Before the first one below a parent is made, what others left there is removed.
+    """A new folder below ``parent``, by default where temporary files go. It is gone when this
+    returns, with all that is in it. ``kind`` becomes a part of its name. Before the first one below
+    a parent is made, what others left there is removed.
     """
     parent = (parent or Path(tempfile.gettempdir())).resolve()
     _remove_what_is_left(parent)

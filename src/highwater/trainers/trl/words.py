@@ -96,10 +96,9 @@ class TrlTraining(NamedTuple):
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The file of one of TRL's commands, and accelerate's beside it.
-
-    Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
-    in others than ``sft``, and for an optimizer that it does not have.
+    """The file of one of TRL's commands, and accelerate's beside it. Raises UsageError for an
+    objective that it has no command for, for sequences shared among GPUs in others than ``sft``,
+    and for an optimizer that it does not have.
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
