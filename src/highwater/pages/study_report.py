@@ -214,56 +214,14 @@ def study_report(study: str | Path | Study) -> StudyReport:
     beside the study; of those that are there the last lines are taken. Nothing is run. Raises
     StudyError for a file that is no study, or is damaged.
     """
-    read = study if isinstance(study, Study) else read_study(Path(study))
-
-    def log_of(result: TrialResult) -> LogEnd:
-        first = result.first_failed
-        failure = None if first is None else first.failure
-        said = "" if failure is None else failure.text.partition("\n")[0]
-        return log_end(result.log_path, read.path, said=said)
-
-    return assembled(
-        read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of
-    )
+    return assembled(study if isinstance(study, Study) else read_study(Path(study)), _log_of)
 
 
-def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given, as recorded or as its file is; None: formula."""
-    recorded = [each for each in study.expectations if each.prediction != "formula"]
-    device = study.question.device
-    if recorded:
-        return Beginning(
-            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
-            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
-        )
-    named = flag_value("--prediction", study.command)
-    if named in (None, "formula") or study.schema_version > 1:
-        return None
-    unread = partial(Beginning, predictions=(named,), likely_tokens={})
-    if named == "trace":
-        return unread(reason="its lengths were not recorded")
-    beside = Path(study.path or named).parent / Path(named).name
-    path = next((place for place in (Path(named), beside) if place.is_file()), None)
-    if path is None:
-        return unread(reason="it is not found from here, nor beside the study")
-    try:
-        found = read_prediction(path, study.question)
-    except HighwaterError as error:
-        return unread(reason=error.problem.replace(str(path), path.name))
-    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
-    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
-
-
-def assembled(
-    study: Study,
-    *,
-    predictions: Predictions,
-    beginning: Beginning | None = None,
-    log_of: Callable[[TrialResult], LogEnd],
-) -> StudyReport:
+def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> StudyReport:
     """Make the report of a study as it was read; ``log_of`` finds the end of a trial's log."""
+    predictions, beginning = predictions_of(study), _beginning(study)
     logs = {
-        number: log_of(trial.result)
+        number: log_of(study, trial.result)
         for number, trial in enumerate(study.trials, 1)
         if trial.result is not None and not trial.result.outcome.is_fit
     }
@@ -297,6 +255,41 @@ def assembled(
         commands=commands(study),
         study=study,
     )
+
+
+def _log_of(study: Study, result: TrialResult) -> LogEnd:
+    """The end of a trial's log."""
+    first = result.first_failed
+    failure = None if first is None else first.failure
+    said = "" if failure is None else failure.text.partition("\n")[0]
+    return log_end(result.log_path, study.path, said=said)
+
+
+def _beginning(study: Study) -> Beginning | None:
+    """The prediction that the search was given, as recorded or as its file is; None: formula."""
+    recorded = [each for each in study.expectations if each.prediction != "formula"]
+    device = study.question.device
+    if recorded:
+        return Beginning(
+            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
+            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
+        )
+    named = flag_value("--prediction", study.command)
+    if named in (None, "formula") or study.schema_version > 1:
+        return None
+    unread = partial(Beginning, predictions=(named,), likely_tokens={})
+    if named == "trace":
+        return unread(reason="its lengths were not recorded")
+    beside = Path(study.path or named).parent / Path(named).name
+    path = next((place for place in (Path(named), beside) if place.is_file()), None)
+    if path is None:
+        return unread(reason="it is not found from here, nor beside the study")
+    try:
+        found = read_prediction(path, study.question)
+    except HighwaterError as error:
+        return unread(reason=error.problem.replace(str(path), path.name))
+    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
+    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
 def _hidden(value: object) -> object:
