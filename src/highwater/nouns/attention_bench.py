@@ -140,9 +140,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """The next length to try, where it is known of those before whether they fit: the named
-        ones, or doubling to the first that does not, then bisection. None at the end.
-        """
+        """The next length to try after those ``tried``: named ones, or doubling, then bisection."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)

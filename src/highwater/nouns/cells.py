@@ -320,9 +320,7 @@ def _offers(
 
 
 def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
-    """The layout that is most like one that does not work: as many GPUs share a sequence where they
-    can, and as many of them by heads; of several machines, usual ones.
-    """
+    """The most similar layout that works: sequences shared alike, by heads, on usual machines."""
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)

@@ -328,9 +328,7 @@ def own_memory(name: str, gpus: str = "") -> str:
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
-    """GPUs as ``--gpus`` takes them: of several machines the number of these in front, which is
-    what 8, or else the most that divide the GPUs, make of more than one has.
-    """
+    """GPUs as ``--gpus`` takes them; of several machines with the most that divide them, or 8."""
     if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
         usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
         machines = gpus // next(own for own in usual if gpus % own == 0)

@@ -42,9 +42,7 @@ def allocator_options(environment: Mapping[str, str]) -> list[str]:
 def ignored_options(
     environment: Mapping[str, str], device: Device, *, reads_mode: bool = False
 ) -> tuple[str, ...]:
-    """A note that names what the environment asks of the allocator and no trial gets; none where
-    there is nothing. ``reads_mode``: the mode is what trials on GPUs get.
-    """
+    """Name what the environment asks of the allocator and no trial gets, its mode too or not."""
     reads_mode = reads_mode and device == "cuda"
     ignored = [
         option
@@ -177,9 +175,7 @@ def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
 def refuse_profiling(
     profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
 ) -> None:
-    """Raise UsageError where there is no history to record, or no such step; ``steps``: of the
-    trial or the training, the first is 0; None: only its loop knows.
-    """
+    """Refuse snapshots without a history, or of no step of these ``steps``; None: unknown."""
     if profiling is None:
         return
     if is_dry or device == "cpu":

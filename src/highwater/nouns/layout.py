@@ -77,9 +77,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of one machine: as they were named; else all, as far as one has so many; else those
-        of one copy, or of as many as fit into a usual one.
-        """
+        """GPUs of one machine: as named, else all if it may have them, else of whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:

@@ -146,9 +146,7 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
 
 
 def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
-    """True if a text tells, in whatever words, of memory that could not be had. ``may_advise``: it
-    may speak of what would be, if it is no whole sentence of an allocator's.
-    """
+    """True if a text tells of memory that could not be had; ``may_advise``: it may only advise."""
     lowered = text.lower()
     if not any(part in lowered for part in _PARTS):
         return False

@@ -135,9 +135,7 @@ _TRIALS_OF_A_CELL = 3
 
 
 def proof_of(request: Request, model: Model, device: Device) -> Proof:
-    """The proof of the lengths of a search: as is asked; by memory on GPUs, where that can be;
-    else in full. Who names a time limit alone wants each trial to have it, in full.
-    """
+    """The proof as asked; else by memory on GPUs where it can be, unless a time limit is named."""
     if request.proof is not None:
         return request.proof
     is_timed = request.timeout is not None and request.budget is None
@@ -269,9 +267,7 @@ def plan(
 def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
-    """The question that is asked of a foreign trainer: what this package's engine could not train
-    is its own affair, and its rungs are what is set from outside, the allocator.
-    """
+    """The question to a foreign trainer, whose settings are its own: rungs vary the allocator."""
     request = msgspec.structs.replace(
         with_one_count(request, foreign), proof="full", loss=FOREIGN[foreign.trainer].loss
     )
@@ -401,9 +397,7 @@ def _check_proof(request: Request, model: Model) -> None:
 
 
 def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
-    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, where
-    attention would be cut into pieces, and where a GPU has no kernel for it.
-    """
+    """Refuse blocks where a model has windows or sinks, a proof cuts, or a GPU has no kernel."""
     if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"

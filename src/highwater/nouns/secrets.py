@@ -97,9 +97,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden_words(words: Iterable[str]) -> tuple[str, ...]:
-    """The words of a command with the values of secrets hidden, by the names that go before them:
-    ``--api-key x``, ``--token=x``, ``HF_TOKEN=x``, also in a word that is a command itself.
-    """
+    """A command's words with secrets hidden by the names before them: ``--api-key x``."""
     return tuple(_hidden_word(word, before) for before, word in pairwise(("", *words)))
 
 

@@ -22,9 +22,7 @@ PUBLISHED_STEP_TOKENS = 4096
 
 
 class Grid(Record, frozen=True, kw_only=True):
-    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer. The
-    published grid steps by 4096 up to the native length, then by a quarter of it.
-    """
+    """The lengths that are tried from ``start_tokens`` on, longer steps past the native length."""
 
     start_tokens: int
     step_tokens: int
@@ -217,9 +215,7 @@ class Question(Record, frozen=True, kw_only=True):
         return min(self.grid.size, self.grid.index_at_most(longest))
 
     def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-        """First and last index of lengths that pack as many sequences, from ``size`` down to 1:
-        among them the shortest has the fewest tokens. All are alike without a token budget.
-        """
+        """First and last index of lengths that pack as many sequences, from ``size`` down to 1."""
 
         def sequences(index: int) -> int:
             length_tokens, degree = self.grid.length(index), cell.layout.context_degree
@@ -415,9 +411,7 @@ class Study(Record, frozen=True, kw_only=True):
         return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
-        """Longest length of the cell that counts as a fit so far; None before the first. Only
-        trials of this outcome are looked at; None: whether it fit in full or memory-only.
-        """
+        """The cell's longest fit so far by this outcome; None: by any, and where there is none."""
         fits = (
             trial.spec.length_tokens
             for trial in self.trials_of(cell)

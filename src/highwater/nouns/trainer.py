@@ -193,9 +193,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     is another question. It is too short to tell a secret by. None: none is hidden."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the command: what a question and a trial carry is written down and
-        shown. Who starts the trainer is handed the words themselves.
-        """
+        """Hide secrets in the command, which is written down; launchers get it as typed."""
         if self.secrets_digest is None and (hidden := hidden_words(self.command)) != self.command:
             msgspec.structs.force_setattr(self, "secrets_digest", digest(self.command)[:4])
             msgspec.structs.force_setattr(self, "command", hidden)

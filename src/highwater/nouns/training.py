@@ -114,9 +114,7 @@ def run_digest(spec: TrainingSpec) -> str:
 
 
 def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
-    """What decides the curve and is not as it was, a few words for each, the most telling first;
-    empty where ``now`` goes on as ``before`` would have.
-    """
+    """Changes of what decides the curve, in a few words each, the most telling first."""
     was, is_ = _decisive(before), _decisive(now)
     changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(

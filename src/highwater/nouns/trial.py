@@ -464,9 +464,7 @@ class Runner(Protocol):
         ...
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for which there is room; ``on_phase`` is called from another thread. The
-        future has what ``Launcher.launch`` returns or raises.
-        """
+        """Start a trial that has room, as ``Launcher.launch``; threads call ``on_phase``."""
         ...
 
     def close(self) -> None:
@@ -500,9 +498,7 @@ def refused(error: HighwaterError) -> Refused:
 
 
 def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
-    """Be the process of a job: do the ``work`` that its order says, in the folder of its report,
-    and leave what that returns, or the HighwaterError that it raises.
-    """
+    """Be a job's process: do the ``work`` of its order, and leave its result or HighwaterError."""
     order, report = map(Path, sys.argv[1:3])
     try:
         left = work(from_json(order.read_bytes(), kind), report.parent)

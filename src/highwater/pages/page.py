@@ -61,9 +61,7 @@ Form = Literal["html", "md", "text"]
 
 
 def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> str:
-    """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
-    escaped but what the filter ``own`` marks in our own text; as ``text`` it is only made plain.
-    """
+    """A template's page as HTML or Markdown, escaped but for ``own`` text; ``text`` is plain."""
     text = _templates(form).get_template(template).render(values, form=form)
     if form == "html":
         return text

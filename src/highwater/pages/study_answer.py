@@ -172,9 +172,7 @@ _LONGER = 4
 
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
-    """Say what is about to be tried; nothing for a search that trains nothing and takes no time.
-    ``is_resumed``: recorded trials take no time, and are counted here all the same.
-    """
+    """Say what is about to be tried, if it takes time; ``is_resumed``: part of it is recorded."""
     question = planned.question
     if question.simulated:
         return ()

@@ -282,9 +282,7 @@ def brief(reason: str) -> str:
 
 
 def requested_bytes(result: TrialResult) -> int | None:
-    """The request that had no room, as the engine counted it; of older studies, which did not, as
-    the allocator's message has it. None where no rank ran out of a GPU's memory.
-    """
+    """The request that had no room, by the engine's count or an older message; None: no rank."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
         return None

@@ -53,9 +53,7 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Write a test file in the directory, made if need be, and compare the free space with what a
-    trial saves. UsageError if it cannot be written, MachineError if there is too little room.
-    """
+    """Refuse a directory that cannot be written, made if need be, or lacks room for a trial."""
     try:
         _write_in(directory)
     except OSError as error:

@@ -62,10 +62,7 @@ SequenceSharing = Literal["none", "ring", "heads"]
 def accelerate(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Configure how processes start and how they share states and sequences. The rest is the
-    script's, and is said in the text. Raises UsageError for layouts that neither DeepSpeed nor
-    FSDP2 has there.
-    """
+    """Configure processes and sharing; UsageError for layouts that neither backend has."""
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     settings, sharing = cell.settings, sharing_of(cell.layout, shape)

@@ -303,9 +303,7 @@ def _packs(cell: Cell) -> bool:
 
 
 def _fused_values(training: FineTuning) -> dict[str, Value]:
-    """The loss that never holds whole logits; nothing where none was asked for, or none is there.
-    Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
-    """
+    """The loss without whole logits, of known families: Axolotl would patch others wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
         return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):

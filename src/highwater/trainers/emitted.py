@@ -122,9 +122,7 @@ class Dialect(NamedTuple):
     def _heading(
         self, found: Recommendation, chosen: Candidate, logits_bytes: int | None
     ) -> list[str]:
-        """Say what the configuration is, and who says that it fits; of a trainer that is not
-        predicted what the predicted one takes, and nothing of fitting.
-        """
+        """Say what the configuration is, and who says that it fits, or what it is compared with."""
         rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
         title = (
             f"{self.name} {self.version}: {found.model_name}, {format_tokens(found.length_tokens)} "

@@ -166,9 +166,7 @@ class Finetuner(ABC):
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """A whole file, but for the data. Raises UsageError for an objective other than ``sft``,
-        and for a layout, an optimizer or adapters that the trainer does not have.
-        """
+        """A whole file, but for the data; UsageError for what the trainer does not have."""
         cell = chosen.cell
         self.refuse_untrainable(cell)
         shape = shape_here(found, model_path)

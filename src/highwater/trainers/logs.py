@@ -105,9 +105,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """Find what stands before a traceback's first line and one after it, whatever its numbers, and
-    before every line of a log that has a few, the states of a bar aside.
-    """
+    """Find prefixes of tracebacks, whatever their numbers, and of all lines of a log."""
     found: dict[str, None] = {}
     for at, line in enumerate(lines):
         before = _BOX.sub("", line.text.partition(TRACEBACK[:-1])[0])

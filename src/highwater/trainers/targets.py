@@ -221,9 +221,7 @@ _FOLDERS = 1000
 def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
-    """The script that starts the training, from wherever it is called: its words are handed on.
-    ``said`` stands above it; ``before`` are lines that run before the training.
-    """
+    """The script that starts a training from anywhere, below what is ``said``, after ``before``."""
     is_script = emitted.text.startswith("#!")
     command = f'bash {file} "$@"' if is_script else f'{emitted.command} "$@"'
     read = f"{emitted.text}{emitted.command}"

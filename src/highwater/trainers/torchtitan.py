@@ -109,10 +109,7 @@ def train() -> TransformersBackendConfig:
 def torchtitan(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Write a module with a function that returns the configuration. Raises UsageError for
-    objectives other than ``sft``, for copies that share sequences, and for adapters that it cannot
-    have.
-    """
+    """Write a module with the configuration's function; UsageError for what it cannot have."""
     cell, settings = chosen.cell, chosen.cell.settings
     refuse_obstacle(
         cell,

@@ -37,9 +37,7 @@ _MOST_RANK = 512
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the overrides that a length depends on. Raises UsageError for GPUs set aside, since
-    verl's actor and rollout share theirs, and for adapters that it cannot have.
-    """
+    """Write overrides for a length; UsageError for GPUs set aside, or impossible adapters."""
     if found.rollout_gpus:
         raise UsageError(
             "verl's actor and rollout share their GPUs: none are set aside",

@@ -200,9 +200,7 @@ def _under(reaper: int) -> list[psutil.Process]:
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """Tell readers what to know of these trials before the first one, each sentence once. Raises
-    HighwaterError for what their trainer cannot be told, and where it is not here.
-    """
+    """Tell readers, once each, what to know of these trials; HighwaterError if they cannot be."""
     said: dict[str, None] = {}
     for spec in specs:
         if spec.foreign is None:

@@ -43,9 +43,7 @@ _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())
 
 
 def probe(visible: Sequence[str] | None = None) -> Machine:
-    """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver.
-    ``visible`` are entries of ``CUDA_VISIBLE_DEVICES``; None: the environment's.
-    """
+    """Read this machine in milliseconds, with these ``visible`` GPUs or the environment's."""
     import pynvml
 
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else ",".join(visible)

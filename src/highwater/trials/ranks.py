@@ -114,9 +114,7 @@ class Ranks:
         prepare: Callable[[], None],
         is_plain: bool = False,
     ) -> None:
-        """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
-        them before it. ``is_plain``: they read and write as this process does, and nothing is kept.
-        """
+        """Start ranks of ``command`` after ``prepare``; ``is_plain``: with this one's output."""
         self._folder, self._first = Path(share.folder), share.first
         self._kills_before = kernel_kills()
         self._processes: list[subprocess.Popen[bytes]] = []

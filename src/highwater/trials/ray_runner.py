@@ -221,9 +221,7 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Places of the trials of ours, and where there is room for another. Others may use the cluster
-    too: Ray queues a trial then, whatever this says. Not thread-safe.
-    """
+    """Places of our trials, and room for others; Ray may queue any. Not thread-safe."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)

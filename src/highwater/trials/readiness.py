@@ -96,9 +96,7 @@ def check_directories(request: Request, settings: Settings, device: Device) -> N
 
 
 def _refuse_no_function(source: str) -> None:
-    """Raise UsageError where a trial would not find the function that yields its sequences. Nothing
-    of it is run: a module's text is read, and a name that may be made in it passes.
-    """
+    """Refuse a data function that a trial would not find; its module is read, and never run."""
     module, _, name = source.partition(":")
     if not (module and name):
         raise UsageError(

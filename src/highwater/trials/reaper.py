@@ -74,9 +74,7 @@ def under_reaper(
     launcher_s: float | None = None,
     parent: int | None = None,
 ) -> list[str]:
-    """The command that runs ``command`` under a reaper that this process holds. ``parent`` is the
-    process that holds it instead; what else is named becomes its options.
-    """
+    """The command of a reaper that this process holds, or ``parent``, and that runs ``command``."""
     options: dict[str, Sequence[object]] = {
         "--remove": remove,
         "--inherit": inherit,
@@ -162,9 +160,7 @@ def _run(
 
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
-    """Reap whatever ends until all of these have, or some time after one of them failed, or was
-    told to end. None when the reaper is told to end and gives no grace, or is told once more.
-    """
+    """Reap until all of these have ended, or one failed a while ago; None: told to end at once."""
     ends: Ends = []
     deadline_s: float | None = None
     is_told = has_failed = False
@@ -193,9 +189,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Make a launcher end what it started on other machines, of which a kill would tell it nothing.
-    It is told again and again: reapers there give ranks time to save when they are told once.
-    """
+    """Tell a launcher again and again to end what it started elsewhere: once would let it save."""
     deadline_s = time.monotonic() + within_s
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()

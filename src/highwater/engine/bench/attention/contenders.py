@@ -158,9 +158,7 @@ def counts(conditions: Conditions, length: int) -> Tensor:
 
 @lru_cache
 def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
-    """1 where a token of a row sees another, else 0. A window follows its definition; a ratio's
-    blocks are the table's, and causality within them is applied here.
-    """
+    """1 where a token of a row sees another, else 0; causality within blocks is applied here."""
     token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
     causal_SS = (key_S <= token_S1).float()
     if config is None or not length:
