@@ -7,12 +7,7 @@ from typing import Literal
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name
-from highwater.nouns.study import (
-    Cell,
-    Limit,
-    Question,
-    Study,
-)
+from highwater.nouns.study import Cell, Limit, Question, Study
 from highwater.nouns.trainer import OURS, AnyTrainer
 from highwater.nouns.trial import Outcome
 from highwater.units import format_bytes

@@ -92,10 +92,7 @@ def cells_of(
             hint="leave `--allocator` out",
         )
     rungs = default_ladder(
-        device=device,
-        base=request.settings,
-        allocator=request.allocator,
-        loss=request.loss,
+        device=device, base=request.settings, allocator=request.allocator, loss=request.loss
     )
     asked = list(dict.fromkeys(_asked(request, counts, machines)))
     pattern = request.settings.pattern

@@ -152,8 +152,7 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
     memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
     if memory is None:
         raise UsageError(
-            f"the memory of {kind.name} is not in the catalog",
-            hint=f"add {own_memory(kind.name)}",
+            f"the memory of {kind.name} is not in the catalog", hint=f"add {own_memory(kind.name)}"
         )
     return Cluster(
         gpus=count,

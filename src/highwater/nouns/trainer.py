@@ -265,9 +265,7 @@ FROM_OUTSIDE = frozenset(
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
 
-SHARED = {
-    *("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch"),
-}
+SHARED = {*("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch")}
 """Fields that say how GPUs share the work."""
 OF_FINETUNERS = FROM_OUTSIDE | {
     *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),

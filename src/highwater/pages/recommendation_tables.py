@@ -9,12 +9,7 @@ from dataclasses import replace
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import (
-    Alternative,
-    AlternativeKind,
-    Candidate,
-    Recommendation,
-)
+from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (

@@ -20,13 +20,7 @@ from highwater.pages.study_commands import alive_rows, brief, request_line
 from highwater.pages.table import TextTable, field_text, plain_table, values_table
 from highwater.pages.text import plain
 from highwater.search.budget import CellOutlook, expected_s, outlook
-from highwater.units import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import format_bytes, format_rate, format_seconds, format_share, format_tokens
 
 
 def study_answer(study: Study) -> str:

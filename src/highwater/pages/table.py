@@ -19,13 +19,7 @@ from typing import Any, TypeVar
 from rich.cells import cell_len
 
 from highwater.pages.text import INDENT, escaped, folded, hanging, pieces, plain
-from highwater.units import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import format_bytes, format_rate, format_seconds, format_share, format_tokens
 
 Row = TypeVar("Row")
 Column = tuple[str, str | Callable[[Row], str]]

@@ -45,7 +45,7 @@ class JournalFile:
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append one line and wait for the disk. MachineError: it failed; StudyError: it changed."""
+        """Append a line, and wait for the disk. MachineError: it failed; StudyError: it changed."""
         what = self._touched()
         if what is not None:
             raise self._lost(what, line)

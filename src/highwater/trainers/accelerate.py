@@ -68,10 +68,7 @@ def accelerate(
     settings, sharing = cell.settings, sharing_of(cell.layout, shape)
     variables, dtype = environment(settings), "float32" if settings.lora is None else "bfloat16"
     model = model_path or found.model_name
-    said = [
-        *exports(variables),
-        f"the script loads {model} in {dtype}, with {attention(sharing)}",
-    ]
+    said = [*exports(variables), f"the script loads {model} in {dtype}, with {attention(sharing)}"]
     if sharing != "none":
         needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
         multiple = padded_to(cell.layout, sharing)
@@ -312,8 +309,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
         raise UsageError(f"{name}'s ring is FSDP2's, not FSDP's", hint="use `--strategy fsdp2`")
     if settings.recompute == "all-but-attention":
         raise UsageError(
-            f"{name} recomputes whole layers: it keeps no attention",
-            hint="use `--recompute layer`",
+            f"{name} recomputes whole layers: it keeps no attention", hint="use `--recompute layer`"
         )
     if settings.offloads_states:
         raise UsageError(

@@ -40,7 +40,7 @@ _PREFIX = re.compile(
     r"|\[(?![^\]]*(?:WARN|ERROR|CRIT|FATAL))"
     rf"(?![^\].]*{OF_ANOTHER_TIME})[A-Za-z][^\[\]]{{0,60}}\]:? ?"
     r"|(?P<host>(?=[\w.-]*\d)(?![\w.-]*(?:Error|Exception|Exit|Interrupt|step|epoch|iter|loss))"
-    r"[\w.-]{1,64})(?: *\| |:[ \t])",
+    r"[\w.-]{1,64})(?: *\| |:[ \t])"
 )
 """A process's name or a time at the start of a line. A host's name has a digit; any other is known
 by the traceback before which it stands."""

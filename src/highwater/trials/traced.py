@@ -93,10 +93,7 @@ class CellTraces:
     def __post_init__(self) -> None:
         """Make the predictor."""
         self.predictor = ReplayPredictor(
-            formula=self.formula,
-            replay=Replays(self._replay),
-            alive=self._alive,
-            aim=self._aim,
+            formula=self.formula, replay=Replays(self._replay), alive=self._alive, aim=self._aim
         )
 
     def begin(self, *indices: int) -> None:

@@ -13,18 +13,10 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
 from highwater.store.directory import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
-from highwater.trials.engine_trial import (
-    REPORTS,
-    StartedRanks,
-    raise_refusal,
-    started,
-)
+from highwater.trials.engine_trial import REPORTS, StartedRanks, raise_refusal, started
 from highwater.trials.job import end_reaper
 from highwater.trials.nodes import Across
-from highwater.trials.trial_process import (
-    trial_environment,
-    trial_place,
-)
+from highwater.trials.trial_process import trial_environment, trial_place
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
@@ -64,11 +56,7 @@ def own_folder(directory: Path) -> Generator[None]:
 
 
 def run_ranks(
-    spec: TrainingSpec,
-    *,
-    allow_busy: bool,
-    on_progress: OnProgress,
-    across: Across | None = None,
+    spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
     """Train until every rank has ended by itself and well, on this machine or ``across`` several;
     what they report.
