@@ -13,18 +13,13 @@ from pathlib import Path, PurePosixPath
 
 
 def host_memory_bytes() -> int:
-    """Bytes of the host's memory that this control group may take: the limit or, without one, the
-    machine's.
-    """
+    """Bytes of the host's memory for this control group: its limit, or all of the machine's."""
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(machine_bytes, memory_limit() or machine_bytes)
 
 
 def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Kills of this control group so far.
-
-    0 where nobody counts them: then no kill can be proven.
-    """
+    """Kills of this control group so far; 0 where nobody counts them and none can be proven."""
     for path in counters(proc):
         try:
             lines = path.read_text().splitlines()
@@ -48,10 +43,7 @@ def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
 
 
 def counters(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Files in which the group's kills are counted, with version 1 of control groups, or 2.
-
-    A hybrid of both has both, version 1 first.
-    """
+    """Files that count a group's kills; a hybrid of control groups 1 and 2 has both, 1 first."""
     try:
         groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
         # Split at each blank: a field may be empty, as what a tmpfs mounts.
@@ -80,10 +72,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _below(mounted_at: Path, root: str, group: str) -> Path:
-    """The group's directory below where its tree is mounted.
-
-    What is mounted may be a part of the tree, as in a container, where a group's name is whole.
-    """
+    """The group's directory in its mounted tree, which may be a part of it, as in a container."""
     name = PurePosixPath(group)
     inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
     return mounted_at / inside

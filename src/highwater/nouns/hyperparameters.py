@@ -16,7 +16,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class NumberRange(NamedTuple):
-    """What a number may be."""
+    """Bounds of a number."""
 
     words: str
     holds: Callable[[float], bool]
@@ -65,9 +65,7 @@ def _number(
 
 
 class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
-    """The numbers that every rung of a search trains with. Rungs differ in memory, which none of
-    these changes.
-    """
+    """The numbers that every rung of a search trains with; none of them changes memory."""
 
     learning_rate: float = _number(1e-5, "RATE", _NOT_NEGATIVE, "AdamW's learning rate")
     """The same at every step."""

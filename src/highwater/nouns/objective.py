@@ -36,7 +36,7 @@ Advantages = Literal["none", "groups", "tokens"]
 
 
 class ObjectiveTraits(Record, frozen=True, kw_only=True):
-    """What an objective needs of data, models and the time before a step's update."""
+    """Needs of an objective in data, models and the time before a step's update."""
 
     pairs: bool = False
     """Documents come in pairs, the chosen one first, and the loss is a mean over all pairs of the
@@ -49,25 +49,24 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     update: a divergence from it at each trained token, or the margin by which it prefers the chosen
     document of a pair. ``none``: there is no copy."""
     critic: bool = False
-    """A second model of token values may be trained along; its values are computed before the
-    update."""
+    """A second model of token values may be trained along, its values known before the update."""
     advantages: Advantages = "none"
     """What weighs the clipped ratio of new to old probability: a document's reward against those of
     its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an entropy."""
 
     @property
     def gives_scalars(self) -> bool:
-        """Whether the policy has one number in the place of the vocabulary."""
+        """True if the policy has one number in the place of the vocabulary."""
         return self.head == "scalar"
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the policy is held, and runs over every micro-batch."""
+        """True if a frozen copy of the policy is held, and runs over every micro-batch."""
         return self.reference != "none"
 
     @property
     def is_of_plain_documents(self) -> bool:
-        """Whether a document stands by itself, neither compared with another nor rewarded."""
+        """True if a document stands by itself, neither compared with another nor rewarded."""
         return not self.pairs and self.advantages == "none"
 
     @property
@@ -130,14 +129,14 @@ STREAMED_BUFFERS = 2
 
 
 class OptimizerTraits(NamedTuple):
-    """What an optimizer keeps, and needs."""
+    """Memory and needs of an optimizer."""
 
     words: str
     moment_bytes: int
     """Bytes of one moment of one number. Of 8 bits are those of matrices whose shards
     ``QUANTIZED_BLOCK`` divides; other moments are then in float32."""
     is_exact: bool
-    """Whether its update is AdamW's in float32."""
+    """True if its update is AdamW's in float32."""
     package: str | None = None
     """What has to be installed for it."""
     eager_bytes: int = 0
@@ -146,7 +145,7 @@ class OptimizerTraits(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether moments are codes with a scale for each block."""
+        """True if moments are codes with a scale for each block."""
         return self.moment_bytes == 1
 
     def moments_bytes(self, numbers: int) -> int:
@@ -205,7 +204,7 @@ _USUAL_NAMES = (
 
 
 class Lora(Record, frozen=True, kw_only=True):
-    """What is trained in the place of a model's own parameters."""
+    """Parameters that are trained in the place of a model's own."""
 
     rank: int
     alpha: float
@@ -216,7 +215,7 @@ class Lora(Record, frozen=True, kw_only=True):
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
+        """Factor that the product of both matrices is multiplied by."""
         return self.alpha / self.rank
 
     @property

@@ -48,8 +48,7 @@ OUTCOMES: dict[Outcome | None, str] = {
 }
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
-"""A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
-is known."""
+"""A measured figure beside its interval; a trial that ran out has only a lower bound."""
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
@@ -77,8 +76,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
     """Peak reserved; on the CPU the largest data segment."""
     device_used_bytes: int | None = None
     requested_bytes: int | None = None
-    """The request that had no room, of the rank that ran out first; None: none was, or nobody
-    knows."""
+    """The request that had no room, of the rank that ran out first; None: none, or unknown."""
     limit_bytes: int | None = None
     """Limit of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
@@ -216,60 +214,14 @@ def study_report(study: str | Path | Study) -> StudyReport:
     beside the study; of those that are there the last lines are taken. Nothing is run. Raises
     StudyError for a file that is no study, or is damaged.
     """
-    read = study if isinstance(study, Study) else read_study(Path(study))
-
-    def log_of(result: TrialResult) -> LogEnd:
-        first = result.first_failed
-        failure = None if first is None else first.failure
-        said = "" if failure is None else failure.text.partition("\n")[0]
-        return log_end(result.log_path, read.path, said=said)
-
-    return assembled(
-        read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of
-    )
+    return assembled(study if isinstance(study, Study) else read_study(Path(study)), _log_of)
 
 
-def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given; None: the formula. It is what was recorded of each
-    cell; of schema 1 the prediction that the command names, as it is now.
-    """
-    recorded = [each for each in study.expectations if each.prediction != "formula"]
-    device = study.question.device
-    if recorded:
-        return Beginning(
-            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
-            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
-        )
-    named = flag_value("--prediction", study.command)
-    if named in (None, "formula") or study.schema_version > 1:
-        return None
-    unread = partial(Beginning, predictions=(named,), likely_tokens={})
-    if named == "trace":
-        return unread(reason="its lengths were not recorded")
-    beside = Path(study.path or named).parent / Path(named).name
-    path = next((place for place in (Path(named), beside) if place.is_file()), None)
-    if path is None:
-        return unread(reason="it is not found from here, nor beside the study")
-    try:
-        found = read_prediction(path, study.question)
-    except HighwaterError as error:
-        return unread(reason=error.problem.replace(str(path), path.name))
-    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
-    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
-
-
-def assembled(
-    study: Study,
-    *,
-    predictions: Predictions,
-    beginning: Beginning | None = None,
-    log_of: Callable[[TrialResult], LogEnd],
-) -> StudyReport:
-    """Make the report of a study as it was read, finished or not. ``log_of`` finds the end of a
-    trial's log.
-    """
+def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> StudyReport:
+    """Make the report of a study as it was read; ``log_of`` finds the end of a trial's log."""
+    predictions, beginning = predictions_of(study), _beginning(study)
     logs = {
-        number: log_of(trial.result)
+        number: log_of(study, trial.result)
         for number, trial in enumerate(study.trials, 1)
         if trial.result is not None and not trial.result.outcome.is_fit
     }
@@ -305,10 +257,43 @@ def assembled(
     )
 
 
+def _log_of(study: Study, result: TrialResult) -> LogEnd:
+    """The end of a trial's log."""
+    first = result.first_failed
+    failure = None if first is None else first.failure
+    said = "" if failure is None else failure.text.partition("\n")[0]
+    return log_end(result.log_path, study.path, said=said)
+
+
+def _beginning(study: Study) -> Beginning | None:
+    """The prediction that the search was given, as recorded or as its file is; None: formula."""
+    recorded = [each for each in study.expectations if each.prediction != "formula"]
+    device = study.question.device
+    if recorded:
+        return Beginning(
+            predictions=tuple(dict.fromkeys(each.prediction for each in recorded)),
+            likely_tokens={each.cell.label_on(device): each.likely_tokens for each in recorded},
+        )
+    named = flag_value("--prediction", study.command)
+    if named in (None, "formula") or study.schema_version > 1:
+        return None
+    unread = partial(Beginning, predictions=(named,), likely_tokens={})
+    if named == "trace":
+        return unread(reason="its lengths were not recorded")
+    beside = Path(study.path or named).parent / Path(named).name
+    path = next((place for place in (Path(named), beside) if place.is_file()), None)
+    if path is None:
+        return unread(reason="it is not found from here, nor beside the study")
+    try:
+        found = read_prediction(path, study.question)
+    except HighwaterError as error:
+        return unread(reason=error.problem.replace(str(path), path.name))
+    likely_tokens = {each.cell.label_on(device): each.likely_edge_tokens for each in found.cells}
+    return Beginning(predictions=(named,), likely_tokens=likely_tokens)
+
+
 def _hidden(value: object) -> object:
-    """A study's values without what looks like a secret in reasons, failures, commands and paths;
-    what names a trial has no room for one.
-    """
+    """A study's values without what looks like a secret; names of trials have no room for one."""
     match value:
         case str():
             return without_secrets(value)
@@ -376,9 +361,7 @@ def _trial(
 
 
 def judged(trial: TrialReport) -> Judgement:
-    """Judge where the measured memory lies beside the interval. Of a trial that ran out it is known
-    only that it needed more than its limit.
-    """
+    """Judge where the measured memory lies; a trial that ran out needed more than its limit."""
     around = None if trial.predicted is None else trial.predicted.interval
     if around is None or trial.outcome is None:
         return "unknown"

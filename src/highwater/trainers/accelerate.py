@@ -62,19 +62,13 @@ SequenceSharing = Literal["none", "ring", "heads"]
 def accelerate(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Configure how processes start and how they share states and sequences. The rest is the
-    script's, and is said in the text. Raises UsageError for layouts that neither DeepSpeed nor
-    FSDP2 has there.
-    """
+    """Configure processes and sharing; UsageError for layouts that neither backend has."""
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_obstacle(cell, lambda _, layout: layout_obstacle(layout, shape, WORDS))
     settings, sharing = cell.settings, sharing_of(cell.layout, shape)
     variables, dtype = environment(settings), "float32" if settings.lora is None else "bfloat16"
     model = model_path or found.model_name
-    said = [
-        *exports(variables),
-        f"the script loads {model} in {dtype}, with {attention(sharing)}",
-    ]
+    said = [*exports(variables), f"the script loads {model} in {dtype}, with {attention(sharing)}"]
     if sharing != "none":
         needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
         multiple = padded_to(cell.layout, sharing)
@@ -298,8 +292,7 @@ ENDS: Mapping[str, Any] = {
     "logging_nan_inf_filter": False,
     "auto_find_batch_size": False,
 }
-"""Ends of every trial by transformers' trainer: no other output, no batch that shrinks where memory
-runs out."""
+"""Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
 
 
 class LauncherFile(NamedTuple):
@@ -316,8 +309,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
         raise UsageError(f"{name}'s ring is FSDP2's, not FSDP's", hint="use `--strategy fsdp2`")
     if settings.recompute == "all-but-attention":
         raise UsageError(
-            f"{name} recomputes whole layers: it keeps no attention",
-            hint="use `--recompute layer`",
+            f"{name} recomputes whole layers: it keeps no attention", hint="use `--recompute layer`"
         )
     if settings.offloads_states:
         raise UsageError(
@@ -343,11 +335,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
 def launcher_file(
     spec: TrialSpec, shape: ModelShape, base: Mapping[str, Any], *, source: str
 ) -> LauncherFile:
-    """Accelerate's file for one trial, over the fields of the user's own, which is called
-    ``source``.
-
-    Raises UsageError for what accelerate cannot be told, and for a file that says otherwise.
-    """
+    """Accelerate's file for a trial, over the user's own, ``source``; UsageError for conflicts."""
     refuse_unlaunched(spec, name="accelerate")
     if spec.layout.ulysses_degree > 1:
         raise UsageError(

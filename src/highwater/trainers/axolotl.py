@@ -51,8 +51,7 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {
     "adamw": "adamw_torch_fused",
     "adamw-8bit": "adamw_torch_8bit",
 }
-"""``optimizer`` by optimizer: the second is torchao's, which FSDP2 shards; it refuses the 8-bit
-ones of bitsandbytes."""
+"""``optimizer`` by optimizer: the second is torchao's; FSDP2 does not shard bitsandbytes'."""
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 _NARROW = (
@@ -76,8 +75,7 @@ _SHARDING = (
     *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
     *("final_state_dict_type", "version", "sharding_strategy"),
 )
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
+"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _SFT = "leave it out: trials are of its supervised training"
 _BY_COMMAND = (
     "leave it out, or start it yourself: `--trainer command --command 'axolotl train base.yaml "
@@ -305,9 +303,7 @@ def _packs(cell: Cell) -> bool:
 
 
 def _fused_values(training: FineTuning) -> dict[str, Value]:
-    """The loss that never holds whole logits; nothing where none was asked for, or none is there.
-    Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
-    """
+    """The loss without whole logits, of known families: Axolotl would patch others wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
         return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):

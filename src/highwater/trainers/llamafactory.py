@@ -55,7 +55,7 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
 """``optim`` by optimizer: the other is torchao's, which FSDP shards."""
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
 FUSED = LIGER - {
-    *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3"),
+    *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3")
 }
 """Families that it has Liger fuse the loss of (``model/model_utils/liger_kernel.py``)."""
 _FUSED_LOSS = "enable_liger_kernel is the chunked loss, and needs the package liger-kernel"

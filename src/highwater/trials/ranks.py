@@ -36,7 +36,6 @@ def started(
     is_apart: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process of these words, which no shell sees; no other place starts a program.
-
     ``keeps``: file descriptors that stay open; ``prepare`` runs in it before the program;
     ``is_apart``: Ctrl-C in the terminal does not reach it.
     """
@@ -58,9 +57,7 @@ def answered(
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """What a short program says, and its status; raises TimeoutExpired when it takes longer, and
-    has been killed by then.
-    """
+    """Output and status of a short program; TimeoutExpired, and it is killed, if it is longer."""
     pipe = subprocess.PIPE
     with started(words, environment=environment, stdout=pipe, stderr=pipe) as process:
         try:
@@ -72,10 +69,7 @@ def answered(
 
 
 class RankExit(Record, frozen=True, kw_only=True):
-    """How one rank's process ended by itself.
-
-    A rank that was killed because another had failed has none.
-    """
+    """The end of one rank's process; one that was killed because another had failed has none."""
 
     rank: int
     status: int
@@ -85,10 +79,10 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """What the ranks of one machine left besides their reports."""
+    """Whatever the ranks of one machine left besides their reports."""
 
     exits: tuple[RankExit, ...] = ()
-    """How they ended, the first one first; empty where nobody lived to write it down."""
+    """Their ends, the first one first; empty where nobody lived to write it down."""
     kernel_kills: int = 0
     """Processes that the kernel killed for want of memory meanwhile."""
 
@@ -98,7 +92,7 @@ class RankShare(Record, frozen=True, kw_only=True):
 
     count: int
     folder: str
-    """Where it is written how they ended."""
+    """The file that says how they ended."""
     first: int = 0
     """The rank of the first."""
     world: int | None = None
@@ -106,7 +100,7 @@ class RankShare(Record, frozen=True, kw_only=True):
     store: str | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
     is_at_port: bool = False
-    """Whether they meet at the port that their environment names, and not through a file."""
+    """True if they meet at the port that their environment names, and not through a file."""
 
 
 class Ranks:
@@ -120,9 +114,7 @@ class Ranks:
         prepare: Callable[[], None],
         is_plain: bool = False,
     ) -> None:
-        """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
-        them before it. ``is_plain``: they read and write as this process does, and nothing is kept.
-        """
+        """Start ranks of ``command`` after ``prepare``; ``is_plain``: with this one's output."""
         self._folder, self._first = Path(share.folder), share.first
         self._kills_before = kernel_kills()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -159,10 +151,7 @@ class Ranks:
             thread.start()
 
     def leave_exits(self, statuses: Sequence[tuple[int, int]]) -> None:
-        """Write down who ended how, as process and status in this order.
-
-        Comes once none of them runs any more.
-        """
+        """Write down who ended how, in this order; comes once none of them runs any more."""
         for thread in self._copying:
             thread.join(_DRAINED_S)
         exits = tuple(
@@ -178,7 +167,7 @@ class Ranks:
 
 
 def read_left(folder: Path) -> RanksLeft:
-    """What the ranks left that wrote into ``folder``."""
+    """Read what the ranks left that wrote into ``folder``."""
     try:
         return from_json((folder / _EXITS).read_bytes(), RanksLeft)
     except (OSError, msgspec.MsgspecError):
@@ -192,10 +181,7 @@ class _RankOutput:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy to the log until nobody has the pipe any more.
-
-        A log whose disk is full must not stop who writes.
-        """
+        """Copy to the log until nobody has the pipe. A full disk must not stop who writes."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)

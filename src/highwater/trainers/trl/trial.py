@@ -81,8 +81,7 @@ _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
 _OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
 """Beginnings of names that LoRA has a word in."""
 _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
+"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """Fields that are emitted where the user has no configuration, and TRL's where there is one."""
 
@@ -142,10 +141,7 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
 
 
 def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
-    """Tokens that GRPO generates: the user's own number, or all but a short prompt.
-
-    Raises UsageError where they leave no token for a prompt.
-    """
+    """Tokens that GRPO generates, all but a short prompt if not named; UsageError for no prompt."""
     named = base.get("max_completion_length")
     tokens = spec.length_tokens - PROMPT_TOKENS if named is None else int(named)
     if not 0 < tokens < spec.length_tokens:
@@ -166,10 +162,7 @@ def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
 
 
 def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """TRL's file and accelerate's for one trial, over the user's own fields.
-
-    Raises UsageError for what cannot be.
-    """
+    """TRL's and accelerate's files for a trial, over the user's; UsageError for what cannot be."""
     for name, hint in _REFUSED.items():
         if base.config.get(name):
             raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
@@ -313,10 +306,7 @@ def _generations(base: Mapping[str, Any]) -> int:
 
 
 def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
-    """The command of a trial of TRL, whose files are written into its folder.
-
-    Raises HighwaterError for what TRL cannot be told, and where nothing can be prepared.
-    """
+    """The command of a trial of TRL, with its files written; raises for what cannot be told."""
     check(spec, foreign, home.has_flash)
     folder, base, words = home.folder, own_files(foreign), foreign.command or (_PROGRAM,)
     model = home.prepared(_documents(spec, base, folder))
@@ -335,10 +325,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
-    """Notes for readers of such trials, before the first one.
-
-    Raises HighwaterError for what TRL cannot be told, and where it is not here.
-    """
+    """Notes of TRL's trials for readers; raises for what it cannot be told, or without it."""
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
@@ -359,10 +346,7 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of TRL, and accelerate's that it names by a path.
-
-    Raises UsageError for files that cannot be read, or are no YAML of named fields.
-    """
+    """The user's configuration of TRL, and accelerate's that it names; UsageError if unreadable."""
     hint = "name the file that `trl sft --config` takes"
     own = own_file(foreign, hint)
     named = own.config.get("accelerate_config")
