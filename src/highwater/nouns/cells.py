@@ -289,7 +289,7 @@ class _Bounds(NamedTuple):
 
 
 def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
-    for each in product(counts, request.ulysses, request.ring, request.copies):
+    for each in product(counts, request.ulysses or (1,), request.ring, request.copies):
         yield _Degrees(*each, machines=machines)
 
 
