@@ -20,6 +20,7 @@ from highwater.memory.formula.moments import (
     families,
     products,
 )
+from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
@@ -35,9 +36,6 @@ keys as they are rotated; what attention returns is copied for its output. Sourc
 OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
-TWO_ATTENTIONS = ("diffllama",)
-"""Model types whose layers attend twice, with one half of the values each time, and keep what both
-return where recomputation leaves attention out."""
 NUMBER_BYTES = 4
 """A number of statistics: of rows and heads that are normed, of attention, of routers."""
 
@@ -325,10 +323,7 @@ def kept_bytes(layer: Layer) -> int:
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
-        returned = element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
-        attentions = 2 if layer.step.shape.model_type in TWO_ATTENTIONS else 1
-        attentions = 0 if settings.recompute == "layer" else attentions
-        return element * hidden + attentions * returned
+        return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
