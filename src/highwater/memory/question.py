@@ -68,7 +68,8 @@ def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
     """What is asked of each ladder: without offload and, unless the settings say, with that of the
-    moments alone and with that of everything; every Ulysses degree that works.
+    moments alone and with that of everything; each again with the layers' activations on the host;
+    every Ulysses degree that works.
     """
     refused = TRAINERS[trainer].refused(settings)
     if refused:
@@ -108,6 +109,10 @@ def _requests(
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
         ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
+    keeps_all = "activations" in settings or settings.get("recompute") == "none"
+    if not keeps_all and not TRAINERS[trainer].refused(["activations"]):
+        placed = {"allocator": "expandable", "activations": "host"}
+        ladders += [{**each, **placed, **settings} for each in ladders]
     return [request_from(fields, keywords=True) for fields in ladders]
 
 

@@ -51,12 +51,14 @@ def default_ladder(
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
     """A key to sort cells of as many GPUs by, the simplest first. The order of the published guide:
-    more Ulysses before offload, and for each degree what needs no other change first. Between two
-    rungs of one degree the allocator, then the loss, then what is recomputed or computed in tiles.
+    more Ulysses before offload, and for each degree what needs no other change first; between them
+    stand activations on the host. Between two rungs of one degree the allocator, then the loss,
+    then what is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
         _OFFLOAD_ORDER.index(settings.offload),
+        int(settings.activations == "host"),
         cell.layout.context_degree,
         int(settings.allocator == "expandable")
         + int(settings.loss == "chunked")

@@ -249,7 +249,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     return shlex.join((*words, *cell.layout.degree_flags))
 
 
-_RECOMMENDED = ("allocator", "loss", "offload")
+_RECOMMENDED = ("allocator", "loss", "offload", "activations")
 """Settings that differ among what is recommended."""
 _ASKED = {
     row.rung_field: row
