@@ -103,14 +103,15 @@ def _requests(
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
-    if may_offload and "offload" not in settings and settings.get("allocator") != "native":
+    is_native = settings.get("allocator") == "native"
+    if may_offload and "offload" not in settings and not is_native:
         offloaded = {"allocator": "expandable", "strategy": "fsdp2"}
         is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
         ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
-    keeps_all = "activations" in settings or settings.get("recompute") == "none"
-    if not keeps_all and not TRAINERS[trainer].refused(["activations"]):
+    is_fixed = "activations" in settings or settings.get("recompute") == "none" or is_native
+    if not is_fixed and not TRAINERS[trainer].refused(["activations"]):
         placed = {"allocator": "expandable", "activations": "host"}
         ladders += [{**each, **placed, **settings} for each in ladders]
     return [request_from(fields, keywords=True) for fields in ladders]

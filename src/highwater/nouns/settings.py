@@ -351,6 +351,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.offload == "states"
 
     @property
+    def uses_host(self) -> bool:
+        """Whether states or activations are in host memory."""
+        return self.offload is not False or self.activations == "host"
+
+    @property
     def optimizer_traits(self) -> OptimizerTraits:
         """What the optimizer keeps, and needs."""
         return OPTIMIZERS[self.optimizer]

@@ -161,7 +161,7 @@ def _needed_technique(goal: Goal) -> Alternative:
     size = format_bytes(largest.bytes)
     what = f"one that shrinks `{largest.name}`, {size} of the nearest; none here does"
     if nearest.binding == "host" and goal.memory_limit.usual_host is None:
-        least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
+        least = min(each.footprint.host_needed_bytes for each in cells if each.binding == "host")
         needs = f"{format_bytes(least)} at least"
         what = f"more host memory than `--host-memory` says: {needs}"
     return Alternative(kind="technique", what=what)

@@ -191,7 +191,7 @@ def _candidate(
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     lacks_bytes = None
     if not fits and predicted.binding == "host":
-        lacks_bytes = host_bytes - (goal.memory_limit.host_bytes or 0)
+        lacks_bytes = predicted.footprint.host_needed_bytes - (goal.memory_limit.host_bytes or 0)
     elif not fits:
         lacks_bytes = predicted.lacks_bytes
     return Candidate(
