@@ -41,6 +41,7 @@ from highwater.trainers.foreign import (
     ForeignCommand,
     HasFlash,
     OwnFile,
+    TrialFiles,
     TrialHome,
     own_file,
     refuse_no_program,
@@ -84,14 +85,6 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 """FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """Fields that are emitted where the user has no configuration, and TRL's where there is one."""
-
-
-class TrialFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
-
-    config: dict[str, Any]
-    launcher: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 class TrialBatch(NamedTuple):
@@ -185,7 +178,7 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
         launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
     return TrialFiles(
         config={name: value for name, value in config.items() if value not in ({}, None)},
-        launcher=launcher,
+        beside={FILE: launcher},
         notes=(*_notes(base, own), *said),
     )
 
@@ -314,7 +307,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
     trial = launched(spec, place, has_flash=home.has_flash(words[0]))
     files = trial_files(trial, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
-    write_files({CONFIG: files.config, FILE: files.launcher}, said, folder)
+    write_files({CONFIG: files.config, **files.beside}, said, folder)
     step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
     subcommand = COMMANDS[spec.settings.objective].name
     return ForeignCommand(
