@@ -26,8 +26,9 @@ class HuggingFacePeer:
     ) -> None:
         """``offload``: what recomputed layers keep is in host memory, by transformers' flag."""
         self.model: Any = _load(directory, packed=packed).train()
-        how = {"use_reentrant": False} | ({"offload": True} if offload else {})
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        self.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}, offload=offload
+        )
         if not trains:  # what is trained is somebody else's
             return
         self.parameters: list[Tensor] = list(self.model.parameters())

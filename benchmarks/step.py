@@ -125,7 +125,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     lengths = sorted({*arguments.lengths, *arguments.alone})
     directory = load_model(arguments.model).directory
     if arguments.memory is not None:
-        divide_budget(torch.device("cuda"), budget_bytes=arguments.memory, nccl_bytes=0)
+        divide_budget(torch.device("cuda", 0), budget_bytes=arguments.memory, nccl_bytes=0)
     step = _step_of(contender, directory, max(lengths), _lora(arguments))
     for length in lengths:
         torch.cuda.empty_cache()
