@@ -197,12 +197,10 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
     """Emit these settings, as far as they are not left to TRL."""
-    spec = launched.spec
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    sharing = sharing_of(spec.layout, launched.shape)
+    spec, sharing = launched.spec, sharing_of(launched.spec.layout, launched.shape)
     values: dict[str, Any] = trl_values(
         TrlTraining(
-            cell=cell,
+            cell=launched.cell,
             length_tokens=spec.length_tokens,
             sharing=sharing,
             model_path=str(launched.place.model_directory),
@@ -260,8 +258,8 @@ def _launcher(
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.shape)))
+    sharing = sharing_of(spec.layout, launched.shape)
+    ours: dict[str, Any] = nested(launched_values(launched.cell, sharing))
     ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
     theirs, mode = base.get("distributed_type"), ours["distributed_type"]
     if theirs in (None, "NO", "MULTI_GPU", mode):
