@@ -45,7 +45,7 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
     long_documents: LongDocuments = "truncate"
     """Fate of a document of more tokens: its beginning, all of it in pieces, or nothing is kept."""
     trained: TrainedTokens = "responses"
-    """Tokens that are trained: the responses, where a document has prompts; ``all``: every token."""
+    """Tokens that are trained: the responses, if a document has prompts; ``all``: every token."""
     reward: str | None = None
     """``module:function`` that gives a response's reward to a prompt; None: the data has it."""
 
