@@ -96,19 +96,13 @@ def cells_of(
     rungs = default_ladder(
         device=device, base=request.settings, allocator=request.allocator, loss=request.loss
     )
-    asked = list(dict.fromkeys(_asked(request, counts, machines)))
+    degrees = dict.fromkeys(product(counts, request.ulysses, request.ring, request.copies))
+    asked = [_Degrees(*each, machines=machines) for each in degrees]
     pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
-        *(
-            shape,
-            device,
-            request.settings.strategy,
-            has_ring,
-            within_machines,
-            longest_tokens,
-            pattern,
-        ),
+        *(shape, device, request.settings.strategy),
+        *(has_ring, within_machines, longest_tokens, pattern),
         is_packed=request.settings.lora_base == "nf4",
         machines=machines,
     )
@@ -288,11 +282,6 @@ class _Bounds(NamedTuple):
         degrees = product(divisors, rings, divisors)
         every = (_Degrees(gpus, *each, machines=self.machines) for each in degrees)
         return (each for each in every if self.obstacle(each) is None)
-
-
-def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
-    for each in product(counts, request.ulysses, request.ring, request.copies):
-        yield _Degrees(*each, machines=machines)
 
 
 def _offers(
