@@ -188,7 +188,7 @@ def _figures(
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
-    """Say, where states or activations live there, how much host memory is assumed, or that nobody said."""
+    """Say, where something lives there, how much host memory is assumed, or that nobody said."""
     if not settings.uses_host or machine == THIS_MACHINE:
         return ""
     if host_bytes is None:
