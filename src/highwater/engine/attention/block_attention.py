@@ -329,20 +329,33 @@ def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextMa
     recomputation: attention outputs are kept in the first and given back in the second.
     """
     kept: list[Attended] = []
-
-    def keep(attend: Callable[[], Attended]) -> Attended:
-        kept.append(attend())
-        return kept[-1]
-
-    def give(_: Callable[[], Attended]) -> Attended:
-        return kept.pop(0)
-
-    return _with(keep), _with(give)
+    return keeping(kept), giving(kept)
 
 
 @contextmanager
-def _with(kept: Kept) -> Generator[None]:
-    token = _KEPT.set(kept)
+def keeping(results: list[Attended]) -> Generator[None]:
+    """Context manager: add what attention returns to ``results``; a context around this one keeps
+    it too, or gives it.
+    """
+    outer = _KEPT.get()
+
+    def keep(attend: Callable[[], Attended]) -> Attended:
+        results.append(attend() if outer is None else outer(attend))
+        return results[-1]
+
+    token = _KEPT.set(keep)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+@contextmanager
+def giving(results: list[Attended]) -> Generator[None]:
+    """Context manager: take attention's outputs from ``results``, in order, in place of computing
+    them.
+    """
+    token = _KEPT.set(lambda _: results.pop(0))
     try:
         yield
     finally:
