@@ -21,10 +21,13 @@ class HuggingFacePeer:
     Master weights and moments are float32.
     """
 
-    def __init__(self, directory: str, *, trains: bool = True, packed: bool = False) -> None:
+    def __init__(
+        self, directory: str, *, trains: bool = True, packed: bool = False, offload: bool = False
+    ) -> None:
+        """``offload``: what recomputed layers keep is in host memory, by transformers' flag."""
         self.model: Any = _load(directory, packed=packed).train()
         self.model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
+            gradient_checkpointing_kwargs={"use_reentrant": False}, offload=offload
         )
         if not trains:  # what is trained is somebody else's
             return
@@ -68,8 +71,10 @@ class LigerPeer(HuggingFacePeer):
     there during this peer's own work alone, so that nobody else is timed with them.
     """
 
-    def __init__(self, directory: str, *, trains: bool = True, packed: bool = False) -> None:
-        super().__init__(directory, trains=trains, packed=packed)
+    def __init__(
+        self, directory: str, *, trains: bool = True, packed: bool = False, offload: bool = False
+    ) -> None:
+        super().__init__(directory, trains=trains, packed=packed, offload=offload)
         family = self.model.config.model_type
         self._module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         with _attributes_restored(self._module):
@@ -90,8 +95,8 @@ class LoraPeer:
     autocast, per-layer recompute.
     """
 
-    def __init__(self, directory: str, lora: Lora) -> None:
-        base = LigerPeer(directory, trains=False, packed=lora.base == "nf4")
+    def __init__(self, directory: str, lora: Lora, *, offload: bool = False) -> None:
+        base = LigerPeer(directory, trains=False, packed=lora.base == "nf4", offload=offload)
         peft: Any = importlib.import_module("peft")
         config = peft.LoraConfig(
             r=lora.rank,

@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.attention.dense import select_kernel
 from highwater.engine.attention.registry import register
 from highwater.engine.bench.attention.measurement import environment
@@ -35,6 +37,8 @@ from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.statistics_log import divide_budget
 from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
+from highwater.nouns.activation_plan import HOST_SHARE, Activations
+from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
@@ -51,7 +55,7 @@ Two bfloat16 paths from the same weights are a few steps of bfloat16 rounding ap
 """
 
 STEPS_ALONE = 2
-"""Timed steps in a process of its own, after one that warms up."""
+"""Timed steps in a process of its own, after one that warms up, unless ``--steps-alone`` says."""
 
 TimedStep = Callable[[list[tuple[Tensor, Tensor]]], float]
 
@@ -121,7 +125,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
     lengths = sorted({*arguments.lengths, *arguments.alone})
     directory = load_model(arguments.model).directory
     if arguments.memory is not None:
-        divide_budget(torch.device("cuda"), budget_bytes=arguments.memory, nccl_bytes=0)
+        divide_budget(torch.device("cuda", 0), budget_bytes=arguments.memory, nccl_bytes=0)
     step = _step_of(contender, directory, max(lengths), _lora(arguments))
     for length in lengths:
         torch.cuda.empty_cache()
@@ -130,7 +134,7 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
         step(sequences)
         # The second step is the first one with all optimizer states; its time counts where it
         # is one of several.
-        steps = STEPS_ALONE if length in arguments.alone else 1
+        steps = arguments.steps_alone if length in arguments.alone else 1
         times = [_timed(step, sequences) for _ in range(steps)]
         reserved = torch.cuda.max_memory_reserved()
         print(json.dumps({"length": length, "reserved": reserved, "times": times}), flush=True)
@@ -138,12 +142,10 @@ def measure_alone(contender: str, arguments: argparse.Namespace) -> None:
 
 def _step_of(contender: str, directory: str, longest: int, lora: Lora | None) -> TimedStep:
     """A contender's step: of the model, or of adapters."""
-    if lora is None:
-        return CONTENDERS[contender](directory, longest)
-    if contender == "liger":
-        return LoraPeer(directory, lora).step
-    recompute: Recompute = "all-but-attention" if contender == "attention-kept" else "layer"
-    return ours(directory, longest, loss="chunked", recompute=recompute, lora=lora)
+    if lora is None or contender in OURS:
+        how = {"lora": lora} if contender in OURS else {}
+        return CONTENDERS[contender](directory, longest, **how)
+    return LoraPeer(directory, lora, offload=contender == "liger-offload").step
 
 
 def _lora(arguments: argparse.Namespace) -> Lora | None:
@@ -158,6 +160,7 @@ def ours(
     *,
     loss: Loss,
     recompute: Recompute = "layer",
+    activations: Activations = "gpu",
     lora: Lora | None = None,
 ) -> TimedStep:
     """A step of our engine on one GPU."""
@@ -182,6 +185,11 @@ def ours(
         compute_dtype=torch.bfloat16,
         master_dtype=torch.float32 if lora is None else torch.bfloat16,
         lora=lora,
+        host=None
+        if activations == "gpu"
+        else HostActivations(
+            device, layers_on_gpu=1, budget_bytes=int(HOST_SHARE * host_memory_bytes())
+        ),
     )
     training = Training(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
@@ -192,24 +200,20 @@ def ours(
     return step
 
 
-def hugging_face(directory: str, _longest: int) -> TimedStep:
-    """A step of plain Hugging Face."""
-    return HuggingFacePeer(directory).step
-
-
-def liger(directory: str, _longest: int) -> TimedStep:
-    """A step of Hugging Face with Liger's kernels."""
-    return LigerPeer(directory).step
-
-
-CONTENDERS: dict[str, Callable[[str, int], TimedStep]] = {
-    "hugging face": hugging_face,
-    "liger": liger,
-    "full": lambda directory, longest: ours(directory, longest, loss="full"),
-    "chunked": lambda directory, longest: ours(directory, longest, loss="chunked"),
-    "attention-kept": lambda directory, longest: ours(
-        directory, longest, loss="chunked", recompute="all-but-attention"
+OURS: dict[str, Callable[..., TimedStep]] = {
+    "full": partial(ours, loss="full"),
+    "chunked": partial(ours, loss="chunked"),
+    "attention-kept": partial(ours, loss="chunked", recompute="all-but-attention"),
+    "on-host": partial(ours, loss="chunked", activations="host"),
+    "attention-on-host": partial(
+        ours, loss="chunked", recompute="all-but-attention", activations="host"
     ),
+}
+CONTENDERS: dict[str, Callable[..., TimedStep]] = {
+    "hugging face": lambda directory, _: HuggingFacePeer(directory).step,
+    "liger": lambda directory, _: LigerPeer(directory).step,
+    "liger-offload": lambda directory, _: LigerPeer(directory, offload=True).step,
+    **OURS,
 }
 
 
@@ -232,6 +236,9 @@ def _parse() -> argparse.Namespace:
         "--rounds", type=int, default=3, help="timed steps of each contender, taking turns"
     )
     parser.add_argument(
+        "--steps-alone", type=int, default=STEPS_ALONE, help="timed steps of each with --alone"
+    )
+    parser.add_argument(
         "--contenders",
         nargs="+",
         choices=list(CONTENDERS),
@@ -251,7 +258,7 @@ def _parse() -> argparse.Namespace:
     named = [arguments.memory_of] if arguments.memory_of else arguments.contenders
     without = {"hugging face", "full"} & set(named)
     if arguments.lora is not None and without:
-        parser.error("--lora goes with the contenders liger, chunked and attention-kept")
+        parser.error("--lora goes with neither of the contenders hugging face and full")
     if arguments.lora is None and arguments.lora_base != "bf16":
         parser.error("--lora-base goes with --lora")
     if arguments.memory is not None and arguments.lengths:
@@ -336,6 +343,7 @@ def _in_own_process(contender: str, arguments: argparse.Namespace) -> dict[int, 
     """
     words = [arguments.model, "--memory-of", contender]
     words += ["--micro-batches", str(arguments.micro_batches)]
+    words += ["--steps-alone", str(arguments.steps_alone)]
     if arguments.lora is not None:
         words += ["--lora", str(arguments.lora), "--lora-base", arguments.lora_base]
     words += [] if arguments.memory is None else ["--memory", str(arguments.memory)]

@@ -22,6 +22,7 @@ from rank_steps import (
     deviations,
     each,
     first_step,
+    on_host,
     place_of,
     values,
 )
@@ -49,7 +50,8 @@ BUILD = "FSDP1 is built unit by unit"
 FILLED = "filled"
 """No cases: random weights, and those of a family that makes parameters off meta."""
 PRODUCTS = ("fsdp", "fsdp offload", "fsdp2", "fsdp2 offload")
-"""Every combination of the other fields."""
+"""Every combination of the other fields, activations on the device."""
+ON_HOST = ("layer on host", "all-but-attention on host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,7 @@ class Case(Fields):
     """Dtype of everything; ``bfloat16``: of the compute copies of float32 shards."""
     loss: str
     recompute: str
+    """With `` on host`` behind it, what layers keep is in host memory."""
     batch: str
     ulysses: int
     mlp_tiles: int | None
@@ -91,7 +94,7 @@ VALUES = {
     "model": ("dense", "tied", "moe"),
     "precision": ("float64", "float32", "bfloat16"),
     "loss": ("full", "chunked"),
-    "recompute": ("layer", "none", "all-but-attention"),
+    "recompute": ("layer", "none", "all-but-attention", *ON_HOST),
     "batch": ("packed", "untrained-rank", "three-steps"),
     "ulysses": (1, 2, 4),
     "mlp_tiles": (None, 3),
@@ -109,7 +112,12 @@ def cases_for(processes: int, part: str) -> list[Case]:
     if part == FILLED:
         return []
     strategy, _, offload = part.partition(" ")
-    return [case for case in possible if (case.strategy, case.offload) == (strategy, bool(offload))]
+    return [
+        case
+        for case in possible
+        if (case.strategy, case.offload) == (strategy, bool(offload))
+        and case.recompute not in ON_HOST
+    ]
 
 
 def _pairwise(cases: list[Case]) -> list[Case]:
@@ -160,7 +168,8 @@ def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
         strategy=case.strategy,
         offload=case.offload,
         loss=case.loss,
-        recompute=case.recompute,
+        recompute=case.recompute.removesuffix(" on host"),
+        host=on_host() if case.recompute in ON_HOST else None,
         mlp_tiles=case.mlp_tiles,
         master_dtype=master,
     )

@@ -29,7 +29,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rank_steps import built, each, of_all, place_of
+from rank_steps import built, each, of_all, on_host, place_of
 
 from highwater.engine.attention.registry import register
 from highwater.engine.data import batches as data
@@ -112,7 +112,10 @@ _EVERYWHERE: Box = {
     "strategy": ("fsdp", "fsdp2"),
     "ranks": RANKS,
     "offload": ("no", "offload"),
-    "recompute": ("none", "layer", "all-but-attention"),
+    "recompute": (
+        *("none", "layer", "all-but-attention"),
+        *("layer on host", "all-but-attention on host"),
+    ),
     "micro-batches": ("1", "3"),
     "model": ("dense", "moe", "moe-balanced"),
     "trained": ("everywhere", "hardly on rank 0"),
@@ -224,7 +227,8 @@ class Case:
         given = {
             "strategy": self["strategy"].replace("trinity", "fsdp"),
             "offload": self["offload"] == "offload",
-            "recompute": self["recompute"],
+            "recompute": self["recompute"].removesuffix(" on host"),
+            "activations": "host" if self["recompute"].endswith("on host") else "gpu",
             "objective": self.objective,
             "critic": self["objective"] == "ppo critic",
             "loss": self["loss"],
@@ -372,7 +376,11 @@ def train(
         return made
 
     trained = partial(
-        model, strategy=settings.strategy, offload=settings.offload, recompute=settings.recompute
+        model,
+        strategy=settings.strategy,
+        offload=settings.offload,
+        recompute=settings.recompute,
+        host=on_host() if settings.activations == "host" else None,
     )
     if case.objective == "rw":
         policy = trained(f"scalar {case['model']}", loss=None)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models.build import build, read_config
@@ -24,6 +25,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.sparse_pattern import SparsePatternConfig
+from highwater.units import GIB
 
 CPU = torch.device("cpu")
 Step = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -65,6 +67,11 @@ def of_all(own: T) -> list[T]:
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     return ranks
+
+
+def on_host() -> HostActivations:
+    """Host memory for a rank's activations, all but the last layer's."""
+    return HostActivations(CPU, layers_on_gpu=1, budget_bytes=GIB)
 
 
 def place_of(layout: Layout) -> Place:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import MARK, marked
 
-from highwater.trials.ranks import counters
+from highwater.nouns.control_group import counters
 from tiny_models import SMALLEST, write_model
 
 

@@ -20,7 +20,6 @@ from highwater.nouns.trial import (
     TrialResult,
 )
 from highwater.pages.study_report import StudyReport, assembled
-from highwater.search.predicted_study import predictions_of
 from highwater.store.journal import read_study
 from highwater.units import GIB
 from places import question_of
@@ -46,9 +45,7 @@ def real_report(name: str) -> StudyReport:
 
 def report_of(study: Study, logs: LogEnd | None = None) -> StudyReport:
     """The report of a study; every log ends with ``logs``."""
-    return assembled(
-        study, predictions=predictions_of(study), log_of=lambda _: logs or LogEnd(reason="no logs")
-    )
+    return assembled(study, lambda *_: logs or LogEnd(reason="no logs"))
 
 
 def trial(

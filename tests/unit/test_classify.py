@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from studies import CELL, study_of, trial
 
+from highwater.nouns.control_group import kernel_kills, memory_limit
 from highwater.nouns.layout import Layout
 from highwater.nouns.oom import exhausted_memory, memory_aborted
 from highwater.nouns.request import request_from
@@ -22,7 +23,7 @@ from highwater.nouns.trial import Device, Failure, Outcome, RankReport, TrialSpe
 from highwater.store.logs import recorded_snapshots, snapshot_folder
 from highwater.trials.classify import Ending, classify
 from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
-from highwater.trials.ranks import RankExit, kernel_kills, memory_limit
+from highwater.trials.ranks import RankExit
 from highwater.trials.trial_process import log_path_of
 from places import question_of
 

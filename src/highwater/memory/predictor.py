@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from highwater.memory.capacity import CellPrediction, MemoryLimit
-from highwater.memory.formula.constants import Footprint, Term, outside_terms
-from highwater.memory.formula.formula import Formula
+from highwater.memory.formula.constants import Footprint, Term
+from highwater.memory.formula.formula import Formula, outside_terms_of
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import (
     Calibration,
@@ -91,23 +91,21 @@ class FormulaPredictor:
         """Bytes by term; outside the allocator as measured on the user's own GPUs, if so."""
         question, limit, settings = self.question, self.memory_limit, self.cell.settings
         place = question.model.shape, settings, self.cell.layout
-        found = self.closed_form(
-            Step(*place, length_tokens, question.device, question.prompt_tokens)
-        )
+        step = Step(*place, length_tokens, question.device, question.prompt_tokens)
+        found = self.closed_form(step)
         if limit.constants is not None:
-            outside = outside_terms(*place, question.device, limit.constants)
+            outside = outside_terms_of(step, limit.constants)
             found = found.with_libraries(outside, sum(limit.cublas_workspaces_bytes))
         needed_bytes = found.needed_bytes
         fits = room_bytes is None or needed_bytes <= room_bytes
+        fits = fits and found.fits_host(limit.host_bytes)
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host holds what trials keep there, which is the same at any length."""
-        host_bytes = self.memory_limit.host_bytes
-        if host_bytes is None:
-            return True
-        return self.at(self.question.grid.length(1)).footprint.host_bytes <= host_bytes
+        """Whether the host holds what trials keep there at the shortest length."""
+        shortest = self.at(self.question.grid.length(1)).footprint
+        return shortest.fits_host(self.memory_limit.host_bytes)
 
     def sure_bytes(self, factors: Factors | None) -> int:
         """The room for a prediction that leaves the headroom, and whose upper end fits."""
@@ -178,7 +176,7 @@ class ReplayPredictor:
         return PredictedPeak(
             footprint=footprint,
             needed_bytes=replayed.peak_reserved_bytes + outside_bytes,
-            fits=replayed.fits,
+            fits=replayed.fits and footprint.fits_host(self.formula.memory_limit.host_bytes),
             replayed=replayed,
             alive=lambda: self.alive(length_tokens, peak_at),
         )
@@ -236,9 +234,15 @@ def predict_cell(
         told,
         capacity_tokens=grid.length(found) if found else 0,
         does_not_fit_tokens=grid.length(found + 1) if found < size else None,
-        binding="device" if found < size else "ceiling",
+        binding=_binding(formula, grid.length(found + 1)) if found < size else "ceiling",
         likely_tokens=likely and grid.length(likely),
     )
+
+
+def _binding(formula: FormulaPredictor, beyond_tokens: int) -> Literal["device", "host"]:
+    """The memory that a length beyond the longest runs out of."""
+    beyond = formula.at(beyond_tokens).footprint
+    return "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
 
 
 def predict_at(
@@ -247,13 +251,14 @@ def predict_at(
     """Whether a length leaves the headroom in a cell; with factors, whether its upper end fits."""
     formula = predictor.formula
     told = _told(predictor, length_tokens, factors, room_bytes=formula.sure_bytes(factors))
-    fits = told.lacks_bytes is None and formula.fits_host
+    has_host = told.footprint.fits_host(formula.memory_limit.host_bytes)
+    fits = told.lacks_bytes is None and has_host
     return msgspec.structs.replace(
         told,
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
-        binding="device" if formula.fits_host else "host",
-        risk=told.risk if formula.fits_host else None,
+        binding="device" if has_host else "host",
+        risk=told.risk if has_host else None,
     )
 
 

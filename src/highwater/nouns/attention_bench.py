@@ -4,20 +4,21 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Device
-from highwater.nouns.sparse_pattern import SparsePatternConfig, SparsityRatio
+from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 Direction = Literal["forward", "forward+backward"]
 Mode = Literal["single", "data parallel", "ring", "ulysses"]
-"""How GPUs are used: one; one sequence each; one sequence that all share."""
+"""Uses of GPUs: one; one sequence each; one sequence that all share."""
 BenchResult = Literal["fits", "ran out of memory", "took too long", "red", "crashed"]
-"""How a case ended. ``red``: it does not equal the reference, and has no number."""
+"""Ends of a case. ``red``: it does not equal the reference, and has no number."""
 BenchDtype = Literal["fp16", "bf16", "fp32"]
 FusedKernel = Literal["cudnn", "flash", "efficient"]
 """A fused attention of PyTorch's; ``efficient``: for GPUs and dtypes that flash does not know."""
@@ -41,10 +42,9 @@ REFERENCE_TOKENS: Mapping[Device, int] = {"cpu": 1024, "cuda": 8192}
 CHECKED_TOKENS = 515
 """Length of the sequence of a check: five blocks, the last of them not full."""
 OFF_AT_THE_MOST: Mapping[BenchDtype, float] = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 2e-5}
-"""Largest norm-relative difference: eight roundings of the dtype, which weights and their gradients
-go through."""
+"""Largest norm-relative difference: eight roundings of the dtype, gradients included."""
 PartEnding = Literal["refused", "ran out of memory", "crashed", "took too long", "done"]
-"""How a process ended its part of a case, the worst first: that of several decides for all."""
+"""Ends of a process's part of a case, the worst first: that of several decides for all."""
 
 
 class Implementation(Record, frozen=True, kw_only=True):
@@ -52,69 +52,29 @@ class Implementation(Record, frozen=True, kw_only=True):
 
     what: str
     modes: tuple[Mode, ...] = ("single",)
-    """How GPUs are used by it; whatever one GPU computes alone takes part in DataParallel too."""
+    """Its uses of GPUs; whatever one GPU computes alone takes part in DataParallel too."""
     alone: str = ""
-    """Of one whose sequences GPUs share: the name of what one GPU alone attends by."""
+    """If GPUs share its sequences: the name of what one GPU alone attends by."""
     pattern: SparsePatternConfig | None = None
-    """What it keeps, where a pattern says that."""
+    """The pattern of the keys it keeps, if there is one."""
     takes_pattern: bool = False
-    """Whether ``--pattern-type`` and the flags with it name another one."""
+    """True if ``--pattern-type`` and the flags with it name another one."""
     takes_segments: bool = False
-    """Whether ``--segment-lengths`` and ``--dilation-rates`` are about it."""
+    """True if ``--segment-lengths`` and ``--dilation-rates`` are about it."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether a model that attends so is another one than with dense attention."""
+        """True if a model that attends so is another one than with dense attention."""
         return self.pattern is not None or self.takes_segments
 
 
-def _block_sparse(what: str, ratio: SparsityRatio) -> Implementation:
-    pattern = SparsePatternConfig(sparsity_ratio=ratio)
-    what = f"block-sparse, {what}"
-    return Implementation(what=what, pattern=pattern, takes_pattern=ratio is None)
-
-
-IMPLEMENTATIONS: Mapping[str, Implementation] = {
-    "reference": Implementation(what="the textbook formula in float64, short lengths alone"),
-    "dense": Implementation(
-        what="PyTorch's fused attention: cuDNN, flash, or else memory-efficient"
-    ),
-    "dense_flex": Implementation(what="PyTorch's FlexAttention with a causal block mask"),
-    "window": Implementation(
-        what="a window of 4,096 tokens, on the CPU of 512",
-        pattern=SparsePatternConfig(pattern_type="local_window", local_window_size=4096),
-    ),
-    "block_sparse": _block_sparse("by the pattern of your flags", None),
-    "block_sparse_5": _block_sparse("5 % of the key blocks", 0.05),
-    "block_sparse_2": _block_sparse("2 % of the key blocks", 0.02),
-    "block_sparse_1": _block_sparse("1 % of the key blocks", 0.01),
-    "block_sparse_adaptive": _block_sparse("5 % to 65,536, 2 % to 131,072, then 1 %", "adaptive"),
-    "dilated": Implementation(what="dilated", takes_segments=True),
-    "block_sparse_ring_dilated": Implementation(
-        what="the segments of dilated, in each of which a pattern keeps blocks",
-        modes=("single", "ring"),
-        pattern=SparsePatternConfig(sparsity_ratio="adaptive", block_size=256),
-        takes_pattern=True,
-        takes_segments=True,
-    ),
-    "ring": Implementation(
-        what="dense, keys and values passing from GPU to GPU", modes=("ring",), alone="dense"
-    ),
-    "block_sparse_ring": Implementation(
-        what="block-sparse: each GPU is sent the keys and values that its queries keep",
-        modes=("ring",),
-        alone="block_sparse_adaptive",
-        pattern=SparsePatternConfig(sparsity_ratio="adaptive"),
-        takes_pattern=True,
-    ),
-    "ulysses": Implementation(
-        what="dense, each GPU with a share of the heads", modes=("ulysses",), alone="dense"
-    ),
-}
-"""Everything that can take part, in the order of the report. Each is made in
-``engine/bench/attention/contenders``."""
+IMPLEMENTATIONS: Mapping[str, Implementation] = from_json(
+    (files("highwater.nouns") / "catalog" / "attentions.json").read_bytes(),
+    dict[str, Implementation],
+)
+"""Everything that can take part, as reported; ``engine/bench/attention/contenders`` makes it."""
 SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")
-"""What ``block_sparse`` stands for where no pattern is typed."""
+"""Implementations that ``block_sparse`` stands for where no pattern is typed."""
 CLASSES: Mapping[str, str] = {
     "DilatedAttention": "dilated",
     "ImprovedDilatedAttention": "dilated",
@@ -127,10 +87,9 @@ CLASSES: Mapping[str, str] = {
 
 
 def implementations_named(words: Sequence[str], *, has_pattern: bool = False) -> tuple[str, ...]:
-    """The implementations that are meant, in their order: all where none is named;
-    ``has_pattern``: of the block-sparse ones that whose pattern is typed, else ``SHARES``.
-
-    Raises UsageError for a name that there is not, with the nearest.
+    """The implementations that are meant, in their order: all where none is named; ``has_pattern``:
+    of the block-sparse ones that whose pattern is typed, else ``SHARES``. Raises UsageError for a
+    name that there is not, with the nearest.
     """
     names = (*IMPLEMENTATIONS, *CLASSES)
     for word in words:
@@ -150,7 +109,7 @@ def implementations_named(words: Sequence[str], *, has_pattern: bool = False) ->
 
 
 class BenchOrder(Record, frozen=True, kw_only=True):
-    """What is asked of the processes that measure."""
+    """Order for the processes that measure."""
 
     device: Device
     implementations: tuple[str, ...]
@@ -164,11 +123,11 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     head_dim: int = 32
     dtype: BenchDtype = "fp32"
     same_qkv: bool = False
-    """Whether queries, keys and values are one tensor, as in the published benchmark."""
+    """True if queries, keys and values are one tensor, as in the published benchmark."""
     patterns: dict[str, SparsePatternConfig] = {}  # noqa: RUF012 -- msgspec copies it
     """Patterns that implementations have in the place of their own."""
     segment_lengths: tuple[int, ...] = ()
-    """Of dilated attention, in tokens; empty: half the length and all of it."""
+    """Segments of dilated attention, in tokens; empty: half the length and all of it."""
     dilation_rates: tuple[int, ...] = (1, 2)
     """A rate for each of them."""
     lengths: tuple[int, ...] = ()
@@ -181,9 +140,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
     """On the CPU: threads of each process."""
 
     def next_length(self, tried: Mapping[int, bool], *, most: int) -> int | None:
-        """The next length to try, where it is known of those before whether they fit: the named
-        ones, or doubling to the first that does not, then bisection. None at the end.
-        """
+        """The next length to try after those ``tried``: named ones, or doubling, then bisection."""
         if self.lengths:
             left = (each for each in self.lengths if each <= most and each not in tried)
             return min(left, default=None)
@@ -213,7 +170,7 @@ class BenchOrder(Record, frozen=True, kw_only=True):
                     yield name, mode
 
     def what(self, name: str) -> str:
-        """What an implementation is, as it was measured: its pattern, segments and rates."""
+        """Description of an implementation as measured: its pattern, segments and rates."""
         own = IMPLEMENTATIONS[name]
         words = [own.what]
         if own.takes_pattern:
@@ -230,11 +187,11 @@ class BenchOrder(Record, frozen=True, kw_only=True):
 
 
 class BenchMachine(Record, frozen=True, kw_only=True):
-    """What was measured on."""
+    """The machine that was measured on."""
 
     device_name: str
     memory_total_bytes: int
-    """Of one GPU as its driver reports it, or of the host."""
+    """Memory of one GPU as its driver reports it, or of the host."""
     outside_bytes: int
     """Memory that a process takes before any tensor: the context, or on the CPU the runtime."""
     versions: dict[str, str]
@@ -249,15 +206,14 @@ class BenchCheck(Record, frozen=True, kw_only=True):
     mode: Mode
     length_tokens: int
     differences: dict[str, float | None]
-    """Norm-relative difference of the output and of each gradient, the largest of all ranks; None
-    where that is no number."""
+    """Norm-relative differences of output and gradients, the largest of all ranks; None: NaN."""
     tolerance: float
     reason: str = ""
     """Why it is red; empty where it is not."""
 
 
 class Entry(NamedTuple):
-    """What a line of the report is about."""
+    """Subject of a line of the report."""
 
     implementation: str
     mode: Mode
@@ -273,7 +229,7 @@ class OfEntry(Record, frozen=True, kw_only=True):
 
     @property
     def entry(self) -> Entry:
-        """What it is about."""
+        """Subject of the figure."""
         return Entry(self.implementation, self.mode, self.direction)
 
 
@@ -301,7 +257,7 @@ class BenchRow(OfEntry, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether it ran to its end."""
+        """True if it ran to its end."""
         return self.result == "fits"
 
 
@@ -331,7 +287,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
     machine: BenchMachine | None = None
     """None: the machine is to be described, and nothing else is done."""
     is_checked: bool = False
-    """Whether there is nothing to check before the first case."""
+    """True if there is nothing to check before the first case."""
     rows: tuple[BenchRow, ...] = ()
     """The cases that are done."""
 
@@ -378,7 +334,7 @@ class BenchShare(Record, frozen=True, kw_only=True):
 
 
 class BenchPart(Record, frozen=True, kw_only=True):
-    """What one process of a group tells of its part: a result, or how else it ended."""
+    """Word of one process of a group on its part: a result, or how else it ended."""
 
     ending: PartEnding = "done"
     reason: str = ""
@@ -403,4 +359,4 @@ class AttentionBench(Record, frozen=True, kw_only=True):
     rows: tuple[BenchRow, ...]
     not_run: tuple[NotRun, ...] = ()
     is_whole: bool = True
-    """Whether it ended by itself; not after Ctrl-C."""
+    """True if it ended by itself; not after Ctrl-C."""

@@ -7,12 +7,7 @@ from typing import Literal
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name
-from highwater.nouns.study import (
-    Cell,
-    Limit,
-    Question,
-    Study,
-)
+from highwater.nouns.study import Cell, Limit, Question, Study
 from highwater.nouns.trainer import OURS, AnyTrainer
 from highwater.nouns.trial import Outcome
 from highwater.units import format_bytes
@@ -24,29 +19,23 @@ Source = Literal["measured", "simulated", "predicted", "published"]
 
 
 class Capacity(Record, frozen=True, kw_only=True):
-    """One cell's bracket: lengths known to fit, and lengths known not to.
-
-    Between the two are those of which nobody knows (docs/decisions/018).
-    """
+    """One cell's bracket: known fits and failures, and unknown between (docs/decisions/018)."""
 
     model_name: str
     config_digest: str | None
     """Digest of the model's config; None: an older file does not say."""
     native_length_tokens: int
     device_name: str
-    """Kind of GPU, as in the catalog where it is known. ``A100-80GB``; ``H200-141GB with 79.15
-    GiB`` under a memory budget."""
+    """Kind of GPU, ``A100-80GB``; under a memory budget ``H200-141GB with 79.15 GiB``."""
     cell: Cell
     capacity_tokens: int
     """The longest length that fits; 0: none is known to."""
     does_not_fit_tokens: int | None = None
     """The shortest length known not to fit; None: nobody knows of one."""
     odd_tokens: tuple[int, ...] = ()
-    """Lengths whose own trials said the opposite of the bracket. Outcomes are not always
-    monotone."""
+    """Lengths whose own trials said the opposite of the bracket: outcomes may not be monotone."""
     margin_bytes: int = 0
-    """Bytes that a length has to leave of a GPU's memory to count as one that fits, where they were
-    asked for."""
+    """Bytes that a length has to leave of a GPU's memory to count as a fit, if asked for."""
     is_memory_only: bool = False
     """Memory holds it; trained in full was less, or nothing."""
     source: Source
@@ -58,7 +47,7 @@ class Capacity(Record, frozen=True, kw_only=True):
     """File that says so, or the command that predicts it."""
 
     def fits(self, length_tokens: int) -> bool | None:
-        """Whether this length fits, by its own trials before the bracket; None: nobody knows."""
+        """True if this length fits, by its own trials before the bracket; None: nobody knows."""
         fails = self.does_not_fit_tokens
         if self.capacity_tokens < length_tokens and (fails is None or length_tokens < fails):
             return None
@@ -67,7 +56,7 @@ class Capacity(Record, frozen=True, kw_only=True):
         return (length_tokens <= self.capacity_tokens) != (length_tokens in self.odd_tokens)
 
     def _follows(self, length_tokens: int) -> bool:
-        """Whether the bracket tells of a length that it does not end at. With a token budget a
+        """True if the bracket tells of a length that it does not end at. With a token budget a
         shorter length may pack more tokens than a longer one that fit, and a longer one fewer than
         one that did not: of such a length nobody knows.
         """
@@ -92,7 +81,7 @@ def simplest(capacities: tuple[Capacity, ...], length_tokens: int) -> Capacity |
 def may_be_simpler(
     capacities: tuple[Capacity, ...], length_tokens: int, found: Capacity | None
 ) -> bool:
-    """Whether nobody knows if a simpler cell than ``found``, or any cell, trains a length."""
+    """True if nobody knows if a simpler cell than ``found``, or any cell, trains a length."""
     known = {capacity.cell for capacity in capacities if capacity.fits(length_tokens) is not None}
     unknown = (capacity.cell for capacity in capacities if capacity.cell not in known)
     return any(found is None or simplicity(cell) < simplicity(found.cell) for cell in unknown)
@@ -104,7 +93,7 @@ def in_order(capacities: tuple[Capacity, ...]) -> list[Capacity]:
 
 
 def study_capacities(study: Study) -> tuple[Capacity, ...]:
-    """What a study knows of each cell of its question."""
+    """Capacities that a study knows, of each cell of its question."""
     return tuple(
         capacity for cell in study.question.cells for capacity in cell_capacities(study, cell)
     )
@@ -156,9 +145,7 @@ def _of_study(
 
 
 def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
-    """The shortest length beyond the longest fit that a trial says does not fit. It ran out of
-    memory, or left less of it than was asked for.
-    """
+    """The shortest failure above the longest fit, by memory or by the headroom asked for."""
     failed = (
         trial.spec.length_tokens
         for trial in study.trials_of(cell)

@@ -27,10 +27,9 @@ _GPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (
 )
 _CPU_LADDER: tuple[tuple[Allocator, Loss], ...] = (("native", "full"), ("native", "chunked"))
 _OFFLOAD_ORDER: tuple[Offload, ...] = (False, "states", True)
-"""What is in host memory, the least first."""
+"""Choices of what is in host memory, the least first."""
 _RECOMPUTE_ORDER = ("none", "all-but-attention", "layer")
-"""Kinds of recomputation, the simplest first, which computes nothing twice; any other is taken for
-less simple than these."""
+"""Kinds of recomputation, the simplest first; any other is less simple than these."""
 
 
 def default_ladder(
@@ -94,24 +93,15 @@ def cells_of(
             hint="leave `--allocator` out",
         )
     rungs = default_ladder(
-        device=device,
-        base=request.settings,
-        allocator=request.allocator,
-        loss=request.loss,
+        device=device, base=request.settings, allocator=request.allocator, loss=request.loss
     )
-    asked = list(dict.fromkeys(_asked(request, counts, machines)))
+    degrees = dict.fromkeys(product(counts, request.ulysses, request.ring, request.copies))
+    asked = [_Degrees(*each, machines=machines) for each in degrees]
     pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
-        *(
-            shape,
-            device,
-            request.settings.strategy,
-            has_ring,
-            within_machines,
-            longest_tokens,
-            pattern,
-        ),
+        *(shape, device, request.settings.strategy),
+        *(has_ring, within_machines, longest_tokens, pattern),
         is_packed=request.settings.lora_base == "nf4",
         head_groups=request.settings.attention_head_groups,
         machines=machines,
@@ -159,9 +149,7 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
 
 
 def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
-    """Why no ring can share documents up to this length, in words; None when one can. A length
-    of None is not known yet.
-    """
+    """Why no ring shares documents up to this length (None: unknown yet); None when one can."""
     if shape.caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
     window = shape.window_tokens
@@ -198,7 +186,7 @@ class _Degrees(NamedTuple):
         return self.ulysses * self.ring
 
     def is_shared_as(self, other: "_Degrees") -> bool:
-        """Whether sequences are shared as in another."""
+        """True if sequences are shared as in another."""
         return (self.ulysses, self.ring) == (other.ulysses, other.ring)
 
     def flags_after(self, other: "_Degrees") -> str:
@@ -228,7 +216,7 @@ class _Degrees(NamedTuple):
 
 
 class _Bounds(NamedTuple):
-    """What bounds the layouts that can work, besides the number of GPUs."""
+    """Bounds of the layouts that can work, besides the number of GPUs."""
 
     shape: ModelShape
     device: Device
@@ -237,9 +225,9 @@ class _Bounds(NamedTuple):
     within_machines: bool
     longest_tokens: int | None
     pattern: SparsePatternConfig | None
-    """What attention keeps of the keys; None: all."""
+    """The keys that attention keeps; None: all."""
     is_packed: bool
-    """Whether the model is frozen in NF4."""
+    """True if the model is frozen in NF4."""
     head_groups: int = 1
     """Groups of key/value heads that attention goes in."""
     machines: int = 1
@@ -276,7 +264,7 @@ class _Bounds(NamedTuple):
         return across or heads_obstacle(self.shape, asked.ulysses)
 
     def _across_machines(self, layout: Layout) -> str | None:
-        """That a copy or a sequence would be shared by machines, in words; None where neither."""
+        """Say that machines would share a copy or a sequence; None where neither."""
         if not layout.is_several_machines:
             return None
         if layout.machines and layout.machine_gpus % layout.shard_degree:
@@ -305,11 +293,6 @@ class _Bounds(NamedTuple):
         return (each for each in every if self.obstacle(each) is None)
 
 
-def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
-    for each in product(counts, request.ulysses, request.ring, request.copies):
-        yield _Degrees(*each, machines=machines)
-
-
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
@@ -334,9 +317,7 @@ def _offers(
 
 
 def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
-    """The layout that is most like one that does not work: as many GPUs share a sequence where they
-    can, and as many of them by heads; of several machines, usual ones.
-    """
+    """The most similar layout that works: sequences shared alike, by heads, on usual machines."""
 
     def distance(each: _Degrees) -> tuple[int, ...]:
         context = abs(each.context - refused.context)
@@ -352,9 +333,7 @@ def _nearest(refused: _Degrees, bounds: _Bounds) -> _Degrees:
 def _ulysses_alone(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> Iterator[str]:
-    """The flags of every degree that some of the counts can trade heads by, without a ring, and
-    with the copies that were asked for where those work.
-    """
+    """Flags of every degree that some counts can trade heads by, without a ring."""
     ring = " --ring 1" if any(each.ring > 1 for each in refused) else ""
     for degree in range(1, min(max(counts), bounds.shape.query_heads) + 1):
         every = product(counts, (degree,), (1,), request.copies)

@@ -25,7 +25,7 @@ from highwater.units import GIB, binary_size, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
-"""What follows the number of machines: the GPUs of each, and their kind."""
+"""Text after the number of machines: the GPUs of each, and their kind."""
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 _DIGITS = 9
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
@@ -62,19 +62,16 @@ class Cluster(Record, frozen=True, kw_only=True):
     host_bytes: int | None = None
     """Memory of this machine, where its own GPUs are meant."""
     may_shard_across: bool = False
-    """Whether one copy of the states may be sharded across machines: where it is only to be known
-    whether so many GPUs would do."""
+    """True if copies of the states may span machines, to know whether so many GPUs would do."""
 
     @property
     def is_several_machines(self) -> bool:
-        """Whether no machine has so many GPUs, or several were named."""
+        """True if no machine has so many GPUs, or several were named."""
         return self.machines > 1 or self.gpus > MOST_GPUS_OF_A_MACHINE
 
     @property
     def typed(self) -> str:
-        """The GPUs as ``--gpus`` takes them: ``8xH100-80GB``, ``2x8xH100-80GB``; without the kind
-        where no catalog has it.
-        """
+        """The GPUs as ``--gpus`` takes them: ``2x8xH100-80GB``; no kind where no catalog has it."""
         known = self.device_name if kind_of(self.device_name) else None
         return _typed(self.gpus, known, machines=self.machines)
 
@@ -118,11 +115,11 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
 
 
 class _Named(NamedTuple):
-    """What somebody typed."""
+    """GPUs as somebody typed them."""
 
     machines: int = 1
     gpus: int | None = None
-    """Of all machines together; None where no number was typed."""
+    """Number on all machines together; None where no number was typed."""
     kind: str | None = None
 
 
@@ -155,8 +152,7 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
     memory = kind.usable_bytes if gpu_memory_bytes is None else gpu_memory_bytes
     if memory is None:
         raise UsageError(
-            f"the memory of {kind.name} is not in the catalog",
-            hint=f"add {own_memory(kind.name)}",
+            f"the memory of {kind.name} is not in the catalog", hint=f"add {own_memory(kind.name)}"
         )
     return Cluster(
         gpus=count,
@@ -167,7 +163,7 @@ def _of_kind(kind: GpuKind, count: int, gpu_memory_bytes: int | None) -> Cluster
 
 
 def names_no_kind(text: str) -> bool:
-    """Whether a text has numbers alone: of this machine's GPUs, or of any with a memory."""
+    """True if a text has numbers alone: of this machine's GPUs, or of any with a memory."""
     return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
 
 
@@ -259,7 +255,7 @@ def _contradicting_size(name: str, kind: GpuKind) -> int | None:
 
 
 def _has(kind: GpuKind, size: int) -> bool:
-    """Whether the kind is sold with so many GB, by its memory or else its name."""
+    """True if the kind is sold with so many GB, by its memory or else its name."""
     if kind.usable_bytes is None:
         return "gb" not in kind.name.lower() or f"{size}gb" in kind.name.lower()
     return _SAME_FROM * size * GIB < kind.usable_bytes <= size * GIB
@@ -306,7 +302,7 @@ def _family(name: str) -> str:
 
 
 def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
-    """What to type: the kind, or the memory where no kind is meant; ``name`` is what was typed."""
+    """A hint to type: the kind, or the memory where no kind is meant; ``name`` was typed."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
         return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
     gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
@@ -316,7 +312,7 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 
 def own_memory(name: str, gpus: str = "") -> str:
-    """What to type of a GPU whose memory no catalog has: never more than it has. A card of 48 GB
+    """A hint to type for a GPU whose memory no catalog has: never more than it has. A card of 48 GB
     may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells. ``gpus`` are flags in
     front.
     """
@@ -331,9 +327,7 @@ def own_memory(name: str, gpus: str = "") -> str:
 
 
 def _typed(gpus: int, kind: str | None, *, machines: int = 1) -> str:
-    """GPUs as ``--gpus`` takes them: of several machines the number of these in front, which is
-    what 8, or else the most that divide the GPUs, make of more than one has.
-    """
+    """GPUs as ``--gpus`` takes them; of several machines with the most that divide them, or 8."""
     if machines == 1 and gpus > MOST_GPUS_OF_A_MACHINE:
         usual = (8, *range(MOST_GPUS_OF_A_MACHINE, 0, -1))
         machines = gpus // next(own for own in usual if gpus % own == 0)

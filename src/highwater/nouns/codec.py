@@ -33,10 +33,9 @@ def to_json(value: object, *, indent: int = 0) -> str:
 
 
 def from_json(text: str | bytes, kind: type[T]) -> T:
-    """Read the record of type ``kind`` in ``text``.
-
-    Raises msgspec.ValidationError for fields that are missing, unknown or of the wrong type,
-    msgspec.DecodeError for text that is no JSON, and HighwaterError for values that cannot be.
+    """Read the record of type ``kind`` in ``text``. Raises msgspec.ValidationError for fields that
+    are missing, unknown or of the wrong type, msgspec.DecodeError for text that is no JSON, and
+    HighwaterError for values that cannot be.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -122,11 +121,9 @@ def _is_default(own: Any, field: msgspec.structs.FieldInfo) -> bool:
 
 
 SETTINGS_BYTES = MIB
-"""Bytes of a file of settings, or a table of capacities, at the most. The published table has 12
-KiB."""
+"""Bytes of a file of settings or capacities, at the most; the published table has 12 KiB."""
 CONFIG_BYTES = 16 * MIB
-"""Bytes of a model's ``config.json``, or an answer of ``predict --json``, at the most. The largest
-known have a few MiB."""
+"""Bytes of a ``config.json``, or ``predict --json``, at the most; the largest have a few MiB."""
 
 INDEX_BYTES = 1024 * MIB
 """Bytes of a JSON document in a checkpoint or a corpus at the most: its manifest, its index, its
@@ -134,9 +131,7 @@ state. An index of 100,000 pieces has about 20 MiB, a state of a million steps a
 
 
 def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -> T:
-    """The JSON record in a file that a user names, ``called`` so; UsageError where it cannot be
-    read, or is not ``what`` it is to be.
-    """
+    """The JSON record in a user's file ``called`` so; UsageError for one that is not ``what``."""
     try:
         return from_json(read_file(path, most_bytes=CONFIG_BYTES), kind)
     except OSError as error:
@@ -147,10 +142,7 @@ def record_in(path: Path, kind: type[T], *, called: str, what: str, hint: str) -
 
 
 def read_file(path: Path, *, most_bytes: int) -> bytes:
-    """The content of a regular file of at most ``most_bytes``.
-
-    Raises OSError for any other, a pipe or a device for example.
-    """
+    """Content of a regular file of at most ``most_bytes``; OSError for any other, as a pipe."""
     content = bytearray()
     with open_regular(path) as file:
         # in pieces: to read up to a bound at once takes memory for all of it

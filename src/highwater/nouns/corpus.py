@@ -31,11 +31,10 @@ TrainedTokens = Literal["all", "responses"]
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):
-    """What is to be tokenised, and how; everything that the tokens may depend on."""
+    """Order to tokenise documents; everything that the tokens may depend on."""
 
     data: tuple[str, ...]
-    """Absolute paths: files of JSON lines, of Parquet or of plain text, folders of them, or folders
-    that ``datasets`` saved."""
+    """Absolute paths: files of JSON lines, Parquet or text, their folders, or saved datasets."""
     objective: Objective
     length_tokens: int
     """The longest document that is trained."""
@@ -44,13 +43,11 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
     vocab_size: int
     """Tokens that the model knows; ids are below."""
     long_documents: LongDocuments = "truncate"
-    """What becomes of a document of more tokens: its beginning is trained, or all of it in pieces,
-    or nothing is."""
+    """Fate of a document of more tokens: its beginning, all of it in pieces, or nothing is kept."""
     trained: TrainedTokens = "responses"
-    """What is trained on: the responses, where a document has prompts; ``all``: every token."""
+    """Tokens that are trained: the responses, if a document has prompts; ``all``: every token."""
     reward: str | None = None
-    """``module:function`` that gives the reward of a response to a prompt; None: the data has
-    it."""
+    """``module:function`` that gives a response's reward to a prompt; None: the data has it."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be."""
@@ -80,21 +77,19 @@ class Corpus(Record, frozen=True, kw_only=True):
     directory: str
     """Absolute path of its folder."""
     digest: str
-    """Digest of the data's bytes, the tokenizer's, and the order: another content is another
-    corpus."""
+    """Digest of the data's bytes, the tokenizer's and the order: it names the content."""
     objective: Objective
     length_tokens: int
     documents: int
     """Sequences that are trained: of a pair two, of a document in pieces its pieces."""
     units: int
-    """What a step has all of or nothing: a document, a pair, a group of rollouts."""
+    """Unit that a step has all of or nothing: a document, a pair, a group of rollouts."""
     tokens: int
     trained_tokens: int
     longest_tokens: int
     """Tokens of the longest document as it is trained."""
     lengths: tuple[tuple[int, int], ...] = ()
-    """A histogram: an upper bound in tokens, a power of two, and how many documents are up to it
-    and past the one before."""
+    """A histogram: an upper bound in tokens, a power of two, and how many documents end there."""
     truncated: int = 0
     """Documents whose end is not trained."""
     truncated_tokens: int = 0
@@ -105,14 +100,14 @@ class Corpus(Record, frozen=True, kw_only=True):
     tokenizer: str = "bytes"
     """Name of the tokenizer's class, or ``bytes``."""
     notes: tuple[str, ...] = ()
-    """What a user should know of it, in sentences."""
+    """Notes on it for its user, in sentences."""
 
 
 NOT_MONOTONE = (
     "with a token budget a shorter length may pack more tokens and not fit: an answer is about "
     "its own two lengths, the longest that fit and the next, which did not"
 )
-"""What a reader of an answer with a token budget should know."""
+"""A note for readers of an answer with a token budget."""
 
 
 def packed_tokens(question: Question, cell: Cell, index: int) -> int:
@@ -151,9 +146,7 @@ _MOST_PADDING = 0.005
 
 
 def pieces(tokens: int, device: Device) -> int | None:
-    """Equal pieces to cut this many tokens into. 1 where they are few enough to stay whole, None
-    where they cannot be cut.
-    """
+    """Equal pieces to cut these tokens into; 1: few enough to stay whole, None: they cannot be."""
     shortest, longest, block = _RANGES[device]
     if tokens <= longest:
         return 1
@@ -180,14 +173,14 @@ _MADE_AS = 1
 
 
 class MissingFiles(NamedTuple):
-    """What a model's directory does not have of what another trainer opens."""
+    """Files that another trainer opens and a model's directory does not have."""
 
     weights: bool
     tokenizer: bool
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is taken instead, for readers."""
+        """Notes for readers on what is taken instead."""
         said = {
             "its weights are not here: random ones, in bfloat16, are trained": self.weights,
             "its tokenizer is not here: one with a token for each word is used": self.tokenizer,
@@ -196,10 +189,7 @@ class MissingFiles(NamedTuple):
 
 
 def missing_files(directory: Path) -> MissingFiles:
-    """What is missing in a model's directory.
-
-    Raises ModelError for weights that are not a whole model's.
-    """
+    """Files that a model's directory lacks; ModelError for weights of a part of a model."""
     has_tokenizer = any((directory / name).is_file() for name in _TOKENIZERS)
     return MissingFiles(weights=not weight_files(directory), tokenizer=not has_tokenizer)
 
@@ -228,8 +218,7 @@ class DocumentOrder(Record, frozen=True, kw_only=True):
     path: str
     """Absolute path of the file of documents, JSON a line."""
     kind: DocumentKind
-    """``text``: a whole sequence, whose end the trainer marks with one token. ``prompt``: what is
-    completed, without an end."""
+    """``text``: a whole sequence, to be ended by one token. ``prompt``: what is completed."""
     length_tokens: int
     """Tokens of each document as the model sees it."""
     count: int
@@ -238,7 +227,7 @@ class DocumentOrder(Record, frozen=True, kw_only=True):
 
 
 class PreparationOrder(Record, frozen=True, kw_only=True):
-    """What is to be prepared."""
+    """Order to prepare documents or a model."""
 
     model_directory: str
     """Absolute path of the user's directory, or the catalog's: it has ``config.json`` at least."""
@@ -250,7 +239,7 @@ class PreparationOrder(Record, frozen=True, kw_only=True):
 
 
 class Prepared(Record, frozen=True, kw_only=True):
-    """What was prepared."""
+    """The result of a preparation."""
 
     model_directory: str
     """The directory to train from: the order's, or one in the cache."""

@@ -23,8 +23,7 @@ REQUIRED: Any = msgspec.NODEFAULT
 CommandName = Literal["find", "try", "predict", "recommend", "emit", "train"]
 """Commands that take settings of a request."""
 Topic = Literal["model", "trial", "lengths", "search", "machines", "optimizer", "objective"]
-"""What a setting of a request is about: a heading of a help has those of one topic, or of
-several."""
+"""Topic of a setting: a heading of a help has those of one topic, or of several."""
 
 TRIED: tuple[CommandName, ...] = ("find", "try")
 """Commands that run trials, for settings that no prediction depends on, and for ``gpus`` and
@@ -38,7 +37,7 @@ IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "em
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
-    """What a value is, where it is none of a fixed list."""
+    """The kind of a value that is none of a fixed list."""
 
     expected: str
     """The kind of value in words, for who typed something else."""
@@ -48,9 +47,9 @@ class ValueKind:
     """A value that works, for a hint; None where the setting's default works."""
     _: KW_ONLY
     is_list: bool = False
-    """Whether the value is a list, which may be given as its only element."""
+    """True if the value is a list, which may be given as its only element."""
     stands_alone: bool = False
-    """Whether a flag without a value says true."""
+    """True if a flag without a value says true."""
 
     def __call__(self, default: T, help_: str, commands: Any = None, **more: Any) -> T:
         """Declare a setting of this kind; ``commands``: those that take it, if not all."""
@@ -86,11 +85,10 @@ class Setting:
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
     kind: ValueKind | None = None
-    """What the value is; None: one of a fixed list, which is the type of the setting's field."""
+    """Kind of the value; None: one of a fixed list, which is the type of the setting's field."""
     _: KW_ONLY
     name: str = ""
-    """Field of ``Request``, key of a configuration file, keyword in Python; with dashes the flag.
-    Empty: the field's own name."""
+    """Field of ``Request``, key of a file, keyword; with dashes the flag. Empty: its own name."""
     topic: str = "trial"
     """A ``Topic`` of a request's settings, or a heading of the help."""
     commands: tuple[str, ...] = (*IN_A_STEP, "train")
@@ -113,14 +111,13 @@ class Setting:
     other_label: str = ""
     """The part of a rung's label for every other value, which ``{}`` stands for."""
     told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
-    """A value in a table's column and at the end of a sentence, by the value: for those that a
-    label is too short for."""
+    """A value in a column and at a sentence's end, for values that a label is too short for."""
     says_what: bool = False
-    """Whether it says what is trained; else how, or where."""
+    """True if it says what is trained; else how, or where."""
     moves_loss: bool = False
-    """Whether the loss of a training's steps depends on it."""
+    """True if the loss of a training's steps depends on it."""
     range: Any = None
-    """What a number may be (nouns/hyperparameters.py); None: nothing is bounded here."""
+    """Bounds of a number (nouns/hyperparameters.py); None: nothing is bounded here."""
     part: Any = None
     """The part of the loss that a number belongs to (nouns/hyperparameters.py); None: none."""
     any_other: str = ""
@@ -149,12 +146,12 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list, which may be given as its only element."""
+        """True if the value is a list, which may be given as its only element."""
         return self.kind is not None and self.kind.is_list
 
     @property
     def stands_alone(self) -> bool:
-        """Whether its flag may have a value, and without one says true."""
+        """True if its flag may have a value, and without one says true."""
         return self.kind is not None and self.kind.stands_alone
 
     def typed_for(self, value: Any) -> Any:
@@ -227,9 +224,7 @@ def words_of(values: Mapping[str, object]) -> list[str]:
 
 
 class RefusedError(UsageError):
-    """A value that a setting cannot have. ``{}`` in the hint stands for the setting with
-    ``example``, as its user spells it.
-    """
+    """A refused value; ``{}`` in the hint is the setting with ``example``, as one spells it."""
 
     def __init__(self, name: str, problem: str, *, hint: str, example: Any = None) -> None:
         super().__init__(problem, hint=hint)
@@ -239,12 +234,12 @@ class RefusedError(UsageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How settings are given: typed as flags, written in a file, or passed from Python."""
+    """The way settings are given: typed as flags, written in a file, or passed from Python."""
 
     setting: Callable[[str, Any], str]
     """A setting with a value."""
     where: str = ""
-    """What stands before a problem: the file."""
+    """Text before a problem: the file."""
     is_typed: bool = False
 
     def name(self, setting: str) -> str:
@@ -285,8 +280,7 @@ KEYWORDS = Spelling(setting=lambda name, value: f"{name}={value!r}")
 
 
 MOST_GPUS = 65_536
-"""GPUs of one trial. The largest jobs that were published had 16,384 (Llama 3 405B) to 24,576
-GPUs."""
+"""GPUs of one trial. The largest published jobs had 16,384 (Llama 3 405B) to 24,576."""
 MOST_GPUS_OF_A_MACHINE = 16
 """GPUs of one machine at the most."""
 MOST_GPUS_PREDICTED = 1_024
@@ -296,8 +290,7 @@ MOST_NAMED = 256
 MOST_LENGTHS = 1 << 20
 """Lengths of one grid: every token up to 1,048,576."""
 MOST_SEQUENCES = 1 << 20
-"""Sequences of one micro-batch, and tiles of an MLP. As many as a micro-batch of that many tokens
-could have."""
+"""Sequences of a micro-batch, and tiles of an MLP: as a micro-batch of that many tokens has."""
 MOST_STEPS = 1_000_000
 """Steps of a trial, and micro-batches of a step."""
 MOST_REPEATS = 1_000

@@ -32,9 +32,7 @@ def allocator_environment(allocator: Allocator) -> dict[str, str]:
 
 
 def allocator_options(environment: Mapping[str, str]) -> list[str]:
-    """The options that the environment sets for the allocator, as ``max_split_size_mb:64``, without
-    blanks; commas within brackets are a value's own.
-    """
+    """Allocator options of the environment, ``max_split_size_mb:64``; brackets keep commas."""
     named = next(
         (environment[name] for name in reversed(ALLOCATOR_VARIABLES) if name in environment), ""
     )
@@ -44,9 +42,7 @@ def allocator_options(environment: Mapping[str, str]) -> list[str]:
 def ignored_options(
     environment: Mapping[str, str], device: Device, *, reads_mode: bool = False
 ) -> tuple[str, ...]:
-    """A note that names what the environment asks of the allocator and no trial gets; none where
-    there is nothing. ``reads_mode``: the mode is what trials on GPUs get.
-    """
+    """Name what the environment asks of the allocator and no trial gets, its mode too or not."""
     reads_mode = reads_mode and device == "cuda"
     ignored = [
         option
@@ -75,15 +71,11 @@ RECORDED_VARIABLES = (
     "NCCL_BUFFSIZE",
     "CUBLAS_WORKSPACE_CONFIG",
 )
-"""Variables of the user's shell that are about memory or say which GPUs are seen. None of them can
-hold a token or a key."""
+"""The user's variables about memory or visible GPUs; none can hold a token or a key."""
 
 
 class Environment(Record, frozen=True, kw_only=True):
-    """The machine and shell in which a search was started.
-
-    It has no names of hosts, users or directories, and no variables but those named above.
-    """
+    """Machine and shell of a search, without names of hosts, users, folders or other variables."""
 
     versions: dict[str, str]
     """Installed versions of what trials run with; a package that is missing is absent."""
@@ -132,12 +124,12 @@ class Profiling(Record, frozen=True, kw_only=True):
             raise _refused(f"max_entries {self.max_entries}: 1 or more, {MOST_ENTRIES:,} at most")
 
     def records(self, rank: int) -> bool:
-        """Whether a rank writes snapshots."""
+        """True if a rank writes snapshots."""
         return self.ranks == "all" or rank in self.ranks
 
 
 class SnapshotOrder(Record, frozen=True, kw_only=True):
-    """Where the snapshots of one launch of a trial go, and which they are."""
+    """Order for the snapshots of one launch of a trial: their place, and which they are."""
 
     directory: str
     """Absolute path of a folder for this launch alone: ``LOG/memory_snapshots``."""
@@ -160,7 +152,7 @@ def snapshot_name(rank: int, place: str = "") -> str:
 
 
 def loose_profiling(value: object) -> object:
-    """What ``0,1`` stands for; everything else as it is."""
+    """The value that ``0,1`` stands for; everything else as it is."""
     if type(value) is int:
         return {"profile_steps": [value]}
     if isinstance(value, str) and _STEPS.fullmatch(value):
@@ -183,9 +175,7 @@ def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
 def refuse_profiling(
     profiling: Profiling | None, *, device: str, is_dry: bool = False, steps: int | None = None
 ) -> None:
-    """Raise UsageError where there is no history to record, or no such step; ``steps``: of the
-    trial or the training, the first is 0; None: only its loop knows.
-    """
+    """Refuse snapshots without a history, or of no step of these ``steps``; None: unknown."""
     if profiling is None:
         return
     if is_dry or device == "cpu":

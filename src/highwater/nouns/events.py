@@ -16,16 +16,14 @@ RESIDENT_THREADS = 132 * 2048
 """Threads that an H200, or an H100, runs at once."""
 _THREADS, _WARP = 512, 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
-"""Values that a thread adds up: the fewest where several blocks share a column, and the fewest that
-make several share one."""
+"""Values that a thread adds up: fewest if blocks share a column, fewest to make them share it."""
 
 
 class ColumnSums(NamedTuple):
     """Bytes that one sum takes for itself."""
 
     partial_bytes: int = 0
-    """For every column and every block that shares it as many float32 numbers as a block has
-    columns."""
+    """For each column, each block that shares it: as many float32 numbers as it has columns."""
     semaphore_bytes: int = 0
     """One for each group of blocks with the same columns."""
 
@@ -76,9 +74,7 @@ class Free(msgspec.Struct, frozen=True, array_like=True, tag="f"):
 
 
 class GiveBack(msgspec.Struct, frozen=True, array_like=True, tag="g"):
-    """The bytes of an allocation are given back while another stream still uses them
-    (``record_stream``). A ``Free`` follows when the GPU is done.
-    """
+    """Bytes are given back that another stream still uses; a ``Free`` follows on the GPU's end."""
 
     id: int
 
@@ -97,7 +93,7 @@ TraceEvent = Allocate | Free | GiveBack | Enter | ReleaseCached
 
 
 class TraceOrder(Record, frozen=True, kw_only=True):
-    """What the tracer is asked for."""
+    """Order for the tracer."""
 
     spec: TrialSpec
     rank: int = 0
@@ -124,3 +120,5 @@ class EventLog(Record, frozen=True, kw_only=True):
     """Names of modules of the model, by the index that events name: the innermost one whose forward
     pass, or recomputation, was running; empty for none."""
     events: tuple[TraceEvent, ...]
+    host_bytes: int = 0
+    """Bytes of activations in host memory, at most."""

@@ -37,7 +37,7 @@ PLACEHOLDERS: Mapping[str, str] = {
     "seed": "seed of the trial",
     "output": "directory of the trial's own, removed after it",
 }
-"""What may stand in braces, and what it is."""
+"""Words that may stand in braces, and their meaning."""
 EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 
 
@@ -95,9 +95,7 @@ def placeholders_of(words: tuple[str, ...]) -> frozenset[str]:
 def filled_command(
     words: tuple[str, ...], spec: TrialSpec, output: Path, *, model: Path | None = None
 ) -> tuple[str, ...]:
-    """The words with a trial's values in the place of their placeholders; ``model``: the directory
-    that is opened where it is not the trial's own.
-    """
+    """The words with their placeholders filled; ``model``: where it is not the trial's own."""
     values = {
         "length": spec.length_tokens,
         "gpus": spec.layout.gpus,
@@ -140,7 +138,7 @@ _OTHER_LAUNCHERS = re.compile(r"python[\d.]*|torchrun|deepspeed|accelerate-launc
 
 
 class LaunchedCommand(NamedTuple):
-    """What accelerate starts, and which accelerate."""
+    """The command that accelerate starts, and which accelerate."""
 
     program: str
     words: tuple[str, ...]
@@ -154,11 +152,7 @@ class LaunchedCommand(NamedTuple):
 
 
 def launched_command(words: tuple[str, ...]) -> LaunchedCommand:
-    """A command taken apart.
-
-    Raises UsageError for another launcher in it, for flags of accelerate's own, and where nothing
-    is started.
-    """
+    """A command taken apart; UsageError for another launcher, accelerate's flags, or nothing."""
     program, rest = LAUNCHER, words
     if Path(words[0]).name == LAUNCHER:
         program, rest = words[0], words[1:]
@@ -193,10 +187,7 @@ _SEVERAL = ("gpus", "ulysses", "ring", "copies")
 
 
 def foreign_of(request: Request) -> ForeignTrainer | None:
-    """The foreign trainer of a request; None where this package's engine is asked.
-
-    Raises UsageError for what it lacks, and for what says nothing of the engine.
-    """
+    """The foreign trainer of a request, None: our engine; UsageError for what it does not take."""
     trainer = foreign_name(request.trainer)
     if trainer is None:
         for name in _MEANT:
@@ -254,15 +245,13 @@ def config_digest(path: Path) -> str:
 def _content(path: Path) -> bytes:
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        what, why = "the trainer's own file", str(error)
+        if isinstance(error, OSError):
+            what, why = "a file that is there", str(error.strerror)
         raise UsageError(
-            f"the trainer's configuration {path} cannot be read: {error.strerror}",
-            hint="name a file that is there: `--trainer-config base.yaml`",
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"the trainer's configuration {path} cannot be read: {error}",
-            hint="name the trainer's own file: `--trainer-config base.yaml`",
+            f"the trainer's configuration {path} cannot be read: {why}",
+            hint=f"name {what}: `--trainer-config base.yaml`",
         ) from error
 
 

@@ -38,13 +38,13 @@ CPU_SEARCH = f"highwater find tiny {CPU_FLAGS}"
 
 
 class GpuKind(Record, frozen=True, kw_only=True):
-    """What one kind of GPU can do. Source of each figure in the catalog's ``source``."""
+    """Abilities of one kind of GPU. Source of each figure in the catalog's ``source``."""
 
     name: str
     match: str
     """Words, in lower case, which are all in the driver's name for it."""
     vendor: Literal["NVIDIA", "AMD"] = "NVIDIA"
-    """Of AMD's, memory is predicted, and no trial is run."""
+    """On AMD's, memory is predicted, and no trial is run."""
     host_gigabytes: tuple[int, ...] = ()
     """Sizes in the driver's name that are not the card's but its host's: ``GH200 480GB``."""
     compute_capability: tuple[int, int]
@@ -54,7 +54,7 @@ class GpuKind(Record, frozen=True, kw_only=True):
     bf16_dense_tflops: float | None
     """Dense bf16 matrix FLOP/s by the datasheet, in units of 10¹²; None: the card has no bf16."""
     flash_attention: bool
-    """Whether the flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
+    """True if the flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
     source: str
 
 
@@ -82,7 +82,7 @@ class UnreadableGpu(Record, frozen=True, kw_only=True):
 
 
 class Machine(Record, frozen=True, kw_only=True):
-    """What trials run on."""
+    """The machine that trials run on."""
 
     gpus: tuple[Gpu, ...]
     """The visible GPUs, in the order of CUDA, less those that cannot be read."""
@@ -116,7 +116,7 @@ def kind_name(driver_name: str) -> str:
 
 
 def runs_trials(driver_name: str) -> bool:
-    """Whether trials can run on such a GPU, as far as its name tells: on NVIDIA's alone."""
+    """True if trials can run on such a GPU, as far as its name tells: on NVIDIA's alone."""
     kind = kind_of(driver_name)
     return kind is None or kind.vendor == "NVIDIA"
 
@@ -127,7 +127,7 @@ def kernels(compute_capability: tuple[int, int]) -> tuple[Kernel, ...]:
 
 
 def lacking(kind: GpuKind) -> tuple[str, ...]:
-    """What training needs and this kind does not have; empty for one that can train."""
+    """Abilities that training needs and this kind lacks; empty for one that can train."""
     has = {"bf16": kind.bf16_dense_tflops is not None, "flash attention": kind.flash_attention}
     return tuple(name for name, there in has.items() if not there)
 
@@ -192,7 +192,7 @@ MEASURED_SCHEMA_VERSION = 1
 
 
 class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prediction reads of the document that ``highwater doctor --measure --json`` prints."""
+    """The part of ``highwater doctor --measure --json`` that a prediction reads."""
 
     schema_version: int
     constants: tuple[Constants, ...]
@@ -216,7 +216,7 @@ class Host(Record, frozen=True, kw_only=True):
     """The vendor's name for it."""
     source: str
     is_divided: bool = True
-    """Whether who uses some of its GPUs has as much of its memory: a desktop has one owner."""
+    """True if who uses some of its GPUs has as much of its memory: a desktop has one owner."""
 
 
 class HostMemory(Record, frozen=True, kw_only=True):
@@ -258,14 +258,13 @@ def default_host(device_name: str, gpus: int) -> HostMemory | None:
 
 
 _PROCESSES_PER_CORE = 4
-"""More than this many processes for each core, and a trial on the CPU would spend its time
-waiting."""
+"""Processes for each core beyond which a trial on the CPU would only wait."""
 _MOST_CPU_BYTES = 8 * GIB
 """Memory that a process on the CPU may take where nobody names a limit, at most."""
 
 
 class TrialHardware(NamedTuple):
-    """What the trials of a question run on."""
+    """The hardware that the trials of a question run on."""
 
     device: Device
     counts: tuple[int, ...]
@@ -294,9 +293,7 @@ class TrialHardware(NamedTuple):
 
 
 def hardware_of(request: Request, machine: Machine, model: Model, device: Device) -> TrialHardware:
-    """What a request means of a machine. Raises MachineError for what is not there, UsageError for
-    a memory that cannot be.
-    """
+    """The part of a machine that a request means; raises for what is missing or impossible."""
     if request.device is None and device == "cpu":
         _refuse_what_needs_a_gpu(request, machine, model)
     counts = _counts(request, machine, device, model)

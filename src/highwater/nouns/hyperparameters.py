@@ -16,7 +16,7 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class NumberRange(NamedTuple):
-    """What a number may be."""
+    """Bounds of a number."""
 
     words: str
     holds: Callable[[float], bool]
@@ -65,9 +65,7 @@ def _number(
 
 
 class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
-    """The numbers that every rung of a search trains with. Rungs differ in memory, which none of
-    these changes.
-    """
+    """The numbers that every rung of a search trains with; none of them changes memory."""
 
     learning_rate: float = _number(1e-5, "RATE", _NOT_NEGATIVE, "AdamW's learning rate")
     """The same at every step."""
@@ -107,7 +105,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         topic="objective",
         commands=TRAINED,
     )
-    """How it is estimated from one sampled token."""
+    """Estimate of it from one sampled token."""
     kl_coefficient: float = _number(
         *(0.001, "WEIGHT", _NOT_NEGATIVE),
         "grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)",
@@ -130,7 +128,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "ppo with a critic: how far a value may move (verl's cliprange_value)",
         _VALUES,
     )
-    """How far from the one before the update before its gradient stops."""
+    """Distance from the one before the update before its gradient stops."""
     value_coefficient: float = _number(
         0.5, "WEIGHT", _NOT_NEGATIVE, "ppo with a critic: weight of its squared error", _VALUES
     )

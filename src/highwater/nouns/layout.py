@@ -72,14 +72,12 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def is_several_machines(self) -> bool:
-        """Whether no machine has so many GPUs, or several were named."""
+        """True if no machine has so many GPUs, or several were named."""
         return self.gpus > MOST_GPUS_OF_A_MACHINE or (self.machines or 1) > 1
 
     @property
     def machine_gpus(self) -> int:
-        """GPUs of one machine: as they were named; else all, as far as one has so many; else those
-        of one copy, or of as many as fit into a usual one.
-        """
+        """GPUs of one machine: as named, else all if it may have them, else of whole copies."""
         if self.machines:
             return self.gpus // self.machines
         if self.gpus <= MOST_GPUS_OF_A_MACHINE:
@@ -122,9 +120,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def degree_settings(self) -> dict[str, int]:
-        """The degrees by the names of their settings: ``{"ulysses": 2}``; the first always, others
-        where they are not 1.
-        """
+        """The degrees by setting, ``{"ulysses": 2}``: the first always, others that are not 1."""
         first, *others = self._spelled
         return {
             spelling.setting: degree
@@ -142,7 +138,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def of_one_machine(self) -> "Layout":
-        """What ``across`` was asked of; this one where no machines were named."""
+        """The layout that ``across`` was asked of; this one where no machines were named."""
         machines = self.machines or 1
         return msgspec.structs.replace(
             self,
@@ -178,9 +174,7 @@ _SPELLINGS = (
 
 
 def flags_of(layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """Words to type that name several layouts at once, each number once: ``--gpus 2 4 --ulysses 1
-    2``.
-    """
+    """Words to type that name several layouts at once, each number once: ``--gpus 2 4``."""
     found = list(layouts)
     values = {"gpus": _distinct(layout.gpus for layout in found)}
     for spelling in _SPELLINGS:
@@ -195,21 +189,17 @@ def _distinct(numbers: Iterable[int]) -> list[str]:
 
 
 CHUNK_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
-"""Logits of one chunk where they are never whole, by device: enough rows for efficient matrix
-products."""
+"""Bytes of one chunk of logits, by device: enough rows for efficient matrix products."""
 TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
-"""One product of a tile where an MLP goes in tiles, of which three are alive, by device: tokens
-enough for efficient matrix products."""
+"""Bytes of one product of an MLP's tile, of which three are alive, by device."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
-"""One number of activations, logits, gathered weights and saved Hugging Face weights, by device:
-bfloat16 on a GPU, float32 on the CPU."""
+"""Bytes of a number of activations, logits, gathered and saved weights: bf16, or float32."""
 SCORES_AT_HAND = 2**23
-"""Scores that plain attention computes at once, of all documents and heads; one row at the least.
-"""
+"""Scores that plain attention computes at once over documents and heads; a row at least."""
 
 
 class Stretch(NamedTuple):
-    """What plain attention takes at a time, of one document and one head."""
+    """The part of one document and one head that plain attention takes at a time."""
 
     rows: int
     """Queries."""

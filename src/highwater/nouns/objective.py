@@ -36,7 +36,7 @@ Advantages = Literal["none", "groups", "tokens"]
 
 
 class ObjectiveTraits(Record, frozen=True, kw_only=True):
-    """What an objective needs of data, models and the time before a step's update."""
+    """Needs of an objective in data, models and the time before a step's update."""
 
     pairs: bool = False
     """Documents come in pairs, the chosen one first, and the loss is a mean over all pairs of the
@@ -45,29 +45,28 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     """``tokens``: log-probabilities of tokens, from logits that are whole or in chunks. ``scalar``:
     one number in the place of the vocabulary, and no logits."""
     reference: Reference = "none"
-    """What a frozen copy of the policy is for, whose log-probabilities are computed before the
+    """Use of a frozen copy of the policy, whose log-probabilities are computed before the
     update: a divergence from it at each trained token, or the margin by which it prefers the chosen
     document of a pair. ``none``: there is no copy."""
     critic: bool = False
-    """A second model of token values may be trained along; its values are computed before the
-    update."""
+    """A second model of token values may be trained along, its values known before the update."""
     advantages: Advantages = "none"
-    """What weighs the clipped ratio of new to old probability: a document's reward against those of
+    """Weight of the clipped ratio of new to old probability: a document's reward against those of
     its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an entropy."""
 
     @property
     def gives_scalars(self) -> bool:
-        """Whether the policy has one number in the place of the vocabulary."""
+        """True if the policy has one number in the place of the vocabulary."""
         return self.head == "scalar"
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the policy is held, and runs over every micro-batch."""
+        """True if a frozen copy of the policy is held, and runs over every micro-batch."""
         return self.reference != "none"
 
     @property
     def is_of_plain_documents(self) -> bool:
-        """Whether a document stands by itself, neither compared with another nor rewarded."""
+        """True if a document stands by itself, neither compared with another nor rewarded."""
         return not self.pairs and self.advantages == "none"
 
     @property
@@ -130,23 +129,23 @@ STREAMED_BUFFERS = 2
 
 
 class OptimizerTraits(NamedTuple):
-    """What an optimizer keeps, and needs."""
+    """Memory and needs of an optimizer."""
 
     words: str
     moment_bytes: int
     """Bytes of one moment of one number. Of 8 bits are those of matrices whose shards
     ``QUANTIZED_BLOCK`` divides; other moments are then in float32."""
     is_exact: bool
-    """Whether its update is AdamW's in float32."""
+    """True if its update is AdamW's in float32."""
     package: str | None = None
-    """What has to be installed for it."""
+    """Package to be installed for it."""
     eager_bytes: int = 0
     """Bytes that an update which is not compiled makes for each number that it moves at once: read
     of trainings on the CPU of models of 9, 20 and 33 million parameters."""
 
     @property
     def is_quantized(self) -> bool:
-        """Whether moments are codes with a scale for each block."""
+        """True if moments are codes with a scale for each block."""
         return self.moment_bytes == 1
 
     def moments_bytes(self, numbers: int) -> int:
@@ -186,7 +185,7 @@ LoraBase = Literal["bf16", "nf4"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
 BASE_PREFIX = "base_layer."
-"""What peft puts into the name of a layer's own parameters where it has an adapter."""
+"""Words that peft puts into the name of a layer's own parameters where it has an adapter."""
 _FUSED = {
     "phi3": {
         "q_proj": "qkv_proj",
@@ -205,18 +204,18 @@ _USUAL_NAMES = (
 
 
 class Lora(Record, frozen=True, kw_only=True):
-    """What is trained in the place of a model's own parameters."""
+    """Parameters that are trained in the place of a model's own."""
 
     rank: int
     alpha: float
     targets: str = ALL_LINEAR
     """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
     base: LoraBase = "bf16"
-    """What the frozen model is in: what it computes in, or its linear layers in NF4."""
+    """Numbers of the frozen model: the dtype it computes in, or its linear layers in NF4."""
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by."""
+        """Factor that the product of both matrices is multiplied by."""
         return self.alpha / self.rank
 
     @property

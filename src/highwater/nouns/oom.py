@@ -16,7 +16,7 @@ from highwater.nouns.layout import Device
 Exhausted = Literal["device_memory", "host_memory"]
 
 TORCH_SENTENCE = r"(?:CUDA|HIP|XPU) out of memory\.\s+Tried to allocate\s+[\d.]+"
-"""What PyTorch's allocator says when it has no room."""
+"""Words of PyTorch's allocator when it has no room."""
 _DEVICE = re.compile(
     rf"{TORCH_SENTENCE}"
     r"|(?:CUDA error|HIP error|CUDA driver error|Triton Error \[CUDA\]): out of memory"
@@ -48,7 +48,7 @@ _LEAD = re.compile(
     r"|(?:CUDA|HIP|cuDNN|cusolver)\w* error: |NCCL error[^'\"`]*|Failed: |Error )?",
     re.IGNORECASE,
 )
-"""What a library writes before such words; any other text before them quotes them."""
+"""Text of a library before such words; any other text before them quotes them."""
 _ALLOCATION = re.compile(
     r"out[\s_-]*of[\s_-]*memory|\bOOM(?:s|ed|ing)?\b|(?:can't|cannot|could not|failed to)"
     r"\s+(?:CUDA\s+)?[cm]?alloc|bad_alloc|ALLOC_FAILED|RESOURCE_EXHAUSTED|\bMemoryError\b"
@@ -86,9 +86,9 @@ _LIBRARY_TYPES = ("RuntimeError", "AcceleratorError", "DistBackendError", "Defer
 def exhausted_memory(
     error: BaseException, *, device: Device, is_spent: Callable[[], bool] = lambda: False
 ) -> Exhausted | None:
-    """Which memory ran out, by an exception; None when it is about something else. ``is_spent`` is
-    asked where the text alone does not tell: whether this process gets no more host memory. On the
-    CPU there is one memory, and it is the device's.
+    """The memory that ran out, by an exception; None when it is about something else. ``is_spent``
+    is asked where the text alone does not tell: whether this process gets no more host memory. On
+    the CPU there is one memory, and it is the device's.
     """
     host: Exhausted = "device_memory" if device == "cpu" else "host_memory"
     text = _text(error)
@@ -110,7 +110,7 @@ def exhausted_memory(
 
 
 def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by the end of what an aborted process wrote; None: neither did."""
+    """The memory that ran out, by the end of what an aborted process wrote; None: neither did."""
     words = _ABORT.match(output, max(0, output.rfind("terminate called after throwing")))
     if words is None:
         return None
@@ -120,7 +120,7 @@ def memory_aborted(output: str, *, device: Device) -> Exhausted | None:
 
 
 def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
-    """Which memory ran out, by an exception as a log shows it: its type's name, with its module,
+    """The memory that ran out, by an exception as a log shows it: its type's name, with its module,
     and its text. None when it is about something else. A type that anybody may have made,
     RuntimeError above all, is judged by its text.
     """
@@ -146,9 +146,7 @@ def logged_memory(kind: str, text: str, *, device: Device) -> Exhausted | None:
 
 
 def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
-    """Whether a text tells, in whatever words, of memory that could not be had. ``may_advise``: it
-    may speak of what would be, if it is no whole sentence of an allocator's.
-    """
+    """True if a text tells of memory that could not be had; ``may_advise``: it may only advise."""
     lowered = text.lower()
     if not any(part in lowered for part in _PARTS):
         return False
@@ -162,7 +160,7 @@ def tells_of_allocation(text: str, *, may_advise: bool) -> bool:
 
 
 def _by_text(text: str, device: Device, *, lead: re.Pattern[str] = _ANY) -> Exhausted | None:
-    """Which memory ran out, by a library's words after those that may ``lead`` to them."""
+    """The memory that ran out, by a library's words after those that may ``lead`` to them."""
     found = _DEVICE.search(text) if device == "cuda" else None
     if found is not None and lead.fullmatch(text, 0, found.start()):
         return "device_memory"

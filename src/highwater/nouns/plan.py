@@ -46,8 +46,7 @@ from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.units import format_seconds, format_tokens
 
 CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
-"""Longest length to try unless the user names one. On the CPU, where attention's square is felt, a
-search has to end."""
+"""Longest length to try unless one is named; on the CPU attention's square is felt."""
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
@@ -136,9 +135,7 @@ _TRIALS_OF_A_CELL = 3
 
 
 def proof_of(request: Request, model: Model, device: Device) -> Proof:
-    """How the lengths of a search are proven: as is asked; by memory on GPUs, where that can be;
-    else in full. Who names a time limit alone wants each trial to have it, in full.
-    """
+    """The proof as asked; else by memory on GPUs where it can be, unless a time limit is named."""
     if request.proof is not None:
         return request.proof
     is_timed = request.timeout is not None and request.budget is None
@@ -153,10 +150,7 @@ def proof_of(request: Request, model: Model, device: Device) -> Proof:
 def budget_of(
     request: Request, proof: Proof, device: Device, cells: Sequence[Cell]
 ) -> float | None:
-    """Seconds that a search may take; None: as long as its trials do.
-
-    Raises UsageError for too few.
-    """
+    """Seconds that a search may take; None: as its trials do. Raises UsageError for too few."""
     if request.budget_s is not None:
         least_s = SHORTEST_TIMEOUT_S[device]
         if request.budget_s < least_s:
@@ -181,13 +175,12 @@ def timeout_of(
 
 
 _ROW_BYTES = 16
-"""A row of a grouped product's operands is a multiple of so many bytes. Source:
-``torch._grouped_mm``."""
+"""Bytes of which a grouped product's rows are multiples. Source: ``torch._grouped_mm``."""
 _NO_PROOF = "leave `--proof` out"
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """What will be asked, and what the user should know before it starts."""
+    """The question that will be asked, and what the user should know before it starts."""
 
     question: Question
     notes: tuple[str, ...] = ()
@@ -196,7 +189,7 @@ class Plan(Record, frozen=True, kw_only=True):
     timeout_s: float = 0.0
     """Seconds that one trial may take in full."""
     begins_shortest: bool = False
-    """Whether each cell begins with the start length, whatever is predicted of it."""
+    """True if each cell begins with the start length, whatever is predicted of it."""
 
 
 def plan(
@@ -208,9 +201,8 @@ def plan(
     machines: int = 1,
 ) -> Plan:
     """The question that a request asks of a machine, and of a trainer; ``within_machines`` and
-    ``machines`` as for ``cells_of``.
-
-    Raises ModelError, UsageError or MachineError for what cannot be asked, before anything starts.
+    ``machines`` as for ``cells_of``. Raises ModelError, UsageError or MachineError for what cannot
+    be asked, before anything starts.
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
@@ -276,9 +268,7 @@ def plan(
 def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
-    """The question that is asked of a foreign trainer: what this package's engine could not train
-    is its own affair, and its rungs are what is set from outside, the allocator.
-    """
+    """The question to a foreign trainer, whose settings are its own: rungs vary the allocator."""
     request = msgspec.structs.replace(
         with_one_count(request, foreign), proof="full", loss=FOREIGN[foreign.trainer].loss
     )
@@ -323,9 +313,8 @@ def _question(
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
     """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it
-    names a count.
-
-    Raises what ``plan`` raises, and UsageError when the request names several layouts.
+    names a count. Raises what ``plan`` raises, and UsageError when the request names several
+    layouts.
     """
     if length_tokens < 2:
         raise UsageError(
@@ -375,7 +364,7 @@ def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: in
 
 
 def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
-    """Whether a trial can be on the CPU, and its states in this machine's memory."""
+    """True if a trial can be on the CPU, and its states in this machine's memory."""
     on_the_cpu = msgspec.structs.replace(request, device="cpu")
     try:
         spec = plan_trial(on_the_cpu, machine, length_tokens)
@@ -386,7 +375,7 @@ def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int)
 
 
 def gpus_hint(request: Request, length_tokens: int) -> str:
-    """What to type where there is no GPU, and the CPU will not do."""
+    """A hint of what to type where there is no GPU, and the CPU will not do."""
     asked = f"{shlex.quote(request.model)} --gpus 1xH100-80GB --length {length_tokens}"
     return f"start it where GPUs are; `highwater predict {asked}` says how many it takes"
 
@@ -409,9 +398,7 @@ def _check_proof(request: Request, model: Model) -> None:
 
 
 def _refuse_other_attention(request: Request, model: Model, device: Device) -> None:
-    """Raise errors for a pattern of blocks where a model has windows or sinks of its own, where
-    attention would be cut into pieces, and where a GPU has no kernel for it.
-    """
+    """Refuse blocks where a model has windows or sinks, a proof cuts, or a GPU has no kernel."""
     if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"

@@ -15,8 +15,7 @@ from highwater.nouns.trainer import FOREIGN, ForeignTrainer
 from highwater.units import MIB, format_bytes, format_tokens
 
 _YARN_IN_USE = 8
-"""Times that published models stretch their native length by YaRN: Qwen's cards 4, OLMo 3's config
-8."""
+"""Times that published models stretch their length by YaRN: Qwen's 4, OLMo 3's 8."""
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 
 SPARSE_NOTE = (
@@ -26,7 +25,7 @@ SPARSE_NOTE = (
 
 
 def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> tuple[str, ...]:
-    """What is and what is not known of trials that are seen from outside."""
+    """Say what is and what is not known of trials that are seen from outside."""
     traits = FOREIGN[foreign.trainer]
     title = foreign.title
     seen = "data segments" if device == "cpu" else "device memory used"
@@ -47,7 +46,7 @@ def foreign_notes(request: Request, foreign: ForeignTrainer, device: Device) -> 
 
 
 def lossy_notes(settings: Settings) -> tuple[str, ...]:
-    """What is rounded that AdamW and a model in float32 would not."""
+    """Name what is rounded that AdamW and a model in float32 would not round."""
     said: list[str] = []
     if not settings.optimizer_traits.is_exact:
         parameters = " and parameters" if settings.parameters == "bf16" else ""
@@ -61,7 +60,7 @@ def lossy_notes(settings: Settings) -> tuple[str, ...]:
 
 
 def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> tuple[str, ...]:
-    """What bounds each process of a trial on the CPU where no memory limit is named."""
+    """Say what bounds each process on the CPU where no memory limit is named."""
     if request.memory is not None or device != "cpu" or budget_bytes is None:
         return ()
     return (
@@ -72,7 +71,7 @@ def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> 
 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
-    """What offload does not do here, for who would expect it; nothing where it does all."""
+    """Say what offload does not do here, for who would expect it; nothing where it does all."""
     if not (settings.offloads_model or settings.offloads_states):
         return ()
     if device == "cpu":
@@ -87,7 +86,7 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
 
 
 def own_code_notes(model: Model) -> tuple[str, ...]:
-    """That code which came with a model is not run."""
+    """Say that code which came with a model is not run."""
     if not has_own_code(read_config(Path(model.directory, "config.json"))):
         return ()
     return (
@@ -97,7 +96,7 @@ def own_code_notes(model: Model) -> tuple[str, ...]:
 
 
 def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
-    """That YaRN stretches positions further than it is known to serve."""
+    """Warn that YaRN stretches positions further than it is known to serve."""
     scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
     if scaled is None or scaled.factor <= _YARN_IN_USE:
         return ()
@@ -108,7 +107,7 @@ def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str
 
 
 def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) -> tuple[str, ...]:
-    """What a trial does not start from weights that are here; nothing of a simulated one."""
+    """Say what a trial starts without weights for; nothing of a simulated one."""
     directory = Path(model.directory)
     notes: list[str] = []
     if not weight_files(directory):
@@ -140,7 +139,7 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
 
 
 def prompt_notes(path: Path | str | None, question: Question) -> tuple[str, ...]:
-    """That a study's sequences began with a prompt, of which the full loss made no logits."""
+    """Say that sequences began with a prompt, of which the full loss made no logits."""
     has_logits = any(cell.settings.holds_logits for cell in question.cells)
     is_synthetic = question.foreign is None and question.data is None
     if not (question.prompt_tokens and has_logits and is_synthetic):

@@ -17,14 +17,11 @@ AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "tech
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Time of a step, from a trial whose speed was measured, or from what such GPUs do in a
-    second.
-    """
+    """Time of a step, measured in a trial, or from what such GPUs do in a second."""
 
     time_s: float
     source: Source
-    """``measured`` at this very length; ``predicted`` from another one at the same FLOP/s, or
-    without a trial."""
+    """``measured`` at this length; ``predicted`` from another at its FLOP/s, or without a trial."""
     step_tokens: int
     """Tokens of that step: every micro-batch of every data-parallel rank."""
     tokens_per_s: float
@@ -38,18 +35,17 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     cell: Cell
     is_lowered: bool
-    """Whether the token budget is below the default. Fewer sequences a micro-batch make more
-    micro-batches for as many sequences."""
+    """True if the token budget is below the default: more micro-batches of fewer sequences."""
     token_budget_tokens: int
     """Tokens of a micro-batch for each GPU: ``ceil(sequences x length / context degree)``."""
     fits: bool
-    """Whether it fits; predicted, whether it leaves the headroom in question and the upper end of
+    """True if it fits; predicted, whether it leaves the headroom in question and the upper end of
     its interval is below the GPU's memory. Where no candidate does, the roomiest that may fit is
     taken for one, and its ``risk`` says so."""
     risk: Risk | None = None
     """Predicted: how sure it is that it fits; None: by the prediction itself it does not."""
     source: Source
-    """Who says whether it fits."""
+    """Source of the word that it fits, or not."""
     found_in: str
     """The study's file, or the command that predicts it."""
     is_memory_only: bool = False
@@ -57,11 +53,9 @@ class Candidate(Record, frozen=True, kw_only=True):
     headroom_bytes: int | None
     """Bytes that a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
     headroom_length_tokens: int | None = None
-    """Measured: length of the trial whose headroom that is. It is this length or a longer one,
-    which leaves no more."""
+    """Measured: length of the trial with that headroom, this one or longer, leaving no more."""
     lacks_bytes: int | None = None
-    """Bytes that are missing of the memory that ends it; measured, at least. None where it fits, or
-    where nobody knows."""
+    """Bytes missing of the memory that ends it, at least if measured; None: fits, or unknown."""
     lacks_of: Literal["device", "host"] | None = None
     host_bytes: int | None = None
     """Host memory that it takes, predicted; None: nobody knows."""
@@ -69,11 +63,9 @@ class Candidate(Record, frozen=True, kw_only=True):
     """The longest length that fits; 0: none on the grid does."""
     capacity_source: Source
     is_at_least: bool = False
-    """Whether the capacity is this or more. Nothing longer was tried or asked about, or it ended
-    otherwise than by memory."""
+    """True if the capacity is this or more: nothing longer was tried, or memory did not end it."""
     step_time: StepTime | None = None
-    """None: no trial of this cell had its speed measured, and nobody knows how fast such GPUs
-    are."""
+    """None: nobody measured the speed of this cell, or knows how fast such GPUs are."""
 
     @property
     def label(self) -> str:
@@ -96,7 +88,7 @@ def order(cell: Cell, *, is_lowered: bool) -> tuple[int, ...]:
 
 
 class Alternative(Record, frozen=True, kw_only=True):
-    """What is predicted to train the length where nothing that was asked about does."""
+    """A change predicted to train the length where nothing that was asked about does."""
 
     kind: AlternativeKind
     what: str
@@ -108,7 +100,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     label: str | None = None
     """The simplest cell that fits then; None: nothing here is known to."""
     cell: Cell | None = None
-    """That cell."""
+    """The cell that does."""
     headroom_bytes: int | None = None
     host_bytes: int | None = None
     """Host memory that it takes."""
@@ -145,11 +137,11 @@ class Recommendation(Record, frozen=True, kw_only=True):
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
     alternatives: tuple[Alternative, ...] = ()
-    """What would train the length; empty where a candidate fits."""
+    """Changes that would train the length; empty where a candidate fits."""
     accuracy: str
-    """What is known of the errors of what is predicted."""
+    """Known errors of such predictions, in words."""
     unlike: tuple[str, ...] = ()
-    """What is predicted and no recorded trial had."""
+    """Settings that are predicted, and no recorded trial had."""
     not_modelled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -169,7 +161,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
 
 
 class Query(Record, frozen=True, kw_only=True):
-    """What is known of a source, in the words of ``recommend``."""
+    """Knowledge of a source, in the words of ``recommend``."""
 
     model: str
     """Catalog name, or directory."""

@@ -12,8 +12,7 @@ from itertools import pairwise
 
 HIDDEN = "[hidden]"
 KEPT = 4_000
-"""Characters of an exception's text that a study keeps. Three quarters are from its beginning, the
-rest from its end."""
+"""Characters of an exception's text that a study keeps, a quarter of them from its end."""
 LOGGED = 32_000
 """Characters of such a text in a log, where a traceback stands before it."""
 REASON = 1_000
@@ -98,9 +97,7 @@ def without_secrets(text: str) -> str:
 
 
 def hidden_words(words: Iterable[str]) -> tuple[str, ...]:
-    """The words of a command with the values of secrets hidden, by the names that go before them:
-    ``--api-key x``, ``--token=x``, ``HF_TOKEN=x``, also in a word that is a command itself.
-    """
+    """A command's words with secrets hidden by the names before them: ``--api-key x``."""
     return tuple(_hidden_word(word, before) for before, word in pairwise(("", *words)))
 
 
@@ -124,7 +121,7 @@ def _hidden_word(word: str, before: str) -> str:
 
 
 def _is_value(word: str, before: str) -> bool:
-    """Whether a word is the value of a secret's flag."""
+    """True if a word is the value of a secret's flag."""
     return bool(_FLAG.fullmatch(before)) and _is_secret(before) and not _ends_value(word)
 
 
@@ -133,7 +130,7 @@ def _ends_value(word: str) -> bool:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether a flag or a variable has this name for a secret, however its words are joined."""
+    """True if a flag or a variable has this name for a secret, however its words are joined."""
     if name in ("PWD", "OLDPWD"):  # a shell's directories
         return False
     letters = re.sub(r"[^a-z]", "", name.lower())
@@ -143,9 +140,7 @@ def _is_secret(name: str) -> bool:
 
 
 def kept(text: str, *, most: int = KEPT) -> str:
-    """The beginning and the end of an exception's text, without what looks like a secret. A text of
-    at most ``most`` characters is kept whole.
-    """
+    """Beginning and end of an exception's text, whole up to ``most``, and without secrets."""
     if len(text) <= most:
         return without_secrets(text)
     head, tail = most * 3 // 4 - _MARK, most // 4 - _MARK  # no longer than what is kept as it is

@@ -7,6 +7,7 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
+from highwater.nouns.activation_plan import ActivationPlan, Activations
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
@@ -205,6 +206,20 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
     faster, the more so the longer the sequence, and one more number per token, layer and query
     channel is kept."""
+    activations: Activations = setting(
+        "gpu",
+        "where recomputed layers keep what their backward pass needs: gpu, or host memory",
+        labels={"host": "activations-on-host"},
+        told={"host": ("activations on host", "the layers' activations in host memory")},
+    )
+    """Each layer's input, and its attention's output if that is kept
+    (engine/activations/host.py)."""
+    layers_on_gpu: int = kinds.COUNT(
+        1,
+        "activations host: the last layers, whose activations stay on the GPU",
+        other_label="last-{}-on-gpu",
+    )
+    """At least one: during its backward pass the others' begin to come back."""
     mlp_tiles: int | None = kinds.COUNT(
         None,
         "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
@@ -304,6 +319,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         together = self.traits.documents_together
         return held // together * together
 
+    def activation_plan(self, layers: int) -> ActivationPlan:
+        """Where the layers of a model keep what their backward pass needs."""
+        on_gpu = layers if self.activations == "gpu" else min(self.layers_on_gpu, layers)
+        return ActivationPlan(layers=layers, layers_on_gpu=on_gpu)
+
     def longest_tokens(self, *, context_degree: int) -> int | None:
         """The longest sequence that the token budget holds; None without one."""
         if self.token_budget_tokens is None:
@@ -383,7 +403,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
 """The settings of a rung, by field."""
 _FIRST_IN_A_LABEL = (
-    *("allocator", "offload", "loss", "entropy", "recompute", "mlp_tiles"),
+    *("allocator", "offload", "activations", "loss", "entropy", "recompute", "mlp_tiles"),
     *("attention_head_groups", "attention"),
     *(*PATTERN_FIELDS, "lora", "lora_alpha", "lora_targets", "lora_base"),
 )
@@ -524,6 +544,17 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "use `--optimizer adamw`, or leave `--offload states` out",
     ),
     (
+        lambda s: s.activations == "host" and s.recompute == "none",
+        "`--recompute none` keeps all that a layer computes, and `--activations host` moves a "
+        "recomputed layer's input",
+        "use `--recompute layer` or `--recompute all-but-attention`",
+    ),
+    (
+        lambda s: s.layers_on_gpu < 1,
+        "{s.layers_on_gpu} layers on the GPU, and the last one's activations are used at once",
+        "use `--layers-on-gpu 1` or more, or leave it out",
+    ),
+    (
         lambda s: s.offloads_states and s.strategy != "fsdp2",
         "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
         "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
@@ -548,6 +579,9 @@ def _refuse_idle(settings: Settings) -> None:
         hint = "add `--lora 32`, or leave `{}` out"
         lora = ("lora_alpha", "lora_targets", "lora_base", "lora_merged")
         idle |= dict.fromkeys(lora, (", and no LoRA", hint))
+    if settings.activations == "gpu":
+        hint = "add `--activations host`, or leave `{}` out"
+        idle["layers_on_gpu"] = ": all layers keep their activations there", hint
     for name, (why, hint) in idle.items():
         row, value = RUNG_ROWS[name], getattr(settings, name)
         if value != row.default:

@@ -52,7 +52,7 @@ def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
 
 
 def is_count(value: object, *, least: int = 1) -> bool:
-    """Whether a value is a whole number, and not too small."""
+    """True if a value is a whole number, and not too small."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -83,7 +83,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     global_tokens: int = 64
     """First tokens of the sequence, which ``global_local`` lets every later token see."""
     seed: int = 0
-    """Of ``random``'s draws."""
+    """Seed of ``random``'s draws."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a pattern that there is not, and for numbers that cannot be."""
@@ -119,12 +119,12 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
 
     @property
     def is_windowed(self) -> bool:
-        """Whether a window says what is kept."""
+        """True if a window says what is kept."""
         return self.pattern_type in WINDOWED
 
     @property
     def follows_content(self) -> bool:
-        """Whether what is kept depends on queries and keys, and differs by head."""
+        """True if what is kept depends on queries and keys, and differs by head."""
         return self.pattern_type == "block_top_k"
 
     def at(self, length_tokens: int) -> "SparsePatternConfig":
@@ -166,10 +166,7 @@ def kept_pairs(pattern: SparsePatternConfig, length_tokens: int) -> int:
 
 
 def kept_share(pattern: SparsePatternConfig, length_tokens: int) -> float:
-    """Share of the causal pairs that a pattern keeps.
-
-    Raises UsageError for a ratio that the pattern's window contradicts.
-    """
+    """Share of causal pairs that a pattern keeps; UsageError if ratio and window contradict."""
     share = kept_pairs(pattern, length_tokens) / causal_pairs(length_tokens)
     asked = pattern.sparsity_ratio
     if not pattern.is_windowed or asked is None or asked == "adaptive":
@@ -192,9 +189,7 @@ def dilated_pairs(
     pattern: SparsePatternConfig | None = None,
     is_causal: bool = True,
 ) -> int:
-    """Pairs that all heads together keep of one document by dilated attention, in whose segments a
-    pattern may hold; of a pair that two branches keep each computes one.
-    """
+    """Pairs kept of one document by all heads' branches of dilated attention, with a pattern."""
     total = 0
     for segment, rate in zip(segment_lengths, dilation_rates, strict=True):
         whole, rest = divmod(length_tokens, segment)

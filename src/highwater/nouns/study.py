@@ -22,10 +22,7 @@ PUBLISHED_STEP_TOKENS = 4096
 
 
 class Grid(Record, frozen=True, kw_only=True):
-    """The lengths that are tried: index 1 is ``start_tokens``, each index one step longer.
-
-    The published grid steps by 4096 up to the native length, then by a quarter of it.
-    """
+    """The lengths that are tried from ``start_tokens`` on, longer steps past the native length."""
 
     start_tokens: int
     step_tokens: int
@@ -87,9 +84,7 @@ class Grid(Record, frozen=True, kw_only=True):
 
     @property
     def _indices_up_to_native(self) -> int:
-        """Indices reached by ``step_tokens``. The published scan adds a small step for as long as
-        it is below the native length.
-        """
+        """Indices by ``step_tokens``: small steps are added while they stay below native."""
         below = self.native_length_tokens - self.start_tokens
         return 1 + max(0, -(-below // self.step_tokens))
 
@@ -102,7 +97,7 @@ RANK_WORDS: dict[Device, tuple[str, str]] = {
     "cuda": ("GPU", "GPUs"),
     "cpu": ("process", "processes"),
 }
-"""What a user calls a rank, and several, on each device."""
+"""A user's words for a rank, and several, on each device."""
 
 
 def counted_ranks(count: int, device: Device) -> str:
@@ -133,7 +128,7 @@ class Cell(Record, frozen=True, kw_only=True):
 
 
 class Question(Record, frozen=True, kw_only=True):
-    """What a study asks. Two questions with one key ask the same."""
+    """The question of a study. Two questions with one key ask the same."""
 
     model: Model
     device: Device
@@ -155,7 +150,7 @@ class Question(Record, frozen=True, kw_only=True):
     data: str | None = None
     simulated: bool = False
     proof: Proof = "full"
-    """Which trials prove a length. ``memory``: where a full trial would exceed ``timeout_s``, a
+    """The trials that prove a length. ``memory``: where a full trial would exceed ``timeout_s``, a
     memory-only one tells what fits."""
     hyperparameters: Hyperparameters = Hyperparameters()
     """Numbers of optimizer and objective, the same on every rung, at every length."""
@@ -193,7 +188,7 @@ class Question(Record, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> Literal["measured", "simulated"]:
-        """Where the figures of its trials are from."""
+        """Source of the figures of its trials."""
         return "simulated" if self.simulated else "measured"
 
     @property
@@ -220,9 +215,7 @@ class Question(Record, frozen=True, kw_only=True):
         return min(self.grid.size, self.grid.index_at_most(longest))
 
     def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-        """First and last index of lengths that pack as many sequences, from ``size`` down to 1:
-        among them the shortest has the fewest tokens. All are alike without a token budget.
-        """
+        """First and last index of lengths that pack as many sequences, from ``size`` down to 1."""
 
         def sequences(index: int) -> int:
             length_tokens, degree = self.grid.length(index), cell.layout.context_degree
@@ -236,9 +229,7 @@ class Question(Record, frozen=True, kw_only=True):
             size = first - 1
 
     def counts_as_fit(self, result: TrialResult) -> bool:
-        """Whether the trial fit, in full or memory-only, with the headroom that is asked for.
-        Headroom that nobody measured is none.
-        """
+        """True of a fit, memory-only too, with known headroom as large as asked for."""
         has_margin = self.margin_bytes == 0 or (result.headroom_bytes or 0) >= self.margin_bytes
         return result.outcome.is_fit and has_margin
 
@@ -273,26 +264,21 @@ class MemoryOnlyFit(Record, frozen=True, kw_only=True):
 
 
 class CellAnswer(Record, frozen=True, kw_only=True):
-    """The answer for one cell: the longest length that fit, and the next, which did not.
-
-    It also says how sure that is.
-    """
+    """One cell's longest length that fit, the next that did not, and how sure that is."""
 
     cell: Cell
     capacity_tokens: int | None
     """Longest length that fit; 0 when the start length does not; None when no trial told."""
     does_not_fit_tokens: int | None
-    """Shortest length above it that did not fit. None when the ceiling or a failure ended the
-    search."""
+    """Shortest length above it that did not fit; None: the ceiling or a failure ended it."""
     limit: Limit
-    """What ended the search above the capacity."""
+    """Reason that ended the search above the capacity."""
     reason: str
     """One line: why the length above failed, or why it was not tried."""
     trials: int
-    """Trials that this answer took, retries included. After a resumption those count too that were
-    recorded before it."""
+    """Trials that this answer took, retries and those before a resumption included."""
     monotone: bool = True
-    """Whether no shorter length failed where a longer one fit, and no repeat disagreed."""
+    """True if no shorter length failed where a longer one fit, and no repeat disagreed."""
     contradictions: tuple[str, ...] = ()
     """Each observation that is not monotone, in words."""
     peak_reserved_bytes: int | None = None
@@ -312,12 +298,12 @@ class CellAnswer(Record, frozen=True, kw_only=True):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a longer length may fit: time ended the search, or no attempt told."""
+        """True if a longer length may fit: time ended the search, or no attempt told."""
         return self.limit in ("time", "inconclusive")
 
     @property
     def is_at_least(self) -> bool:
-        """Whether something fit, and nothing longer was seen not to."""
+        """True if something fit, and nothing longer was seen not to."""
         return bool(self.reach_tokens) and self.does_not_fit_tokens is None
 
 
@@ -326,7 +312,7 @@ class UnprovenAnswer(Record, frozen=True, kw_only=True):
 
     answer: CellAnswer
     why: str
-    """What the trials do not bear out, in words."""
+    """Claims that the trials do not bear out, in words."""
 
 
 class RecordedTrial(Record, frozen=True, kw_only=True):
@@ -341,27 +327,28 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """The time limit under which the trial ended, where the question has one."""
 
+    @property
+    def cell(self) -> Cell:
+        """The cell that it is a trial of."""
+        return Cell(layout=self.spec.layout, settings=self.spec.settings)
+
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
-        """Whether the trial timed out under a shorter limit than this one."""
+        """True if the trial timed out under a shorter limit than this one."""
         is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
         return is_late and self.timeout_s is not None and self.timeout_s < timeout_s
 
 
 class Past(Record, frozen=True, kw_only=True):
-    """What a study has of one cell, for whoever goes on with its search."""
+    """The record that a study has of one cell, for whoever goes on with its search."""
 
     answer: CellAnswer | None = None
-    """The answer, where no more time than it had could change it. The cell is then not searched
-    again."""
+    """The answer, where no more time than it had could change it; it is not searched again."""
     trials: tuple[RecordedTrial, ...] = ()
     """Trials whose results are taken as they are, in the study's order."""
 
 
 class Expectation(Record, frozen=True, kw_only=True):
-    """What was predicted of a cell before its first trial.
-
-    A trace or a file also ordered the cell's trials, if they were bisected.
-    """
+    """A prediction of a cell before its first trial; a trace or file also ordered bisection."""
 
     cell: Cell
     likely_tokens: int
@@ -381,21 +368,17 @@ class Study(Record, frozen=True, kw_only=True):
     trials: tuple[RecordedTrial, ...] = ()
     """Trials in the order in which they started; one that was run again stands where it ended."""
     answers: tuple[CellAnswer, ...] = ()
-    """Answers that the study's trials bear out, in the order of the question's cells. A cell
-    without an answer yet is absent."""
+    """Answers that the trials bear out, in the order of the cells; one without any is absent."""
     unproven: tuple[UnprovenAnswer, ...] = ()
-    """Answers that the file has and its trials do not bear out. Nobody measured them, and their
-    cells count as not answered."""
+    """Answers of the file that its trials do not bear out: their cells count as not answered."""
     answers_within_s: tuple[float, ...] = ()
     """The time limit of each answer, in their order; empty where the question has none."""
     expectations: tuple[Expectation, ...] = ()
-    """Expectations of cells, in the question's order. Empty for journals from before they were
-    recorded."""
+    """Expectations of cells, in the question's order; empty for journals without them."""
     notes: tuple[str, ...] = ()
-    """What a reader should know about the record or the search, one line each."""
+    """Notes for readers about the record or the search, one line each."""
     command: tuple[str, ...] = ()
-    """What was typed to ask, or last to resume. Empty when it was asked from Python, and where it
-    is no search of highwater's."""
+    """The words typed to ask, or last to resume; empty from Python, or for another program's."""
     environments: tuple[Environment, ...] = ()
     """Machines on which it was asked and resumed, by an allow-list. Empty for dry runs, and for
     journals from before they were recorded."""
@@ -424,18 +407,15 @@ class Study(Record, frozen=True, kw_only=True):
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
     def expectation_of(self, cell: Cell) -> Expectation | None:
-        """What was predicted of the cell before its first trial; None where nothing was."""
+        """The prediction of the cell before its first trial; None where nothing was."""
         return next((each for each in self.expectations if each.cell == cell), None)
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
-        place = cell.layout, cell.settings
-        return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
+        return tuple(trial for trial in self.trials if trial.cell == cell)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
-        """Longest length of the cell that counts as a fit so far; None before the first. Only
-        trials of this outcome are looked at; None: whether it fit in full or memory-only.
-        """
+        """The cell's longest fit so far by this outcome; None: by any, and where there is none."""
         fits = (
             trial.spec.length_tokens
             for trial in self.trials_of(cell)
@@ -447,13 +427,11 @@ class Study(Record, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Whether every cell has an answer, within as much time as when it was last opened."""
+        """True if every cell has an answer, within as much time as when it was last opened."""
         return len(self.answers_within(self.question.timeout_s)) == len(self.question.cells)
 
     def answers_within(self, timeout_s: float | None) -> tuple[CellAnswer, ...]:
-        """Answers that were given within no less time than this. All answers where the question has
-        no limit.
-        """
+        """Answers given within no less time than this; all where the question has no limit."""
         if timeout_s is None or not self.answers_within_s:
             return self.answers
         pairs = zip(self.answers, self.answers_within_s, strict=True)
@@ -468,8 +446,8 @@ class Study(Record, frozen=True, kw_only=True):
 
 
 Risk = Literal["safe", "likely", "tight"]
-"""How sure a prediction is that a length fits. ``safe``: the default headroom is left, and even the
-pessimistic end of the interval is below the GPU's memory; ``likely``: that end is below it;
+"""Certainty of a prediction that a length fits. ``safe``: the default headroom is left, and even
+the pessimistic end of the interval is below the GPU's memory; ``likely``: that end is below it;
 ``tight``: only the prediction itself is, and a trial has to tell."""
 
 RISK_IN_WORDS = (
@@ -480,7 +458,7 @@ RISK_IN_WORDS = (
 _LEAST_BYTES = 2 * GIB
 _SHARE = 3, 100
 _MOST_SHARE = 8
-"""Of a GPU with less than 16 GiB, an eighth is left free: 2 GiB would be much of it."""
+"""On a GPU with less than 16 GiB, an eighth is left free: 2 GiB would be much of it."""
 
 
 def default_headroom_bytes(device_bytes: int) -> int:

@@ -30,7 +30,7 @@ ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl",
 TriedTrainer = Literal[
     "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
 ]
-"""What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
+"""Names that ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
 Target = Literal[
@@ -57,7 +57,7 @@ class Registered(NamedTuple):
     title: str
     """Its name as its users write it."""
     module: str
-    """What is known of it, below ``highwater.trainers``."""
+    """Module of what is known of it, below ``highwater.trainers``."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -93,7 +93,7 @@ class TrainerParts(Mapping[NameT, PartT]):
         return getattr(module, self._constant)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a trainer has the part; nothing is imported."""
+        """True if a trainer has the part; nothing is imported."""
         return name in self._names
 
     def __iter__(self) -> Iterator[NameT]:
@@ -101,44 +101,40 @@ class TrainerParts(Mapping[NameT, PartT]):
         return iter(self._names)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of them."""
         return len(self._names)
 
 
 class TrainerTraits(Record, frozen=True, kw_only=True):
-    """What is known of one trainer."""
+    """Knowledge of one trainer."""
 
     step: str
-    """The step that is predicted, and what is particular about it, for readers of a
-    configuration."""
+    """The step that is predicted, and what is particular about it, for a configuration's reader."""
     is_run: bool
-    """Whether its trials are run here. If not, no trial of ours says anything about it."""
+    """True if its trials are run here. If not, no trial of ours says anything about it."""
     is_watched: bool = False
-    """Whether its trials are watched from outside: a foreign trainer, whose formula is known."""
+    """True if its trials are watched from outside: a foreign trainer, whose formula is known."""
     settings: frozenset[str] | None = None
     """The fields of ``Request`` that may be named for it: what its memory depends on, what names a
     grid of lengths, and what takes no memory. None: every field."""
     traces: Traces
-    """Traces of its step: made when somebody asks for them, bundled with the package, for some
-    models and layouts, or none."""
+    """Traces of its step: made on demand, bundled for some models and layouts, or none."""
     ring_objectives: frozenset[Objective] | None = None
     """Objectives whose sequences it shares round a ring, where the model's layers allow that and
     nobody named a degree. None: it shares them by heads."""
     offloads_states: bool = False
-    """Whether its optimizer's moments can be in host memory by themselves, at a step's peak too."""
+    """True if its optimizer's moments can be in host memory by themselves, at a step's peak too."""
     targets: tuple[str, ...] = ()
     """Names in ``highwater emit --for`` of the configurations whose very step this is, its own
     first: no other is predicted. Without any its settings are typed as flags."""
 
     @property
     def knows_every_setting(self) -> bool:
-        """Whether any field of ``Request`` may be named for it."""
+        """True if any field of ``Request`` may be named for it."""
         return self.settings is None
 
     def refused(self, named: Iterable[str]) -> list[str]:
-        """The fields of ``Request`` among ``named`` that may not be named for this trainer, in
-        alphabetical order.
-        """
+        """The fields of ``Request`` among ``named`` that it does not take, alphabetically."""
         known = self.settings
         return [] if known is None else sorted(set(named) - known)
 
@@ -159,7 +155,7 @@ def predicted_traits(name: AnyTrainer) -> TrainerTraits | None:
 
 
 def is_step_of(name: AnyTrainer, target: str) -> bool:
-    """Whether a trainer's predicted step is the very one of an ``emit`` target's configuration."""
+    """True if a trainer's predicted step is the very one of an ``emit`` target's configuration."""
     traits = predicted_traits(name)
     return traits is not None and target in traits.targets
 
@@ -197,9 +193,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     is another question. It is too short to tell a secret by. None: none is hidden."""
 
     def __post_init__(self) -> None:
-        """Hide secrets in the command: what a question and a trial carry is written down and
-        shown. Who starts the trainer is handed the words themselves.
-        """
+        """Hide secrets in the command, which is written down; launchers get it as typed."""
         if self.secrets_digest is None and (hidden := hidden_words(self.command)) != self.command:
             msgspec.structs.force_setattr(self, "secrets_digest", digest(self.command)[:4])
             msgspec.structs.force_setattr(self, "command", hidden)
@@ -240,21 +234,21 @@ def _typed(word: str) -> str:
 
 
 class ForeignTraits(Record, frozen=True, kw_only=True):
-    """What is known of one foreign trainer."""
+    """Knowledge of one foreign trainer."""
 
     settings: frozenset[str]
     """The fields of ``Request`` that may be named for it."""
     is_typed: bool = False
-    """Whether it is a command that the user types; else its configuration says what to start."""
+    """True if it is a command that the user types; else its configuration says what to start."""
     is_launched: bool = False
-    """Whether a launcher that is told the layout starts that command; else the command itself says
+    """True if a launcher that is told the layout starts that command; else the command itself says
     how many processes there are, and how they share."""
     objectives: frozenset[Objective] | None = None
     """Objectives that its trials are written for. None: what it trains is its own affair."""
     has_run_on_gpus: bool = True
-    """Whether its trials were tried on GPUs; else only on the CPU."""
+    """True if its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
-    """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
+    """Loss of its rungs: ``chunked`` where its own loss never holds them whole."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
@@ -271,9 +265,7 @@ FROM_OUTSIDE = frozenset(
 )
 """Fields of ``Request`` that are set around any trainer, without a word of its own."""
 
-SHARED = {
-    *("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch"),
-}
+SHARED = {*("ulysses", "ring", "copies", "micro_batches", "sequences_per_micro_batch")}
 """Fields that say how GPUs share the work."""
 OF_FINETUNERS = FROM_OUTSIDE | {
     *("command", "trainer_config", "micro_batches", "sequences_per_micro_batch", "optimizer"),
@@ -290,7 +282,7 @@ BY_COMMAND: Mapping[str, str] = {
 """Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
 name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
 PAGE = "docs/other_trainers.md"
-"""Where those commands are."""
+"""Place of those commands."""
 
 
 def foreign_name(name: str) -> ForeignName | None:
@@ -303,7 +295,7 @@ _INSTEAD: Mapping[str, str] = {
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
 }
-"""What to do in the place of a refused setting, where it is not the engine's alone."""
+"""A hint in the place of a refused setting, where it is not the engine's alone."""
 
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:

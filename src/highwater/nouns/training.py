@@ -40,16 +40,12 @@ class Schedule(Record, frozen=True, kw_only=True):
 
     name: ScheduleName = "constant"
     warmup_steps: int = 0
-    """Steps over which the rate rises to the whole, in equal steps; the first has 0, as in
-    transformers' schedules."""
+    """Steps over which the rate rises equally to the whole; the first has 0, as in transformers."""
     steps: int
     """Steps of the whole run."""
 
     def factor(self, step: int) -> float:
-        """The factor of an optimizer step; the first is 1.
-
-        Source: ``get_scheduler`` of transformers 5, whose step 0 is ours 1.
-        """
+        """The factor of an optimizer step, the first is 1. Source: transformers 5, from step 0."""
         done = step - 1
         if done < self.warmup_steps:
             return done / max(1, self.warmup_steps)
@@ -70,7 +66,7 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     and ``micro_batches`` in it say nothing here."""
     corpus: Corpus
     evaluation: Corpus | None = None
-    """What is evaluated and never trained; None: nothing is."""
+    """Corpus that is evaluated and never trained; None: nothing is."""
     steps: int
     """Optimizer steps of the whole run."""
     micro_batches: int
@@ -118,9 +114,7 @@ def run_digest(spec: TrainingSpec) -> str:
 
 
 def differences(before: TrainingSpec, now: TrainingSpec) -> tuple[str, ...]:
-    """What decides the curve and is not as it was, a few words for each, the most telling first;
-    empty where ``now`` goes on as ``before`` would have.
-    """
+    """Changes of what decides the curve, in a few words each, the most telling first."""
     was, is_ = _decisive(before), _decisive(now)
     changed = [name for name in dict.fromkeys((*was, *is_)) if was.get(name) != is_.get(name)]
     return tuple(
@@ -141,12 +135,12 @@ _WORDS = {
     "sequences": "--sequences-per-micro-batch",
     "steps": "--steps, on which the schedule depends",
 }
-"""How users name what has another name than its flag."""
+"""Users' names of values that have another name than their flag."""
 _FOLLOWS = {
     **dict.fromkeys(("lora_alpha", "lora_targets", "lora_base"), "lora"),
     "steps": "schedule",
 }
-"""What need not be said where this changed, too."""
+"""Values that need not be told where this other one changed, too."""
 _OF_SETTINGS = tuple(name for name, row in RUNG_ROWS.items() if row.moves_loss)
 _USUAL: Mapping[str, Any] = {
     **DEFAULTS,
@@ -160,7 +154,7 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _decisive(spec: TrainingSpec) -> dict[str, Any]:
-    """What decides the curve, by name; the rate's steps only where its course depends on them."""
+    """Values that decide the curve, by name; the rate's steps only where its course needs them."""
     trial, settings, adapters = spec.trial, spec.trial.settings, spec.trial.settings.adapters
     return {
         "config_digest": trial.config_digest,
@@ -210,7 +204,7 @@ def checkpoint_step(name: str) -> int | None:
 
 
 class RunState(Record, frozen=True, kw_only=True):
-    """Where a run is; in each of its checkpoints."""
+    """State of a run; in each of its checkpoints."""
 
     step: int
     """Optimizer steps that are done."""
@@ -231,7 +225,7 @@ class RunState(Record, frozen=True, kw_only=True):
 
 
 class BestCheckpoint(Record, frozen=True, kw_only=True):
-    """Which of a run's checkpoints has the best evaluation; beside them."""
+    """The checkpoint of a run with the best evaluation; beside them."""
 
     checkpoint: str
     """Name of its folder."""
@@ -248,7 +242,7 @@ class TrainingProgress(Record, frozen=True, kw_only=True):
     steps: int = 0
     loss: float | None = None
     evaluation_loss: float | None = None
-    """Of the latest evaluation; None: there was none since this process began."""
+    """Loss of the latest evaluation; None: there was none since this process began."""
     evaluation_step: int | None = None
     """Steps that were done before that evaluation."""
     tokens: int = 0
@@ -267,9 +261,7 @@ _RUN: dict[str, Any] = {"topic": "the run"}
 
 
 class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
-    """A run of training, in the user's words: the flags of ``train`` that no trial has, and the
-    keywords of ``highwater.train``.
-    """
+    """A run of training in the user's words: flags of ``train``, keywords from Python."""
 
     data: tuple[str, ...] = setting(
         REQUIRED,
@@ -392,10 +384,7 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
 
 
 def training_request_from(values: Mapping[str, Any]) -> TrainingRequest:
-    """The request of these fields, as they were typed or given in Python.
-
-    Raises UsageError for a value that a field cannot have.
-    """
+    """The request of these fields; UsageError for a value that a field cannot have."""
     try:
         return msgspec.convert(values, TrainingRequest, strict=True)
     except msgspec.ValidationError as error:
@@ -415,7 +404,7 @@ def training_request_from(values: Mapping[str, Any]) -> TrainingRequest:
 
 
 class TrainingResult(Record, frozen=True, kw_only=True):
-    """What a run of training came to."""
+    """Result of a run of training."""
 
     schema_version: int = 1
     status: Literal["done", "stopped"]

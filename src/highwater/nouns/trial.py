@@ -33,8 +33,7 @@ from highwater.nouns.trainer import ForeignTrainer
 from highwater.units import counted
 
 PROMPT_TOKENS = 2048
-"""Prompt of a sequence in the published system's trials, and in those here from before a prompt
-could be named."""
+"""Prompt of a sequence in published trials, and in those before a prompt could be named."""
 
 _DATA_SOURCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -64,30 +63,29 @@ class Outcome(StrEnum):
 
     @property
     def is_fit(self) -> bool:
-        """Whether the length fit, in full or memory-only."""
+        """True if the length fit, in full or memory-only."""
         return self in (Outcome.FIT, Outcome.MEMORY_ONLY_FIT)
 
     @property
     def is_memory(self) -> bool:
-        """Whether the trial ended because memory ran out."""
+        """True if the trial ended because memory ran out."""
         return self in (Outcome.OUT_OF_MEMORY, Outcome.HOST_OUT_OF_MEMORY)
 
     @property
     def tells(self) -> bool:
-        """Whether the trial says if memory holds its length; a timeout or a crash does not."""
+        """True if the trial says if memory holds its length; a timeout or a crash does not."""
         return self.is_fit or self.is_memory
 
 
 class StatisticsFiles(Record, frozen=True, kw_only=True):
-    """Where a launch writes the statistics of its steps; no part of what it is asked."""
+    """Files in which a launch writes the statistics of its steps; no part of what it is asked."""
 
     path: str
     """Absolute path of the file that gets a line for each step."""
     tensorboard_directory: str | None = None
     """Absolute path of the directory that gets TensorBoard's files; None: none are written."""
     logit_range: bool = False
-    """Whether the smallest and largest logit are among them, and each token's on average: one more
-    pass over the logits."""
+    """True if smallest, largest and mean logits are among them: one more pass over the logits."""
 
 
 class TrialSpec(Record, frozen=True, kw_only=True):
@@ -103,8 +101,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     hyperparameters: Hyperparameters = Hyperparameters()
     length_tokens: int
     memory_budget_bytes: int | None = None
-    """Bound on device used per GPU; on the CPU, on each worker's data segment. None: the whole
-    card."""
+    """Bound on device used per GPU, on the CPU on a worker's data segment; None: the card."""
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2
@@ -124,7 +121,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     memory_snapshots: SnapshotOrder | None = None
     """The snapshots of its memory that this launch records; None: none. Not in its key."""
     statistics: StatisticsFiles | None = None
-    """Where this launch writes statistics; None: nowhere. Not in its key."""
+    """Files into which this launch writes statistics; None: nowhere. Not in its key."""
     foreign: ForeignTrainer | None = None
     """The trainer that runs it; None: this package's engine."""
 
@@ -195,7 +192,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
 
     @property
     def is_memory_only(self) -> bool:
-        """Whether a fit of this trial is no training."""
+        """True if a fit of this trial is no training."""
         return self.attention_depth is not None
 
     @property
@@ -216,10 +213,7 @@ class MemoryBudget(Record, frozen=True, kw_only=True):
 
 
 class RankMemory(Record, frozen=True, kw_only=True):
-    """Peaks of one rank over all steps; None where the device has no such notion.
-
-    On the CPU they are since the process began.
-    """
+    """Peaks of one rank over all steps, on the CPU since the process began; None: no notion."""
 
     peak_allocated_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -234,11 +228,7 @@ class RankMemory(Record, frozen=True, kw_only=True):
 
 
 class AliveMemory(Record, frozen=True, kw_only=True):
-    """What a rank had allocated when memory ran out, as far as the engine knows without a history.
-
-    Bytes on its device. None: unknown; of the CPU, which has no allocator to ask, everything but
-    what lives from step to step.
-    """
+    """Memory a rank had allocated as it ran out, as the engine knows it without a history."""
 
     parameters_bytes: int
     gradients_bytes: int
@@ -252,7 +242,7 @@ class AliveMemory(Record, frozen=True, kw_only=True):
     communication_bytes: int | None = None
     """Parameters that FSDP had gathered, and its buffers."""
     unattributed_bytes: int | None = None
-    """What has no name: of a pass only what was there between two steps already."""
+    """Memory without a name: of a pass only what was there between two steps already."""
     allocated_bytes: int | None = None
     """All of it."""
     reserved_bytes: int | None = None
@@ -294,7 +284,7 @@ class Failure(Record, frozen=True, kw_only=True):
     """The decoder layer that the rank was in, the first is 0; None for none, or where nothing told:
     a backward pass tells where layers are recomputed."""
     alive: AliveMemory | None = None
-    """What was allocated, where memory ran out."""
+    """Memory that was allocated, where it ran out."""
 
 
 class Save(Record, frozen=True, kw_only=True):
@@ -311,7 +301,7 @@ Weights = Literal["saved", "random"]
 
 
 class RankReport(Record, frozen=True, kw_only=True):
-    """What one rank of a trial wrote before it exited."""
+    """Report that one rank of a trial wrote before it exited."""
 
     rank: int
     failure: Failure | None = None
@@ -348,8 +338,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     """Tokens of all data-parallel ranks over the time of the last step."""
     mfu: float | None = None
-    """Model FLOP/s over the datasheet's dense bf16 FLOP/s of all GPUs. None for GPUs not in the
-    catalog."""
+    """Model FLOP/s over all GPUs' dense bf16 FLOP/s by datasheet; None: not in the catalog."""
     launch_to_first_step_s: float | None = None
     wall_s: float = 0.0
     attempt: int = 1
@@ -357,7 +346,7 @@ class TrialResult(Record, frozen=True, kw_only=True):
     log_path: str | None = None
     exit_code: int | None = None
     simulated: bool = False
-    """Whether the outcome was computed from a memory law; nothing was trained then."""
+    """True if the outcome was computed from a memory law; nothing was trained then."""
 
     @property
     def peak_reserved_bytes(self) -> int | None:
@@ -471,13 +460,11 @@ class Runner(Protocol):
     """Runs trials, several at once where there is room. One thread asks it."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """Whether a trial would start now, beside those that run; true where none does."""
+        """True if a trial would start now, beside those that run; true where none does."""
         ...
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
-        """Start a trial for which there is room; ``on_phase`` is called from another thread. The
-        future has what ``Launcher.launch`` returns or raises.
-        """
+        """Start a trial that has room, as ``Launcher.launch``; threads call ``on_phase``."""
         ...
 
     def close(self) -> None:
@@ -486,7 +473,7 @@ class Runner(Protocol):
 
 
 PHASE_FILE = "phase"
-"""Where a job, or the first rank of a trial, says in words what it is doing, while it runs."""
+"""File in which a job, or a trial's first rank, says in words what it is doing, while it runs."""
 REFUSED_FILE = "refused.json"
 Order = TypeVar("Order", bound=Record)
 
@@ -497,7 +484,7 @@ class Refused(Record, frozen=True, kw_only=True):
     problem: str
     hint: str
     is_machine: bool = False
-    """Whether the machine refuses, and not what was asked."""
+    """True if the machine refuses, and not what was asked."""
 
     def error(self) -> HighwaterError:
         """The error again."""
@@ -511,9 +498,7 @@ def refused(error: HighwaterError) -> Refused:
 
 
 def serve(kind: type[Order], work: Callable[[Order, Path], Record]) -> None:
-    """Be the process of a job: do the ``work`` that its order says, in the folder of its report,
-    and leave what that returns, or the HighwaterError that it raises.
-    """
+    """Be a job's process: do the ``work`` of its order, and leave its result or HighwaterError."""
     order, report = map(Path, sys.argv[1:3])
     try:
         left = work(from_json(order.read_bytes(), kind), report.parent)

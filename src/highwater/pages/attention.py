@@ -46,9 +46,7 @@ _lines = partial(template_lines, "attention.txt.j2")
 
 
 class BenchDocument(AttentionBench, frozen=True, kw_only=True):
-    """The JSON of ``highwater bench attention``: what was measured, its cases as ``rows``, and what
-    follows from them.
-    """
+    """JSON of ``highwater bench attention``: the measurement, its cases, and what follows."""
 
     schema_version: int = 1
     answer: str
@@ -139,9 +137,7 @@ def _table(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table whose columns are fields of its records, ``row.time_s`` that of a record in one, or
-    headings with what they say of each.
-    """
+    """A table of fields of its records, ``row.time_s`` of a field's, or of headings with texts."""
 
     def field(path: str) -> Column[Any]:
         *outer, name = path.split(".")
@@ -284,9 +280,7 @@ def _efficiency_table(summary: AttentionSummary) -> TextTable:
 def predicted_table(
     bench: AttentionBench, summary: AttentionSummary, direction: Direction
 ) -> TextTable:
-    """Predicted: the longest lengths on other kinds of GPUs; none of a kind that holds more than
-    can be said of everything.
-    """
+    """Predicted longest lengths on other kinds of GPUs; none where more fits than can be said."""
     own = [each for each in summary.predicted if each.direction == direction]
     kinds = {each.gpu: each for each in own if not each.is_least}
     tokens = {(each.gpu, each.entry): (each.is_least, each.tokens) for each in own}

@@ -83,9 +83,7 @@ SHAPES: dict[Outcome | None, str] = {
 
 
 def bracket_chart(cell: CellReport, report: StudyReport) -> Chart | None:
-    """Draw how a cell's bracket closed: length against the order of its trials. None for a cell
-    without a trial.
-    """
+    """Draw how a cell's bracket closed, length by order of trials; None for one without trials."""
     trials = [report.trials[step.trial - 1] for step in cell.bracket]
     if not trials:
         return None
@@ -173,9 +171,7 @@ class MemoryPicture(NamedTuple):
 
 
 def memory_picture(report: StudyReport) -> MemoryPicture | None:
-    """Draw the memory of each trial (allocated, reserved and device used), its limit, and its
-    predicted interval. None where nothing was measured.
-    """
+    """Draw each trial's memory, its limit, and its predicted interval; None: nothing measured."""
     known = [trial for trial in report.trials if max(_peaks(trial))]
     shown = known
     if len(known) > _MOST_ROWS:
@@ -254,9 +250,7 @@ _ROW_HEIGHT, _LETTER, _LEAST_LABEL = 19, 6.9, 34
 
 
 def timeline_chart(profile: MemoryProfile, *, width: float, most_bytes: int) -> Chart | None:
-    """Draw what was alive over the trace by category, to the scale of ``most_bytes``; None where
-    there are no events.
-    """
+    """Draw memory over the trace by category, to scale ``most_bytes``; None without events."""
     points = profile.timeline
     if not points:
         return None
@@ -323,9 +317,7 @@ def share(size: int, profile: MemoryProfile) -> str:
 
 
 def flame_chart(profile: MemoryProfile, *, width: float) -> Chart:
-    """Draw what was alive at the moment by stack: the outermost frame on top, what it called below
-    it.
-    """
+    """Draw what was alive by stack: the outermost frame on top, what it called below it."""
     scale = width / max(1, profile.allocated_bytes)
     boxes: list[Shape] = []
     for each in profile.flame_graph:

@@ -51,8 +51,7 @@ class Answer:
 
     found: Recommendation
     command: str
-    """The command that answers the same again. Empty where a table of the guide is all that is
-    known."""
+    """The command that answers the same again; empty where a guide's table is all there is."""
     entries: tuple[str, ...]
     """The entries of it in the guide's tables."""
     configurations: Mapping[str, str]
@@ -71,18 +70,15 @@ class ChooserPlace:
     answers: tuple[Answer, ...]
     """Answers, the shortest length first."""
     longest_tokens: int | None
-    """The longest of these lengths that is known to fit and is not tight, if any is; None: none
-    fits."""
+    """The longest length that is known to fit, not tight if any is not; None: none fits."""
 
 
 def known_recommendation(
     own: Sequence[Capacity], length_tokens: int, *, others: Sequence[Capacity] = ()
 ) -> Recommendation:
-    """Recommend the simplest of ``own`` that is known to fit.
-
-    ``own`` are capacities of one model on as many GPUs of one kind, from one source; ``others`` are
-    the same on other numbers of GPUs: where nothing fits, the fewest that do are named. What nobody
-    knows is a note.
+    """Recommend the simplest of ``own`` that is known to fit. ``own`` are capacities of one model
+    on as many GPUs of one kind, from one source; ``others`` are the same on other numbers of GPUs:
+    where nothing fits, the fewest that do are named. What nobody knows is a note.
     """
     first, kind = own[0], kind_of(own[0].device_name)
     best: dict[tuple[int, ...], Capacity] = {}
@@ -176,8 +172,7 @@ _APART = (5 / 4, 4 / 3, 7 / 5, 2, 4)
 """Factors by which the next length of the chooser is longer, at least. The least of them counts
 with which there are not too many lengths."""
 _REPLAYED_APART = 2
-"""The least factor for a trainer whose traces are bundled. Each answer replays a trace for every
-cell: 1 s instead of 10 ms."""
+"""The least factor with bundled traces: a cell's replay takes 1 s instead of 10 ms."""
 _MOST_ANSWERS = 300
 """Answers of a page at the most, of about 3 KB each."""
 _IN_WORDS = {NOTHING_FITS: "nothing that was tried fits", UNKNOWN: "nobody knows"}
@@ -404,11 +399,9 @@ def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
 
 
 def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
-    """Every combination, as JSON that is harmless inside a ``script`` element.
-
-    Every value stands there once, the most frequent first. ``places`` hold a place's names, its
-    answers and the length that it opens with; of an answer, ``fields`` and all texts are indices
-    into ``values``.
+    """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands
+    there once, the most frequent first. ``places`` hold a place's names, its answers and the length
+    that it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
     """
     fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
     drafts = [

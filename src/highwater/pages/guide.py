@@ -58,9 +58,7 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The settings' label. ``-`` where all that was tried is known not to fit, ``?`` where
-        nobody knows.
-        """
+        """The settings' label; ``-``: all that was tried does not fit, ``?``: nobody knows."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         is_memory_only = self.capacity.is_memory_only
@@ -75,9 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuideTable:
-    """Lengths by models, on one number of GPUs of one kind. All capacities are from one source and
-    of one kind of training.
-    """
+    """Lengths by models on one number of GPUs of one kind, from one source and kind of training."""
 
     device_name: str
     gpus: int
@@ -115,10 +111,9 @@ class Guide:
 
 
 def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
-    """Every table of the guide: in the order of the capacities, fewer GPUs first.
-
-    Capacities stand in one table if they are of one kind and number of GPUs, one source, one kind
-    of training, and of models of one native length, which have their lengths in common.
+    """Every table of the guide: in the order of the capacities, fewer GPUs first. Capacities stand
+    in one table if they are of one kind and number of GPUs, one source, one kind of training, and
+    of models of one native length, which have their lengths in common.
     """
     groups: dict[tuple[str, Source, str, int], dict[int, list[Capacity]]] = {}
     for each in capacities:
@@ -128,17 +123,13 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
 
 
 def cell_label(cell: Cell) -> str:
-    """The settings of a cell as a guide says them. ``vanilla``, ``Env``, ``SP=2``, ``Env + SP=2``,
-    ``Env + Offload + SP=2``, ``Env + chunked``.
-    """
+    """Label of a cell's settings in a guide: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
     parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
     return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
 
 
 def training(capacity: Capacity) -> str:
-    """Whose step it is, what it trains and what it has to leave. ``Trinity-RFT, grpo with entropy,
-    2 sequences per micro-batch``.
-    """
+    """The training in words: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
     if predicted_traits(capacity.trainer) is None:
         return ", ".join(trained(capacity))
@@ -168,18 +159,14 @@ def trained(capacity: Capacity) -> tuple[str, ...]:
 
 
 def farthest(table: GuideTable, model_name: str) -> tuple[int, Choice] | None:
-    """The longest length of a table that a model is known to fit, and by which settings. None where
-    nothing fits.
-    """
+    """The longest length of a table that a model is known to fit, and its settings; None: none."""
     column = table.models.index(model_name)
     rows = ((tokens, choices[column]) for tokens, choices in reversed(table.rows))
     return next((row for row in rows if row[1].capacity is not None), None)
 
 
 def in_natural_order(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each once, sorted with the numbers in them as numbers. Qwen3-0.6B, Qwen3-4B,
-    Qwen3-14B.
-    """
+    """The names, each once, numbers sorted as numbers: Qwen3-4B stands before Qwen3-14B."""
 
     def parts(name: str) -> list[tuple[float, str]]:
         each = enumerate(re.split(r"(\d+(?:\.\d+)?)", name))
@@ -369,9 +356,7 @@ def _asked(
 
 
 def _assumed(memory_limit: MemoryLimit) -> dict[str, str]:
-    """Assumptions of a prediction that others do not make, by flag. Memory that is reserved on a
-    GPU is in the GPU's name.
-    """
+    """Assumptions of a prediction by flag, except reserved memory, which is in the GPU's name."""
     host = memory_limit.host_bytes
     found: dict[str, str] = {}
     if host is not None and memory_limit.usual_host is None:

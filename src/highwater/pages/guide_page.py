@@ -55,8 +55,7 @@ _HF_WEIGHTS = {
 }
 _VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
-"""Numbers beyond which rows that say the same are joined, and not every factor is listed. No
-published table is as long."""
+"""Rows beyond which equal ones are joined, and factors listed; published tables are shorter."""
 
 
 class Section(NamedTuple):
@@ -72,9 +71,7 @@ class Section(NamedTuple):
 
     @property
     def is_of_one_sequence(self) -> bool:
-        """True where its tables hold for one sequence a micro-batch, and not for the default token
-        budget of other trainers.
-        """
+        """True where each micro-batch has one sequence, not another trainer's token budget."""
         packed = {
             (each.cell.settings.sequences_per_micro_batch, each.cell.settings.token_budget_tokens)
             for each in self.capacities
@@ -115,9 +112,7 @@ def write_guide(path: str | Path, made: Guide) -> Path:
 
 
 def check_guide_file(path: Path) -> None:
-    """Raise UsageError for a file that no guide is written to. Nothing that a user has is
-    overwritten.
-    """
+    """Raise UsageError for a file that no guide is written to; none is overwritten."""
     if path.suffix not in _ENDS:
         hint = (
             f"end it in {' or '.join(_ENDS)}: `-o {shlex.quote(free_name(f'{path.stem}{PAGE}'))}`"
@@ -292,9 +287,7 @@ def longest(table: GuideTable, model_name: str) -> tuple[Capacity | None, Capaci
 
 
 def best_text(table: GuideTable, model_name: str) -> str:
-    """The longest of any cell that was trained in full, and beside it what memory alone holds where
-    that is longer.
-    """
+    """The longest length trained in full, and beside it any longer one that memory alone holds."""
     return _figure([each for each in longest(table, model_name) if each is not None])
 
 
@@ -311,9 +304,7 @@ def summary(table: GuideTable) -> str:
 
 
 def glance_tables(guide: Guide) -> Iterator[TextTable]:
-    """The length that every model reaches, by number of GPUs and with whatever settings. There is a
-    table for each section.
-    """
+    """The length that every model reaches by number of GPUs, a table for each section."""
     for section in sections(guide):
         models = in_natural_order(name for table in section.tables for name in table.models)
         yield _by_gpus(section.heading, section.tables, models, best_text)
@@ -341,9 +332,7 @@ def only_with_offload(table: GuideTable) -> str:
 
 
 def only_tried(table: GuideTable) -> str:
-    """A sentence of what was tried of models that begin with something less simple than vanilla.
-    Empty where none does.
-    """
+    """Say what was tried of models that begin with more than vanilla; empty if none does."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
         cells = sorted(
@@ -412,9 +401,7 @@ model:
 
 
 def _model_path(model_name: str) -> str:
-    """An example of a path in a configuration. Text from outside is in it only where it is harmless
-    there.
-    """
+    """An example path in a configuration; text from outside is in it only where it is harmless."""
     if not re.fullmatch(r"[0-9A-Za-z][\w.-]*", model_name, re.ASCII):
         return "/path/to/model"
     return f"Qwen/{model_name}" if model_name.startswith("Qwen") else f"/path/to/{model_name}"
@@ -504,9 +491,7 @@ def speed_tables(guide: Guide) -> Iterator[TextTable]:
 
 
 def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
-    """Rows with the columns of the published guide, what each rests on, and how fast it is: one for
-    each length and model. A step's time is predicted; None where nobody knows.
-    """
+    """Rows with the published columns, a row's source, and its predicted speed if known."""
     return [
         {
             "gpu": table.device_name,

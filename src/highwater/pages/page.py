@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 _ABSOLUTE = re.compile(r"(?<![\w.~/:@…<-])/(?:[\w.@+-]+/)+[\w.@+-]*")
 _SYSTEM = ("/bin/", "/dev/", "/path/", "/proc/", "/sys/", "/usr/bin/")
-"""Folders that every machine has alike, among them that of a script's first line, and the example
-``/path/to/model``."""
+"""Folders that every machine has alike, such as a script's, and ``/path/to/model``."""
 _KEPT_PARTS = 2
 
 
 def without_folders(text: str) -> str:
     """The text with every absolute path in it shortened; all else as it is.
-
     ``/home/me/here/a.jsonl`` is ``a.jsonl`` where one stands in ``/home/me/here``, ``~/here/…`` of
     one's own home elsewhere; ``/opt/site-packages/torch/nn/linear.py`` is ``…/nn/linear.py``.
     """
@@ -63,9 +61,7 @@ Form = Literal["html", "md", "text"]
 
 
 def drawn_page(template: str, /, *, form: Form = "html", **values: object) -> str:
-    """The page that a template of this folder makes, as HTML or as Markdown. Everything in it is
-    escaped but what the filter ``own`` marks in our own text; as ``text`` it is only made plain.
-    """
+    """A template's page as HTML or Markdown, escaped but for ``own`` text; ``text`` is plain."""
     text = _templates(form).get_template(template).render(values, form=form)
     if form == "html":
         return text

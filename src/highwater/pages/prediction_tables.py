@@ -315,9 +315,7 @@ def _footnotes(prediction: Prediction, *, is_explained: bool) -> tuple[str, ...]
 
 
 def term_table(predicted: CellPrediction) -> TextTable:
-    """Bytes by term of each phase, and a bar for each: the picture of one peak. Of a trace it shows
-    its tensors, the largest kinds.
-    """
+    """Bytes by term of each phase, with bars of one peak; a trace's largest kinds of tensors."""
     if predicted.replayed is not None:
         return _tensor_table(predicted, predicted.replayed)
     footprint = predicted.footprint

@@ -9,12 +9,7 @@ from dataclasses import replace
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import (
-    Alternative,
-    AlternativeKind,
-    Candidate,
-    Recommendation,
-)
+from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (
@@ -63,9 +58,7 @@ def _costs_of(found: Recommendation) -> Column[Candidate]:
 def recommendation_tables(
     found: Recommendation, *, is_explained: bool = False
 ) -> tuple[TextTable, ...]:
-    """The answer's tables, in the order in which they are read; one caveat comes last, or with
-    ``is_explained`` all that is known of such answers.
-    """
+    """The answer's tables in reading order, then a caveat, or all of them if ``is_explained``."""
     if predicted_traits(found.trainer) is None:
         return (_tried_table(found),)
     tables: list[TextTable] = []
@@ -129,9 +122,7 @@ def rung_list(found: Recommendation, *, is_explained: bool = False) -> TextTable
 
 
 def next_rungs(found: Recommendation) -> tuple[Candidate, ...]:
-    """The next rungs that buy something. Each trains longer than the chosen one and than those
-    before it.
-    """
+    """The next rungs that each train longer than the chosen one and those before it."""
     longest, bought = 0 if found.chosen is None else found.chosen.capacity_tokens, list[Candidate]()
     for candidate in found.later:
         if candidate.capacity_tokens > longest and len(bought) < NEXT_SHOWN:
@@ -199,9 +190,7 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
 
 
 def _more(longer: Candidate, chosen: Candidate) -> str:
-    """Tokens that the longer one trains more. ``-`` where the chosen one is at least what it is, or
-    where a prediction and a measurement would be mixed.
-    """
+    """Tokens by which the longer one is longer; ``-`` where figures of two kinds would be mixed."""
     if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
         return "-"
     gained = format_tokens(longer.capacity_tokens - chosen.capacity_tokens)
@@ -252,9 +241,7 @@ def _capacity(candidate: Candidate, found: Recommendation) -> str:
 
 
 def _step(candidate: Candidate) -> tuple[str, str]:
-    """Seconds of a step and tokens per second, and by what where that is not by what it fits; ``-``
-    where nobody knows.
-    """
+    """Seconds of a step and tokens per second, and their source if another; ``-``: unknown."""
     step = candidate.step_time
     if step is None:
         return "-", "-"

@@ -20,13 +20,7 @@ from highwater.pages.study_commands import alive_rows, brief, request_line
 from highwater.pages.table import TextTable, field_text, plain_table, values_table
 from highwater.pages.text import plain
 from highwater.search.budget import CellOutlook, expected_s, outlook
-from highwater.units import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import format_bytes, format_rate, format_seconds, format_share, format_tokens
 
 
 def study_answer(study: Study) -> str:
@@ -172,9 +166,7 @@ _LONGER = 4
 
 
 def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
-    """Say what is about to be tried; nothing for a search that trains nothing and takes no time.
-    ``is_resumed``: recorded trials take no time, and are counted here all the same.
-    """
+    """Say what is about to be tried, if it takes time; ``is_resumed``: part of it is recorded."""
     question = planned.question
     if question.simulated:
         return ()
@@ -230,9 +222,7 @@ def capacity_text(
 def memory_only_text(
     question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True
 ) -> str:
-    """A length by memory-only proof: ``643,072* memory-only``. ``none`` where the capacity itself
-    is the longest that fit.
-    """
+    """A memory-only length, ``643,072* memory-only``; ``none``: the capacity is the longest."""
     if answer is None or answer.memory_only is None:
         return none
     return f"{length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
@@ -275,9 +265,7 @@ _LIMITS: dict[Limit, str] = {
 
 
 def answer_table(study: Study) -> TextTable:
-    """The final table: for each cell its capacity, and what ended the search above it. The other
-    figures are those at the capacity.
-    """
+    """The final table: each cell's capacity with its figures, and what ended the search."""
     question = study.question
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
@@ -317,9 +305,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
 
 
 def _answer_row(cell: Cell, study: Study) -> tuple[str, ...]:
-    """The row of a cell; without an answer that trials bear out, the longest length that fit so
-    far, ``≥36,864``, is at most its capacity.
-    """
+    """The row of a cell; without a proven answer the longest that fit so far, ``≥36,864``."""
     question, answer = study.question, study.answer_of(cell)
     if answer is None:
         trained, memory_only = (
@@ -440,9 +426,7 @@ def published_line(question: Question, cell: Cell, answer: CellAnswer | None) ->
 
 
 def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -> tuple[str, ...]:
-    """Notes on what a cell's line, a number alone, does not say: that a longer length may fit, that
-    shorter ones than 0 says were not tried, or why there is no line.
-    """
+    """Notes on what a cell's line, a number alone, does not say, or why there is no line."""
     label = f"{plain(question.model.name)}, {cell.label_on(question.device)}"
     if answer is None or answer.capacity_tokens is None:
         why = "it has no answer" if answer is None else plain(answer.reason)

@@ -85,9 +85,7 @@ def _anew(study: Study) -> tuple[str, ...]:
 
 
 def resumed(study: Study) -> tuple[str, ...]:
-    """The command of a study, for the file that was read. Another name, or none, could start
-    another search from nothing.
-    """
+    """The command of a study, for the file that was read: another name could start anew."""
     typed = study.command
     if study.path is None or typed[:1] != ("highwater",):  # the other program has no such flag
         return typed
@@ -176,9 +174,7 @@ def _place(asked: TrialSpec | Question, layout: Sequence[str]) -> tuple[str, ...
 
 
 def _setting_flags(rungs: Sequence[Settings], foreign: ForeignTrainer | None) -> tuple[str, ...]:
-    """Flags that all rungs share and that who trains can be told. Allocator and loss are among them
-    only where they are the same on all: the ladder has the others.
-    """
+    """Flags of settings that all rungs share; the ladder has allocators and losses that differ."""
     apart = (name for name in ("allocator", "loss") if len({getattr(r, name) for r in rungs}) > 1)
     refused = () if foreign is None else FOREIGN[foreign.trainer].refused(DECLARED)
     return setting_flags(rungs[0], but_not={*apart, *refused})
@@ -235,9 +231,7 @@ def _without(words: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _typed(word: str) -> str:
-    """A word for a shell. What lies in your own home directory begins with ``~``, which the shell
-    fills in.
-    """
+    """A word for a shell; a path in your home begins with ``~``, which the shell fills in."""
     home, path = Path(os.environ.get("HOME", "~")), Path(word)
     if home.is_absolute() and home != Path("/") and home in path.parents:
         return f"~/{shlex.quote(str(path.relative_to(home)))}"
@@ -261,9 +255,7 @@ _LEAST_FRAGMENTED = 50
 
 
 def request_line(result: TrialResult, settings: Settings, layout: Layout) -> str | None:
-    """``forward: no room for 17.97 GiB of logits; ...``, of the rank that ran out first; None where
-    none did, or where nobody knows what was alive.
-    """
+    """The rank that ran out first: ``forward: no room for 17.97 GiB of logits``; None: unknown."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or failure.alive is None:
         return None
@@ -290,9 +282,7 @@ def brief(reason: str) -> str:
 
 
 def requested_bytes(result: TrialResult) -> int | None:
-    """The request that had no room, as the engine counted it; of older studies, which did not, as
-    the allocator's message has it. None where no rank ran out of a GPU's memory.
-    """
+    """The request that had no room, by the engine's count or an older message; None: no rank."""
     failure = result.first_failed.failure if result.first_failed else None
     if failure is None or result.outcome is not Outcome.OUT_OF_MEMORY:
         return None

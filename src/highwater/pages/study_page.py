@@ -44,10 +44,9 @@ FORMS = (".html", ".md", ".csv", ".json")
 
 
 def write_report(path: str | Path, report: StudyReport) -> Path:
-    """Write a report into a new file, in the form that its name ends with.
-
-    It is a page that needs nothing else, Markdown, the trials, or everything. Raises HighwaterError
-    for a file that is there already or cannot be written, and for other names.
+    """Write a report into a new file, in the form that its name ends with. It is a page that needs
+    nothing else, Markdown, the trials, or everything. Raises HighwaterError for a file that is
+    there already or cannot be written, and for other names.
     """
     path = Path(path)
     check_report_file(path)
@@ -63,9 +62,7 @@ def report_text(report: StudyReport, form: str) -> str:
 
 
 def check_report_file(path: Path) -> None:
-    """Raise UsageError for a name of no form, and for a file that is there. Nothing that a user has
-    is overwritten.
-    """
+    """Raise UsageError for a name of no form, and for a file that is there already."""
     if path.suffix not in FORMS:
         raise UsageError(
             f"{path} ends in none of {', '.join(FORMS)}", hint="for example `-o report.html`"
@@ -295,9 +292,7 @@ def _is_foretold(report: StudyReport) -> bool:
 
 
 def predicted_cells(report: StudyReport) -> TextTable:
-    """A table of each cell's capacity beside what was predicted of it: by the formula of today, and
-    by what was asked before its trials.
-    """
+    """A table of each cell's capacity beside its predictions, of today and before its trials."""
     today, label = "predicted by today's formula", report.label
     return table_of(
         f"longest length of each cell: predicted, and {label}",
@@ -328,9 +323,7 @@ def _tokens(cell: CellReport, path: str) -> str:
 
 
 def file_and_folder(path: str) -> str:
-    """A file's name, then its folder, however it was typed. The folder is as seen from here, or
-    from your own home directory without its name.
-    """
+    """A file's name, then its folder as seen from here, or from your home as ``~``."""
     name, folder = Path(path).name, Path(path).parent.resolve()
     home, root = Path(os.environ.get("HOME", "~")).resolve(), Path("/")
     # the later of equal ones: a home of `/` is nobody's

@@ -48,8 +48,7 @@ OUTCOMES: dict[Outcome | None, str] = {
 }
 
 Judgement = Literal["inside", "below", "above", "ran out, as the upper end allows", "unknown"]
-"""A measured figure beside its predicted interval. Of a trial that ran out only more than its limit
-is known."""
+"""A measured figure beside its interval; a trial that ran out has only a lower bound."""
 
 
 class TrialReport(Record, frozen=True, kw_only=True):
@@ -77,8 +76,7 @@ class TrialReport(Record, frozen=True, kw_only=True):
     """Peak reserved; on the CPU the largest data segment."""
     device_used_bytes: int | None = None
     requested_bytes: int | None = None
-    """The request that had no room, of the rank that ran out first; None: none was, or nobody
-    knows."""
+    """The request that had no room, of the rank that ran out first; None: none, or unknown."""
     limit_bytes: int | None = None
     """Limit of one GPU: the budget, or else the card."""
     headroom_bytes: int | None = None
@@ -216,23 +214,58 @@ def study_report(study: str | Path | Study) -> StudyReport:
     beside the study; of those that are there the last lines are taken. Nothing is run. Raises
     StudyError for a file that is no study, or is damaged.
     """
-    read = study if isinstance(study, Study) else read_study(Path(study))
+    return assembled(study if isinstance(study, Study) else read_study(Path(study)), _log_of)
 
-    def log_of(result: TrialResult) -> LogEnd:
-        first = result.first_failed
-        failure = None if first is None else first.failure
-        said = "" if failure is None else failure.text.partition("\n")[0]
-        return log_end(result.log_path, read.path, said=said)
 
-    return assembled(
-        read, predictions=predictions_of(read), beginning=_beginning(read), log_of=log_of
+def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> StudyReport:
+    """Make the report of a study as it was read; ``log_of`` finds the end of a trial's log."""
+    predictions, beginning = predictions_of(study), _beginning(study)
+    logs = {
+        number: log_of(study, trial.result)
+        for number, trial in enumerate(study.trials, 1)
+        if trial.result is not None and not trial.result.outcome.is_fit
+    }
+    study = from_builtins(_hidden(to_builtins(study)), Study)
+    if beginning is not None:
+        beginning = msgspec.structs.replace(
+            beginning, predictions=tuple(map(without_secrets, beginning.predictions))
+        )
+    pairs = enumerate(zip(study.trials, predictions.trials, strict=True), 1)
+    trials = tuple(_trial(study, number, *pair) for number, pair in pairs)
+    results = [trial.result for trial in study.trials if trial.result is not None]
+    numbered: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
+    for number, trial in enumerate(study.trials, 1):
+        numbered.setdefault(trial.cell, []).append((number, trial))
+    return StudyReport(
+        label=study.question.figures,
+        is_complete=study.complete,
+        versions=study.versions,
+        device_names=tuple(
+            dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)
+        ),
+        cells=tuple(
+            _cell(study, cell, numbered.get(cell, ()), predicted, beginning)
+            for cell, predicted in zip(study.question.cells, predictions.cells, strict=True)
+        ),
+        trials=trials,
+        failures=tuple(_failures(study, trials, logs)),
+        predictions=predictions,
+        beginning=beginning,
+        commands=commands(study),
+        study=study,
     )
 
 
+def _log_of(study: Study, result: TrialResult) -> LogEnd:
+    """The end of a trial's log."""
+    first = result.first_failed
+    failure = None if first is None else first.failure
+    said = "" if failure is None else failure.text.partition("\n")[0]
+    return log_end(result.log_path, study.path, said=said)
+
+
 def _beginning(study: Study) -> Beginning | None:
-    """The prediction that the search was given; None: the formula. It is what was recorded of each
-    cell; of schema 1 the prediction that the command names, as it is now.
-    """
+    """The prediction that the search was given, as recorded or as its file is; None: formula."""
     recorded = [each for each in study.expectations if each.prediction != "formula"]
     device = study.question.device
     if recorded:
@@ -258,57 +291,8 @@ def _beginning(study: Study) -> Beginning | None:
     return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
-def assembled(
-    study: Study,
-    *,
-    predictions: Predictions,
-    beginning: Beginning | None = None,
-    log_of: Callable[[TrialResult], LogEnd],
-) -> StudyReport:
-    """Make the report of a study as it was read, finished or not. ``log_of`` finds the end of a
-    trial's log.
-    """
-    logs = {
-        number: log_of(trial.result)
-        for number, trial in enumerate(study.trials, 1)
-        if trial.result is not None and not trial.result.outcome.is_fit
-    }
-    study = from_builtins(_hidden(to_builtins(study)), Study)
-    if beginning is not None:
-        beginning = msgspec.structs.replace(
-            beginning, predictions=tuple(map(without_secrets, beginning.predictions))
-        )
-    pairs = enumerate(zip(study.trials, predictions.trials, strict=True), 1)
-    trials = tuple(_trial(study, number, *pair) for number, pair in pairs)
-    results = [trial.result for trial in study.trials if trial.result is not None]
-    numbered: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
-    for number, trial in enumerate(study.trials, 1):
-        cell = Cell(layout=trial.spec.layout, settings=trial.spec.settings)
-        numbered.setdefault(cell, []).append((number, trial))
-    return StudyReport(
-        label=study.question.figures,
-        is_complete=study.complete,
-        versions=study.versions,
-        device_names=tuple(
-            dict.fromkeys(rank.device_name for r in results for rank in r.ranks if rank.device_name)
-        ),
-        cells=tuple(
-            _cell(study, cell, numbered.get(cell, ()), predicted, beginning)
-            for cell, predicted in zip(study.question.cells, predictions.cells, strict=True)
-        ),
-        trials=trials,
-        failures=tuple(_failures(study, trials, logs)),
-        predictions=predictions,
-        beginning=beginning,
-        commands=commands(study),
-        study=study,
-    )
-
-
 def _hidden(value: object) -> object:
-    """A study's values without what looks like a secret in reasons, failures, commands and paths;
-    what names a trial has no room for one.
-    """
+    """A study's values without what looks like a secret; names of trials have no room for one."""
     match value:
         case str():
             return without_secrets(value)
@@ -335,7 +319,7 @@ def _trial(
     spec, result = recorded.spec, recorded.result
     started = TrialReport(
         number=number,
-        cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
+        cell=recorded.cell.label_on(study.question.device),
         rung=short_settings(spec.settings),
         **{name: getattr(spec.layout, name) for name in _OF_A_LAYOUT},
         length_tokens=spec.length_tokens,
@@ -376,9 +360,7 @@ def _trial(
 
 
 def judged(trial: TrialReport) -> Judgement:
-    """Judge where the measured memory lies beside the interval. Of a trial that ran out it is known
-    only that it needed more than its limit.
-    """
+    """Judge where the measured memory lies; a trial that ran out needed more than its limit."""
     around = None if trial.predicted is None else trial.predicted.interval
     if around is None or trial.outcome is None:
         return "unknown"

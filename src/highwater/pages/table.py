@@ -19,13 +19,7 @@ from typing import Any, TypeVar
 from rich.cells import cell_len
 
 from highwater.pages.text import INDENT, escaped, folded, hanging, pieces, plain
-from highwater.units import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import format_bytes, format_rate, format_seconds, format_share, format_tokens
 
 Row = TypeVar("Row")
 Column = tuple[str, str | Callable[[Row], str]]
@@ -53,9 +47,7 @@ def table_of(
     footnotes: Iterable[str] = (),
     names: int = 3,
 ) -> TextTable:
-    """A table with a row for each record; a column that is None is left out. The first ``names``
-    are aligned left.
-    """
+    """A table with a row for each record; columns of None are left out, ``names`` aligned left."""
     shown = [column for column in columns if column is not None]
     return TextTable(
         title=title,
@@ -81,9 +73,7 @@ _UNITS: dict[str, Callable[[Any], str]] = {
 
 
 def field_text(record: object, path: str) -> str:
-    """A field by the unit that its name ends with, ``peak_bytes`` or ``step.time_s``; ``-`` where
-    it, or what it is a field of, is None.
-    """
+    """A field by its name's unit, ``peak_bytes`` or ``step.time_s``; ``-`` for None on the path."""
     value = record
     for name in path.split("."):
         value = None if value is None else getattr(value, name)
@@ -96,9 +86,7 @@ def field_text(record: object, path: str) -> str:
 def values_table(
     title: str, lines: Iterable[str], *, columns: tuple[str, ...] = ("what", "value")
 ) -> TextTable:
-    """A table of lines like ``GPUs: 4 x H20``: names, and what each of them is; one that is nothing
-    is left out.
-    """
+    """A table of lines like ``GPUs: 4 x H20``; a line whose value is empty is left out."""
     rows = [(name, value) for name, _, value in (line.partition(": ") for line in lines) if value]
     return TextTable(title=title, columns=columns, rows=tuple(rows), left_columns=2)
 
@@ -194,9 +182,7 @@ class _DrawnColumn:
     """True of the first, which names the rows."""
 
     def lines(self, cell: str, width: int) -> list[str]:
-        """A cell in lines; those of a name are indented from the second on, so that each row is
-        seen to begin.
-        """
+        """A cell in lines; a name's second line on is indented, so that rows are seen to begin."""
         return hanging(cell, width) if self.is_name else folded(cell, width)
 
 
@@ -222,9 +208,7 @@ def _are_figures(cells: Sequence[str]) -> bool:
 
 
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Draw the table in the form that takes the fewest lines, with whole names if they do not take
-    many more.
-    """
+    """Draw in the form of fewest lines, with whole names if they do not take many more."""
     whole = [_whole_width(column) for column in columns]
     if _taken(whole) <= width:
         return _side_by_side(columns, whole)
@@ -254,9 +238,7 @@ def _whole_width(column: _DrawnColumn) -> int:
 
 
 def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
-    """The narrowest that cells of one line, of two lines, and so on allow, the heading broken as
-    well.
-    """
+    """Narrowest widths with cells of at most one line, two lines, and so on."""
     texts = (column.heading, *column.cells)
     least = max((cell_len(piece) for text in texts for piece in pieces(text)), default=0)
     whole = _whole_width(column)
@@ -274,9 +256,7 @@ def _narrowest_by_height(column: _DrawnColumn) -> list[int]:
 
 
 def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
-    """Say columns after the first whose text is the same in every row in a line of their own. ``in
-    every row: GPUs 4; by predicted``.
-    """
+    """Move columns that all rows share into a line: ``in every row: GPUs 4; by predicted``."""
     cells = list(zip(*table.rows, strict=True))
     shared = [index for index in range(1, len(cells)) if len(set(cells[index])) == 1]
     if not shared or len(table.rows) <= 1:
@@ -340,9 +320,7 @@ def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int
 
 
 def _side_by_side(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> _Drawn:
-    """The headings, broken where a column is narrower, above a rule; each row in as many lines as
-    its highest cell has.
-    """
+    """Headings above a rule; each row has as many lines as its highest cell."""
     are_left = [column.is_left for column in columns]
     paired = list(zip(columns, widths, strict=True))
     headings = [folded(column.heading, width) for column, width in paired]
@@ -398,9 +376,7 @@ def _blocks(columns: Sequence[_DrawnColumn], needed: Sequence[int], width: int) 
 
 
 def _groups(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
-    """Each name on a line of its own, and below it, indented, the other columns of its rows and of
-    those after it that have none.
-    """
+    """Each name on a line of its own, and indented below it the columns of its rows."""
     first, second, *others = columns
     rest = _drawn([replace(second, is_name=True), *others], width - len(INDENT))
     rows = [

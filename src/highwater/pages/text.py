@@ -12,8 +12,7 @@ import unicodedata
 from rich.cells import cell_len
 
 _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories that a terminal may act upon. They are controls, invisible formatting,
-surrogates and line separators."""
+"""Unicode categories a terminal may act upon: controls, invisible ones, surrogates, line ends."""
 
 
 def plain(text: str) -> str:
@@ -32,9 +31,7 @@ def plain_lines(text: str) -> str:
 
 
 def plain_json(text: str) -> str:
-    """A JSON document, indented or not, without characters that a terminal would act upon. It stays
-    JSON, and has the same values when it is read.
-    """
+    """JSON of the same values without characters that a terminal would act upon."""
     return "".join(
         _escaped_in_json(character)
         if character != "\n" and unicodedata.category(character) in _UNSAFE
@@ -60,8 +57,7 @@ _PIECE = re.compile(
     r"(?:\+ )?(?:`[^`]*`|\S)+"
     r"(?:(?<=\d) (?:[KMGT]iB|ms|s|%|GPUs?|tokens?)(?!\w)\S*|(?<=\d[hm]) \d\d[ms](?!\w)\S*)?"
 )
-"""Text kept on one line: a word, a figure with its unit, a time, a command in backticks, and a
-plus with what it adds."""
+"""Text kept on one line: a word, a figure with unit, a time, code, a plus and its addend."""
 _BREAKS_AFTER = "/_-=,;:.&?"
 """Characters after which a word that is longer than a line is broken rather than elsewhere."""
 

@@ -53,9 +53,7 @@ def check_log_directory(directory: Path) -> None:
 
 
 def check_checkpoint_directory(directory: Path, needed: CheckpointBytes) -> None:
-    """Write a test file in the directory, made if need be, and compare the free space with what a
-    trial saves. UsageError if it cannot be written, MachineError if there is too little room.
-    """
+    """Refuse a directory that cannot be written, made if need be, or lacks room for a trial."""
     try:
         _write_in(directory)
     except OSError as error:
@@ -99,9 +97,7 @@ def _too_little(
 
 
 def check_new_file(path: Path, *, flag: str, name: str) -> None:
-    """Raise UsageError for a file that exists already or cannot be written. The hint tells how to
-    make a missing folder, or offers a free name like ``name``.
-    """
+    """Refuse a file that is there or cannot be written; the hint has a free name like ``name``."""
     try:
         path.touch(exist_ok=False)
         path.unlink()

@@ -45,10 +45,7 @@ class JournalFile:
         self._size = size
 
     def append(self, line: bytes) -> None:
-        """Append one line and wait until it is on the disk; if that fails the file is as before.
-        Raises MachineError when that fails, StudyError if the file is not as this process left
-        it.
-        """
+        """Append a line, and wait for the disk. MachineError: it failed; StudyError: it changed."""
         what = self._touched()
         if what is not None:
             raise self._lost(what, line)

@@ -46,9 +46,7 @@ from highwater.units import format_tokens
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Two outcomes that no monotone law gives: ``failed_index`` did not fit; ``fit_index``, which
-    takes no less, did.
-    """
+    """``failed_index`` did not fit, and ``fit_index`` did, which takes no less: no law gives it."""
 
     failed_index: int
     fit_index: int
@@ -59,9 +57,7 @@ def contradictions(
     failed: Collection[int],
     packed: Callable[[int], int] = lambda index: index,
 ) -> tuple[Contradiction, ...]:
-    """Every index that did not fit beside the closest at or above it that did, with no fewer packed
-    tokens; lowest first.
-    """
+    """Indices that did not fit, each with the closest above that did and packs no fewer tokens."""
     found: list[Contradiction] = []
     for index in sorted(failed):
         above = (each for each in sorted(fit) if each >= index and packed(each) >= packed(index))
@@ -74,9 +70,7 @@ def contradictions(
 def unsupported(
     question: Question, answer: CellAnswer, trials: Iterable[RecordedTrial]
 ) -> str | None:
-    """Say why the trials of its cell do not bear out an answer; None when they do. The trials are
-    those that were there when the answer was given, as they were then.
-    """
+    """Say why an answer's ``trials``, as they then were, do not bear it out; None: they do."""
     return next(_gaps(question, answer, _shown(question, answer, trials)), None)
 
 
@@ -314,9 +308,7 @@ class JournalContent:
         self._expectations: dict[Cell, Expectation] = {}
 
     def add(self, line: Line) -> None:
-        """Add one line. A trial that started again after an interruption keeps its place. Raises
-        ValueError for the end of a trial that never started.
-        """
+        """Add one line; a restarted trial keeps its place. ValueError for an end of no start."""
         match line:
             case OpenedLine():
                 self.opened = line
@@ -342,7 +334,7 @@ class JournalContent:
         trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
         self._keys[line.spec_key] = line.spec.key
         key = (line.spec.key, line.attempt, line.repeat)
-        for trials in (self._trials, self._trials_of.setdefault(_cell_of(trial), {})):
+        for trials in (self._trials, self._trials_of.setdefault(trial.cell, {})):
             trials.setdefault(key, trial)
 
     def _finish(self, line: FinishedLine) -> None:
@@ -352,7 +344,7 @@ class JournalContent:
         before = self._trials[key]
         limit_s = self.question.timeout_s
         trial = msgspec.structs.replace(before, result=line.result, timeout_s=limit_s)
-        cell = _cell_of(trial)
+        cell = trial.cell
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:
                 del trials[key]  # run again: it moves to the end
@@ -427,10 +419,6 @@ class JournalContent:
             "expectations": tuple(expected[cell] for cell in cells if cell in expected),
             "environments": self.environments,
         }
-
-
-def _cell_of(trial: RecordedTrial) -> Cell:
-    return Cell(layout=trial.spec.layout, settings=trial.spec.settings)
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:

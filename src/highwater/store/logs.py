@@ -54,9 +54,7 @@ def log_end(log_path: str | None, study_path: str | None, *, said: str = "") -> 
 
 
 def _places(log_path: Path, study_path: str | None) -> Iterator[Path]:
-    """Yield paths where a log may be: as recorded, and beside the study, which may have been moved
-    with its logs, in the model's folder or above it.
-    """
+    """Paths where a log may be: as recorded, or beside a study that moved, in its folders."""
     yield log_path
     parts = log_path.parts
     start = next((index for index, part in enumerate(parts) if _FOLDER.fullmatch(part)), None)
@@ -131,9 +129,7 @@ def _step(part: Path) -> tuple[int, str]:
 
 
 def snapshot_lines(spec: TrialSpec, result: TrialResult, profiling: Profiling) -> Iterator[str]:
-    """Yield, for each recorded part of the trial, how many ranks wrote a snapshot and which did
-    not; then which ranks ended before they could write one.
-    """
+    """Yield, by part of a trial, the ranks that wrote a snapshot, and those that could not."""
     if result.log_path is None:
         return
     folder = snapshot_folder(Path(result.log_path))

@@ -37,11 +37,7 @@ _NAMED = ("actor", "saver", "evaluator", "recover", "stats_logger")
 
 
 def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write a whole file, but for the data.
-
-    Raises UsageError where no GPUs are set aside, since AReaL's rollout has its own, and for an
-    alpha that is no whole number.
-    """
+    """Write a whole file, but for the data. UsageError without GPUs set aside for its rollout."""
     if not found.rollout_gpus:
         raise UsageError(
             "AReaL's rollout has GPUs of its own, and none are set aside",

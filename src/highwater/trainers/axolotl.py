@@ -36,13 +36,12 @@ from highwater.trainers.emitted import (
 from highwater.trainers.files import (
     DOCUMENTS,
     Finetuner,
-    FinetunerFiles,
     FinetunerTrial,
     FineTuning,
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.19.0"
@@ -51,8 +50,7 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {
     "adamw": "adamw_torch_fused",
     "adamw-8bit": "adamw_torch_8bit",
 }
-"""``optimizer`` by optimizer: the second is torchao's, which FSDP2 shards; it refuses the 8-bit
-ones of bitsandbytes."""
+"""``optimizer`` by optimizer: the second is torchao's; FSDP2 does not shard bitsandbytes'."""
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 _NARROW = (
@@ -76,8 +74,7 @@ _SHARDING = (
     *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
     *("final_state_dict_type", "version", "sharding_strategy"),
 )
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
+"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _SFT = "leave it out: trials are of its supervised training"
 _BY_COMMAND = (
     "leave it out, or start it yourself: `--trainer command --command 'axolotl train base.yaml "
@@ -250,12 +247,12 @@ class _Axolotl(Finetuner):
 
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """FSDP's section over the user's own, and one of both recomputes; on the CPU no FSDP."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
-            return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
+            return TrialFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
         usual, settings = Settings(), launched.spec.settings
         ours: dict[str, Any] = config["fsdp_config"]
         if config.get("load_in_4bit"):
@@ -274,7 +271,7 @@ class _Axolotl(Finetuner):
         own = {"fsdp_config": {**ours, **kept}}
         # as the user's file has it: a mode of Axolotl's own, too
         own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
-        return FinetunerFiles({**config, **own})
+        return TrialFiles({**config, **own})
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
         """Its own command, without the launcher's file that ``accelerate config`` may have left."""
@@ -305,9 +302,7 @@ def _packs(cell: Cell) -> bool:
 
 
 def _fused_values(training: FineTuning) -> dict[str, Value]:
-    """The loss that never holds whole logits; nothing where none was asked for, or none is there.
-    Of a family that Liger does not know Axolotl would patch any, some of them wrongly.
-    """
+    """The loss without whole logits, of known families: Axolotl would patch others wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
         return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):

@@ -122,9 +122,7 @@ class Dialect(NamedTuple):
     def _heading(
         self, found: Recommendation, chosen: Candidate, logits_bytes: int | None
     ) -> list[str]:
-        """Say what the configuration is, and who says that it fits; of a trainer that is not
-        predicted what the predicted one takes, and nothing of fitting.
-        """
+        """Say what the configuration is, and who says that it fits, or what it is compared with."""
         rollout = f", {found.rollout_gpus} more for rollout" if found.rollout_gpus else ""
         title = (
             f"{self.name} {self.version}: {found.model_name}, {format_tokens(found.length_tokens)} "
@@ -153,9 +151,7 @@ class Dialect(NamedTuple):
     def other_objective(
         self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
     ) -> str | None:
-        """Say that the trainer lacks this objective, and which it has; None where it has it.
-        ``is_written``: it may have others, which nobody wrote a configuration for yet.
-        """
+        """Say that the trainer lacks the objective, and which it has; None where it has it."""
         if objective in known:
             return None
         has = ", ".join(known)
@@ -164,9 +160,7 @@ class Dialect(NamedTuple):
         return f"{self.name} trains {has}, not {objective}"
 
     def refuse_optimizer(self, settings: Settings, known: Collection[OptimizerName]) -> None:
-        """Raise UsageError for an optimizer that the trainer does not have, and for parameters that
-        are rounded at random, which no other trainer has.
-        """
+        """Refuse an optimizer the trainer lacks, and parameters rounded at random."""
         is_narrow = settings.parameters != "float32"
         if not is_narrow and settings.optimizer in known:
             return
@@ -262,9 +256,7 @@ Obstacle = Callable[[Objective, Layout], str | None]
 
 
 def refuse_obstacle(cell: Cell, obstacle: Obstacle) -> None:
-    """Raise UsageError for what a trainer cannot train, with every way to change as little of it as
-    will do: degrees to 1, or the objective to ``sft``.
-    """
+    """Raise UsageError for what a trainer cannot train, with the smallest changes that will do."""
     asked, layout = cell.settings.objective, cell.layout
     problem = obstacle(asked, layout)
     if problem is None:
@@ -425,9 +417,7 @@ def unfused(cell: Cell, why: str) -> tuple[str, ...]:
 
 
 def whole_logits_bytes(chosen: Candidate, shape: ModelShape | None) -> int | None:
-    """Bytes of a GPU that the logits of its share of a micro-batch take, whole; None of a model
-    that is not here, and of an objective without any.
-    """
+    """Bytes of a GPU's logits of a micro-batch, whole; None without a model here, or logits."""
     if shape is None or chosen.cell.settings.traits.gives_scalars:
         return None
     return _ELEMENT_BYTES * shape.vocab_size * chosen.token_budget_tokens

@@ -44,6 +44,7 @@ from highwater.trainers.foreign import (
     ForeignCommand,
     HasFlash,
     OwnFile,
+    TrialFiles,
     TrialHome,
     TrialStart,
     own_file,
@@ -119,19 +120,8 @@ class FinetunerTrial(NamedTuple):
         return self.spec.settings.recompute != Settings().recompute
 
 
-class FinetunerFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
-
-    config: dict[str, Any]
-    beside: Mapping[str, Any] = MappingProxyType({})
-    """Files that it names, by name: JSON, or YAML by their names' ends."""
-    notes: tuple[str, ...] = ()
-
-
 class Finetuner(ABC):
-    """One of these trainers: how its configuration is emitted, and how a trial of it is written and
-    started.
-    """
+    """A trainer: how its configuration is emitted, how a trial of it is written and started."""
 
     name: ClassVar[ForeignName]
     words: ClassVar[Dialect]
@@ -147,8 +137,7 @@ class Finetuner(ABC):
     yarn: ClassVar[str | None] = None
     """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
     left_out: ClassVar[Collection[str]]
-    """The user's fields about data, reports and checkpoints, of which a trial has its own or none;
-    ``*`` stands for any end."""
+    """The user's fields on data, reports and checkpoints, left out; ``*`` stands for any end."""
     ends: ClassVar[Mapping[str, Any]]
     """The last fields of every trial: no evaluation, no checkpoint, each step in the log."""
     refused: ClassVar[Mapping[str, str]]
@@ -169,11 +158,7 @@ class Finetuner(ABC):
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """A whole file, but for the data.
-
-        Raises UsageError for an objective other than ``sft``, and for a layout, an optimizer or
-        adapters that the trainer does not have.
-        """
+        """A whole file, but for the data; UsageError for what the trainer does not have."""
         cell = chosen.cell
         self.refuse_untrainable(cell)
         shape = shape_here(found, model_path)
@@ -246,7 +231,7 @@ class Finetuner(ABC):
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """The files from all fields together, where some exclude each other."""
 
     @abstractmethod
@@ -254,11 +239,8 @@ class Finetuner(ABC):
         """The command of a trial, by the words of its program."""
 
 
-def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> FinetunerFiles:
-    """The files of one trial, over the user's own fields.
-
-    Raises UsageError for what the trainer is not tried with, by name, and what is instead.
-    """
+def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
+    """The files of a trial, over the user's; UsageError, with another way, for the untried."""
     _refuse_untried(trainer, launched)
     _refuse_base(trainer, base)
     emitted = _emitted(trainer, launched)
@@ -363,10 +345,7 @@ def trial_start(trainer: Finetuner) -> TrialStart:
 def _prepare(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome
 ) -> ForeignCommand:
-    """The command of a trial, whose files are written into its folder.
-
-    Raises HighwaterError for what the trainer cannot be told, and where nothing can be prepared.
-    """
+    """The command of a trial, with its files written; HighwaterError for what cannot be told."""
     check_finetuner(trainer, spec, foreign, home.has_flash)
     folder = home.folder
     words = foreign.command or (trainer.program,)
@@ -403,10 +382,7 @@ def _prepare(
 def check_finetuner(
     trainer: Finetuner, spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash
 ) -> tuple[str, ...]:
-    """Notes for readers of such trials, before the first one.
-
-    Raises HighwaterError for what the trainer cannot be told, and where it is not here.
-    """
+    """Notes of such trials for readers; HighwaterError for a trainer not here or not told so."""
     program = (foreign.command or (trainer.program,))[0]
     files = trial_files(
         trainer,

@@ -93,12 +93,17 @@ class OwnFile(NamedTuple):
     """Fields of accelerate's file, which it names."""
 
 
-def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
-    """The user's own configuration of a trainer.
+class TrialFiles(NamedTuple):
+    """The files of a trial, and what a reader should know of them."""
 
-    Raises UsageError, with this hint, for a file that cannot be read, or is no YAML of named
-    fields.
-    """
+    config: dict[str, Any]
+    beside: Mapping[str, Any] = MappingProxyType({})
+    """Files that it names, by name: JSON, or YAML by their names' ends."""
+    notes: tuple[str, ...] = ()
+
+
+def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
+    """The user's own configuration; UsageError, with this hint, for what is no YAML of fields."""
     content = base_config(foreign)
     if content is None or foreign.base_config_path is None:
         return OwnFile()
@@ -107,10 +112,7 @@ def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
 
 
 def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
-    """The fields in a file's content.
-
-    Raises UsageError, with this hint, for what is no YAML or has no fields.
-    """
+    """The fields in a file's content; UsageError, with this hint, for what has none."""
     try:
         read: Any = yaml.safe_load(content)
     except yaml.YAMLError as error:

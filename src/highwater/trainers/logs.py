@@ -40,7 +40,7 @@ _PREFIX = re.compile(
     r"|\[(?![^\]]*(?:WARN|ERROR|CRIT|FATAL))"
     rf"(?![^\].]*{OF_ANOTHER_TIME})[A-Za-z][^\[\]]{{0,60}}\]:? ?"
     r"|(?P<host>(?=[\w.-]*\d)(?![\w.-]*(?:Error|Exception|Exit|Interrupt|step|epoch|iter|loss))"
-    r"[\w.-]{1,64})(?: *\| |:[ \t])",
+    r"[\w.-]{1,64})(?: *\| |:[ \t])"
 )
 """A process's name or a time at the start of a line. A host's name has a digit; any other is known
 by the traceback before which it stands."""
@@ -105,9 +105,7 @@ def _line(raw: str) -> LogLine:
 
 
 def _other_prefixes(lines: Sequence[LogLine]) -> re.Pattern[str] | None:
-    """Find what stands before a traceback's first line and one after it, whatever its numbers, and
-    before every line of a log that has a few, the states of a bar aside.
-    """
+    """Find prefixes of tracebacks, whatever their numbers, and of all lines of a log."""
     found: dict[str, None] = {}
     for at, line in enumerate(lines):
         before = _BOX.sub("", line.text.partition(TRACEBACK[:-1])[0])
@@ -311,9 +309,7 @@ def _matched(lines: Sequence[LogLine], pattern: str, steps: int) -> Iterator[_Ma
 
 
 def _usual(lines: Sequence[LogLine], steps: int) -> Iterator[_Mark]:
-    """Lines of the usual kinds. Each process may print a step's dictionary; and where there are
-    some, a bar without a description may be of anything.
-    """
+    """Lines of the usual kinds; a bar without a description counts only without dictionaries."""
     dictionaries: defaultdict[str, set[str]] = defaultdict(set)
     has_dictionaries = any(_HF_STEP.search(line.text) for line in lines)
     first, is_resumed = None, False

@@ -41,9 +41,7 @@ class Emit(Protocol):
     def __call__(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
     ) -> Emitted:
-        """Make the configuration of a recommendation whose chosen rung is ``chosen``. Raises
-        UsageError for what the trainer has no words for.
-        """
+        """The configuration of a recommendation's rung ``chosen``; UsageError where words lack."""
         ...
 
 
@@ -102,9 +100,7 @@ def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> N
 
 
 def refuse_drafts(target: Target, draft: Recommendation, *, model: str) -> None:
-    """Raise UsageError where a trainer has no words for any candidate of a recommendation that
-    nobody has predicted yet: the one for the simplest.
-    """
+    """Refuse unpredicted candidates unless the trainer has words for one, as for the simplest."""
     refused: UsageError | None = None
     for each in draft.candidates:
         try:
@@ -219,8 +215,7 @@ def named(cell: Cell) -> dict[str, object]:
 
 LAUNCH, CHECK = "launch.sh", "CHECK.md"
 _NEEDED = {"MODEL_PATH": "the directory of the model", "DATASET": "where prompts come from"}
-"""Variables that a configuration may read, and what they are; a quote would begin a text of bash's
-there."""
+"""Variables that a configuration may read, explained; a quote would begin a text of bash's."""
 _FOLDERS = 1000
 """Free names that are looked for."""
 
@@ -228,9 +223,7 @@ _FOLDERS = 1000
 def launch_script(
     emitted: Emitted, *, file: str, said: Sequence[str], before: Sequence[str]
 ) -> str:
-    """The script that starts the training, from wherever it is called: its words are handed on.
-    ``said`` stands above it; ``before`` are lines that run before the training.
-    """
+    """The script that starts a training from anywhere, below what is ``said``, after ``before``."""
     is_script = emitted.text.startswith("#!")
     command = f'bash {file} "$@"' if is_script else f'{emitted.command} "$@"'
     read = f"{emitted.text}{emitted.command}"
@@ -262,10 +255,9 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
-    """Write the files into a folder, which is made where there is none; the paths of all.
-
-    Raises UsageError where one is there with another content, and MachineError where writing
-    fails: nothing new is left then.
+    """Write the files into a folder, which is made where there is none; the paths of all. Raises
+    UsageError where one is there with another content, and MachineError where writing fails:
+    nothing new is left then.
     """
     refuse_no_folder(folder)
     others = [

@@ -109,11 +109,7 @@ def train() -> TransformersBackendConfig:
 def torchtitan(
     found: Recommendation, chosen: Candidate, *, model_path: str | None = None
 ) -> Emitted:
-    """Write a module with a function that returns the configuration.
-
-    Raises UsageError for objectives other than ``sft``, for copies that share sequences, and for
-    adapters that it cannot have.
-    """
+    """Write a module with the configuration's function; UsageError for what it cannot have."""
     cell, settings = chosen.cell, chosen.cell.settings
     refuse_obstacle(
         cell,
@@ -158,9 +154,7 @@ the most it holds 3 GiB of logits of a vocabulary of 150,000."""
 
 
 def _chunks(chosen: Candidate) -> int | None:
-    """The fewest chunks that a GPU's share of a sequence is cut into; None where a whole loss was
-    asked for, and where no number of them divides it.
-    """
+    """The fewest chunks of a GPU's share of a sequence; None for a whole loss, or if none fits."""
     sequences = chosen.cell.settings.sequences_per_micro_batch
     fewest_tokens, most_tokens = _CHUNK_TOKENS
     share_tokens = chosen.token_budget_tokens // sequences

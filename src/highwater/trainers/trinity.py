@@ -70,8 +70,7 @@ VERSION = "0.6.0"
 _WORDS = Dialect("trinity", "Trinity-RFT", VERSION)
 _COMMAND = "trinity run --config trinity.yaml"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can be told of, ``MaxLoRARanks`` in its ``config/lora.py``: Trinity-RFT tells it
-the adapters' own."""
+"""Ranks that vLLM can be told of (``MaxLoRARanks``); Trinity-RFT tells it the adapters'."""
 _NARROW_ADAPTERS = (
     "adapters in float32: with FSDP2 it trains them in bf16, where updates below 0.2 % of a number "
     "are lost; the frozen model is in float32"
@@ -79,10 +78,7 @@ _NARROW_ADAPTERS = (
 
 
 def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the sections that a length depends on.
-
-    Raises UsageError for adapters that it cannot have.
-    """
+    """Write the sections that a length depends on. UsageError for adapters it cannot have."""
     values = _values(found, chosen, yaml_path(model_path))
     variables = environment(chosen.cell.settings)
     why = "model.rope_scaling reaches the rollout alone, the trainer reads the model itself"
@@ -134,9 +130,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
 
 
 def _lora_values(lora: Lora, *, is_served: bool) -> dict[str, Value]:
-    """Adapters on every linear layer: names would have to be one pattern, which it saves letter by
-    letter in the adapters' configuration.
-    """
+    """Adapters on every linear layer: it would save a pattern of names letter by letter."""
     if lora.targets != ALL_LINEAR:
         raise UsageError(
             f"Trinity-RFT has no adapters on layers by their names, such as {lora.targets}",
@@ -289,9 +283,7 @@ def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> Repl
 
 @cache
 def _replays(place: _Place, allocator: Allocator) -> Replays:
-    """Replays by tokens, a twelfth of a second each: none where what is alive at once is too much
-    already.
-    """
+    """Replays by tokens, a twelfth of a second each; none where too much is alive already."""
     trace = _log(place)
     alive_bytes = cache(trace.least_bytes)
 

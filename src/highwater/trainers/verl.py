@@ -33,16 +33,11 @@ _MODEL = "actor_rollout_ref.model"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MOST_RANK = 512
-"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in
-``verl/workers/rollout/vllm_rollout/utils.py``)."""
+"""The highest rank that vLLM serves (``get_vllm_max_lora_rank`` in verl)."""
 
 
 def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """Write the overrides that a length depends on.
-
-    Raises UsageError for GPUs set aside, since verl's actor and rollout share theirs, and for
-    adapters that it cannot have.
-    """
+    """Write overrides for a length; UsageError for GPUs set aside, or impossible adapters."""
     if found.rollout_gpus:
         raise UsageError(
             "verl's actor and rollout share their GPUs: none are set aside",
@@ -122,9 +117,7 @@ def _lora_values(lora: Lora | None) -> dict[str, Value]:
 
 
 def _override(name: str, value: Value) -> str:
-    """One argument of the shell. A path is quoted for Hydra, where ``,`` and ``=`` mean something,
-    then for the shell.
-    """
+    """One argument of the shell; a path is quoted for Hydra's ``,`` and ``=``, then for it."""
     if name != _PATH:
         return shlex.quote(f"{name}={value}")
     if value == MODEL_PATH:  # a variable, which the shell has to expand

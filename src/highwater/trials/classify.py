@@ -21,7 +21,7 @@ _ERROR_LINE = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt): .*$", re.M
 
 
 class Ending(Record, frozen=True, kw_only=True):
-    """How the processes of a trial ended."""
+    """The end of the processes of a trial."""
 
     exit_code: int | None
     """Exit status of the reaper; None when it was ended because time was up."""
@@ -31,10 +31,8 @@ class Ending(Record, frozen=True, kw_only=True):
     """Exits of the ranks that ended by themselves, the first one first."""
     log_tail: str
     kernel_kills: int = 0
-    """Processes that the kernel killed for want of memory while the trial ran.
-
-    They are counted in its control group: the trial's processes were among those in it.
-    """
+    """Processes that the kernel killed for want of memory while the trial ran. They are counted in
+    its control group: the trial's processes were among those in it."""
     damaged_reports: tuple[str, ...] = ()
     """Reports that could not be read, and why, a line each: their ranks count as silent."""
 
@@ -47,11 +45,7 @@ class Verdict(NamedTuple):
 
 
 def classify(spec: TrialSpec, ending: Ending) -> Verdict:
-    """Decide the one outcome of a trial.
-
-    What a rank wrote beside its report is read only where it died without one: in a good trial any
-    text may stand there.
-    """
+    """Decide a trial's outcome; text that ranks wrote counts only where one left no report."""
     return failure_of(spec, ending) or _classify_reports(spec, ending.reports)
 
 
@@ -83,10 +77,7 @@ def failure_of(spec: TrialSpec, ending: Ending) -> Verdict | None:
 
 
 def _strange_ranks(spec: TrialSpec, reports: Sequence[RankReport]) -> str | None:
-    """What is wrong with the ranks that reported, in words.
-
-    None where each is one of the trial's, and reported once.
-    """
+    """Problems of the ranks that reported, in words; None where each did once, as one of its."""
     for rank, times in Counter(report.rank for report in reports).items():
         if not 0 <= rank < spec.layout.gpus:
             last = spec.layout.gpus - 1

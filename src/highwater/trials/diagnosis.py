@@ -26,11 +26,11 @@ _ENTRIES = 40_000
 
 
 class MemoryDiagnosis(Record, frozen=True, kw_only=True):
-    """What repeating a trial left."""
+    """The result of repeating a trial."""
 
     spec: TrialSpec
     outcome: Outcome | None = None
-    """How it ended this time; at the edge of what fits it may have fit. None: it did not start."""
+    """Its end this time; at the edge of what fits it may have fit. None: it did not start."""
     snapshots: tuple[Path, ...] = ()
     """Snapshots of the rank that had run out first, the last step's last."""
     problem: str | None = None
@@ -38,7 +38,7 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def note(self) -> str:
-        """What there is to read, in a line."""
+        """The message for the reader, in a line."""
         what = (
             f"{short_settings(self.spec.settings)}, {format_tokens(self.spec.length_tokens)} tokens"
         )
@@ -53,9 +53,7 @@ class MemoryDiagnosis(Record, frozen=True, kw_only=True):
 
 
 def undiagnosed(request: Request, study: Study) -> RecordedTrial | None:
-    """The first trial of a study that ran out of a GPU's memory; None where there is none, where a
-    snapshot of it is there already, and where none is asked for.
-    """
+    """The first trial of a study that ran out of a GPU's memory and lacks a snapshot, if any."""
     is_left_out = request.no_diagnose or request.dry_run or request.nodes > 1
     if is_left_out or request.memory_profiler is not None:
         return None

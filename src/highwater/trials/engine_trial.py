@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import IO
 
 import msgspec
@@ -40,6 +39,7 @@ from highwater.trials.nodes import Across
 from highwater.trials.ranks import RankShare, RanksLeft, read_left
 from highwater.trials.reaper import END_AT_ONCE, module, status_of, under_reaper
 from highwater.trials.trial_process import (
+    OneLaunch,
     TrialLauncher,
     log_tail,
     private_folder,
@@ -83,9 +83,7 @@ class StartedRanks:
         log: IO[bytes],
         across: Across | None,
     ) -> None:
-        """Start them under a reaper of this process: themselves, or the launcher of their machines.
-        In ``path`` they meet, and report.
-        """
+        """Start them under a reaper, themselves or a launcher; they meet and report in ``path``."""
         self.path = path
         self._across = across
         self._log, self._log_began_at = log, log.tell()
@@ -110,9 +108,7 @@ class StartedRanks:
         """The reaper."""
 
     def end_the_failed(self) -> None:
-        """End all machines' ranks where those of one have failed a while ago, or one refused to
-        start them: not every launcher does.
-        """
+        """End all machines' ranks once those of one have failed: not every launcher does."""
         if self._across is None or not self._has_failed():
             return
         now = time.monotonic()
@@ -125,7 +121,7 @@ class StartedRanks:
         return any(exit_.status for exit_ in exits) or (self.path / REFUSED_FILE).is_file()
 
     def _left(self) -> list[RanksLeft]:
-        """What each machine's ranks left, those first that failed."""
+        """The files that each machine's ranks left, those first that failed."""
         if self._across is None:
             return [read_left(self.path)]
         every = [read_left(self.path / str(node)) for node in range(self._across.nodes)]
@@ -179,39 +175,35 @@ class EngineLauncher(TrialLauncher):
     """Launches trials of this package's engine."""
 
     checkpoint_directory: Path | None = None
-    """Each trial that saves gets a directory of its own below it, for as long as it runs; None:
-    beside its log."""
+    """The folder below which each trial that saves has its own while it runs; None: the log's."""
     profiling: Profiling | None = None
-    """What its ranks record of their memory, in a folder beside its log."""
+    """Records that its ranks make of their memory, in a folder beside its log."""
     tensorboard: bool = False
     logit_range: bool = False
     """This and ``tensorboard`` are what statistics have besides what costs nothing."""
     across: Across | None = None
-    """How ranks are started on several machines; None: on this one alone."""
+    """The way ranks are started on several machines; None: on this one alone."""
 
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
-        log_path, began_unix = Path(log.name), time.time()
-        with _with_own_directory(spec, self.checkpoint_directory or log_path.parent) as spec:
+    def _run(self, one: OneLaunch) -> TrialResult:
+        log_path, began_unix, limit_s = Path(one.log.name), time.time(), one.timeout_s
+        with _with_own_directory(one.spec, self.checkpoint_directory or log_path.parent) as spec:
             spec = self._with_statistics(self._recorded(spec, log_path), log_path)
-            environment = trial_environment(spec, gpus)
-            with started(spec, environment, log, self.across) as ranks:
-                tell = partial(_tell, ranks, on_phase)
-                code = exit_code_of(ranks.process, timeout_s=timeout_s, ended=ended, tell=tell)
-                ending = ranks.end(timeout_s=timeout_s, is_late=code is None)
+            environment = trial_environment(spec, one.gpus)
+            with started(spec, environment, one.log, self.across) as ranks:
+                tell = partial(_tell, ranks, one.on_phase)
+                code = exit_code_of(ranks.process, timeout_s=limit_s, ended=one.ended, tell=tell)
+                ending = ranks.end(timeout_s=limit_s, is_late=code is None)
         raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
+        if spec.is_memory_only:  # figures that would pass for a training's
+            untrained = partial(
+                msgspec.structs.replace, losses=(), gradient_norms=(), step_times_s=()
+            )
+            reports = tuple(map(untrained, reports))
         result = TrialResult(
             outcome=outcome,
             reason=reason,
-            ranks=tuple(map(_without_training, reports)) if spec.is_memory_only else reports,
+            ranks=reports,
             launch_to_first_step_s=_until_first_step_s(reports, began_unix),
             exit_code=ending.exit_code,
         )
@@ -227,9 +219,7 @@ class EngineLauncher(TrialLauncher):
         return msgspec.structs.replace(spec, memory_snapshots=order)
 
     def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
-        """The trial that writes its statistics beside its log; those of a memory-only one would
-        pass for a training's.
-        """
+        """The trial that writes statistics beside its log; a memory-only one would mislead."""
         if spec.is_memory_only:
             return spec
         board = log_path.absolute().with_suffix(".tensorboard")
@@ -248,10 +238,9 @@ def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
 
 @contextmanager
 def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
-    """The trial with a new directory below ``parent`` to save in, if it saves.
-
-    It is gone when this returns, with all that is in it. The reaper removes it too, should this
-    process not live to do it. ``parent`` may be a user's: it is made, never removed.
+    """The trial with a new directory below ``parent`` to save in, if it saves. It is gone when this
+    returns, with all that is in it. The reaper removes it too, should this process not live to do
+    it. ``parent`` may be a user's: it is made, never removed.
     """
     if spec.settings.checkpoint == "none" and spec.settings.save_hf == "never":
         yield spec
@@ -276,11 +265,6 @@ def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> f
     found = (report.first_step_at_unix_s for report in reports)
     last = max((at_unix_s for at_unix_s in found if at_unix_s is not None), default=None)
     return None if last is None else last - began_unix
-
-
-def _without_training(report: RankReport) -> RankReport:
-    """The report of a memory-only trial, without figures that would pass for a training's."""
-    return msgspec.structs.replace(report, losses=(), gradient_norms=(), step_times_s=())
 
 
 def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:

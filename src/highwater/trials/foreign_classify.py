@@ -48,7 +48,7 @@ _SAID = re.compile(
 )
 """The sentence of PyTorch's allocator where an error is told without its type."""
 _REFUSED = re.compile(r"(?P<kind>[\w./-]+(?: [\w./-]+){0,4}: error): (?P<text>\S.*)")
-"""What a command line's parser says of words that it does not take."""
+"""Words of a command line's parser for words that it does not take."""
 _CAUSES = "The above exception was the direct cause of the following exception:"
 _ABORTS = "terminate called after throwing an instance of"
 _BROKEN_LINES = 3
@@ -64,7 +64,7 @@ _WENT_ON = re.compile(
     r"|(?:reducing|decreasing|lowering|halving) .{0,40}\bto)\b",
     re.IGNORECASE,
 )
-"""How a trainer says that an error did not end it."""
+"""Words of a trainer that an error did not end it."""
 _WARNED = re.compile(r"(?<!NCCL )\bWARN")
 _FROM_THE_START = re.compile(r"<module>|<frozen|_bootstrap|ray::")
 """In a traceback's first frame: nobody caught the exception on its way out of the program."""
@@ -95,13 +95,13 @@ class LoggedError(NamedTuple):
     kind: str
     text: str
     memory: Exhausted | None
-    """Which memory it says ran out; None: it is about something else."""
+    """The memory that it says ran out; None: it is about something else."""
     is_consequence: bool = False
-    """Whether it says that another process failed, or went away."""
+    """True if it says that another process failed, or went away."""
     is_uncaught: bool = False
-    """Whether it certainly ended its rank."""
+    """True if it certainly ended its rank."""
     went_on: bool = False
-    """Whether its rank says that it went on."""
+    """True if its rank says that it went on."""
 
     @property
     def said(self) -> str:
@@ -179,7 +179,8 @@ def _of_stream(
                 continue
             in_traceback = False
             following = lines[number + 1 : number + 1 + _LONGER_LINES]
-            error = _error(stream, at, *raised, line, following, device)
+            error = LoggedError(stream, at, *raised, None, is_uncaught=line.is_uncaught)
+            error = _judged(error, following, device)
             cause = found[-1] if is_caused and found else None
             if cause is not None and cause.memory is not None:
                 error = error._replace(kind=cause.kind, text=cause.text, memory=cause.memory)
@@ -204,20 +205,14 @@ def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
     return None if found is None else (found["kind"], (found["text"] or "").strip())
 
 
-def _error(
-    stream: str,
-    at: int,
-    kind: str,
-    text: str,
-    line: LogLine,
-    following: Sequence[tuple[int, LogLine]],
-    device: Device,
+def _judged(
+    error: LoggedError, following: Sequence[tuple[int, LogLine]], device: Device
 ) -> LoggedError:
-    whole = " ".join((text, *_until_other(following)))
-    memory = logged_memory(kind, whole, device=device)
-    after = _OF_ANOTHER.search(kind) or _AFTER_ANOTHER.search(whole)
-    is_consequence = memory is None and after is not None
-    return LoggedError(stream, at, kind, text, memory, is_consequence, line.is_uncaught)
+    """Tell what an error is about, by its text and the lines that go on with it."""
+    whole = " ".join((error.text, *_until_other(following)))
+    memory = logged_memory(error.kind, whole, device=device)
+    after = _OF_ANOTHER.search(error.kind) or _AFTER_ANOTHER.search(whole)
+    return error._replace(memory=memory, is_consequence=memory is None and after is not None)
 
 
 def _until_other(lines: Sequence[tuple[int, LogLine]]) -> Iterator[str]:
@@ -234,10 +229,10 @@ _KILLED = re.compile(
     r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)|terminated with signal SIGKILL"
     r"|killed by signal: Killed|return code = -9\b|^(?:.*\d\s+)?Killed\b"
 )
-"""How launchers and shells say that a process was killed."""
+"""Words of launchers and shells that a process was killed."""
 
 _ERROR = re.compile(r"\W{0,8}(?:error|fatal|critical)\b(?!\W{0,4}(?:\d|none\b))", re.IGNORECASE)
-"""How a line of an error begins; ``error: 0.02`` is a figure."""
+"""Beginning of a line of an error; ``error: 0.02`` is a figure."""
 _NOT_EACH = "not each in its turn with its own loss: `--done-pattern REGEX` says what does"
 _AGAIN = re.compile(r"\b(?:retr(?:y|ies|ying)|attempt|(?:try|trying) again|batch)\b", re.IGNORECASE)
 _SOON = 4
@@ -247,7 +242,7 @@ EndedFor = Literal["timeout", "hang"]
 
 
 class ForeignEnding(Record, frozen=True, kw_only=True):
-    """How the processes of a foreign trainer's trial ended."""
+    """The end of the processes of a foreign trainer's trial."""
 
     exit_code: int | None
     """Exit status of what was started, 128 + n for signal n; None where it was ended."""
@@ -265,17 +260,17 @@ class ForeignEnding(Record, frozen=True, kw_only=True):
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """What a log says while its trial runs."""
+    """Evidence of a log while its trial runs."""
 
     steps: int
     has_run_out: bool
-    """Whether the last error of a rank says that memory ran out, and nothing went on after it."""
+    """True if the last error of a rank says that memory ran out, and nothing went on after it."""
     is_certain: bool
-    """Whether that error certainly ended its rank."""
+    """True if that error certainly ended its rank."""
 
 
 def evidence_of(spec: TrialSpec, log: str) -> Evidence:
-    """What the log of a trial that still runs says of its steps, and of memory."""
+    """Read the log of a trial that still runs for its steps, and for memory."""
     lines = log_lines(log)
     done = _progress(spec, lines)
     error = ending_error(errors_of(lines, device=spec.device), progress_at=done.at)
@@ -365,7 +360,7 @@ def _exited_well(
 def _failed_allocation(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """What tells of an allocation that failed while the steps were done, caught or not; None where
+    """A word of an allocation that failed while the steps were done, caught or not; None where
     nothing does.
 
     A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
@@ -393,9 +388,7 @@ def _failed_allocation(
 def _late_error(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """An error after what shows the last step; None where there is none. Whoever shows steps that
-    an earlier run did ends so.
-    """
+    """An error after what shows the last step, which an earlier run may have shown; None: none."""
     after = (done.at or 0) + 1
     own = {error.at: error.said for error in errors if not (error.went_on or error.is_consequence)}
     texts = ((at, lines[at].text.strip()) for at in range(after, len(lines)))
@@ -419,9 +412,7 @@ def _unproven(spec: TrialSpec, done: StepsShown, error: LoggedError | None) -> s
 def _killed_by_the_kernel(
     spec: TrialSpec, ending: ForeignEnding, lines: Sequence[LogLine]
 ) -> Verdict | None:
-    """The verdict where the kernel killed a process for want of memory, and the trial says that
-    one was killed.
-    """
+    """The verdict where the kernel killed for want of memory, and the log tells of a kill."""
     if not ending.kernel_kills or ending.exit_code == 0:
         return None
     is_ended_stuck = ending.exit_code is None and ending.is_stuck
@@ -451,7 +442,7 @@ def _crash(
 
 
 def _steps(spec: TrialSpec, done: StepsShown) -> str:
-    """How far it was seen to come."""
+    """Count the steps it was seen to do."""
     if not done.is_shown and not done.steps:
         return "no step seen in its log"
     return f"{min(done.steps, spec.steps)} of {spec.steps} steps seen in its log"

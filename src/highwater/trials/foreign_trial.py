@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import IO
 
 import msgspec
 import psutil
@@ -31,14 +30,14 @@ from highwater.errors import UsageError
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
 from highwater.nouns.codec import open_regular
-from highwater.nouns.corpus import DocumentOrder, missing_files
+from highwater.nouns.control_group import kernel_kills
+from highwater.nouns.corpus import missing_files
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.nouns.foreign_request import command_of
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import foreign_name
 from highwater.nouns.trial import (
     MemoryBudget,
-    OnPhase,
     Outcome,
     RankMemory,
     RankReport,
@@ -58,9 +57,10 @@ from highwater.trials.inputs import prepared_model, refuse_full_disk
 from highwater.trials.job import exit_code_of, start
 from highwater.trials.nodes import across
 from highwater.trials.probe import probe
-from highwater.trials.ranks import answered, kernel_kills
+from highwater.trials.ranks import answered
 from highwater.trials.reaper import under_reaper
 from highwater.trials.trial_process import (
+    OneLaunch,
     TrialLauncher,
     clean_environment,
     log_tail,
@@ -80,12 +80,10 @@ rank that failed is known by its error."""
 
 
 class SampledPeak:
-    """What was seen of one trial so far. Its samples are taken in a thread of their own."""
+    """Peaks seen of one trial so far, sampled in a thread of their own."""
 
     def __init__(self, reaper: int, gpus: Sequence[int]) -> None:
-        """Watch what runs under a reaper, by its process id, on these GPUs, as the driver counts
-        them; none: on the CPU.
-        """
+        """Watch what runs under a reaper, by process id, on these GPUs; none: on the CPU."""
         self._reaper = reaper
         self._gpus = gpus
         self._used_bytes = [0] * len(gpus)
@@ -103,7 +101,7 @@ class SampledPeak:
         return time.monotonic() - self._worked_at
 
     def has_lost_a_process(self, since: float) -> bool:
-        """Whether a process that had been there for most of the trial went about then, or later."""
+        """True if a process that had been there for most of the trial went about then, or later."""
         return any(
             pid not in self._alive
             and last >= since - _AROUND_S
@@ -143,7 +141,10 @@ class SampledPeak:
 
     def _sample_processes(self) -> None:
         alive: set[int] = set()
-        for process in _under(self._reaper):
+        processes: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            processes = psutil.Process(self._reaper).children(recursive=True)
+        for process in processes:
             with suppress(psutil.Error), process.oneshot():
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
@@ -193,18 +194,8 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
             pynvml.nvmlShutdown()
 
 
-def _under(reaper: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(reaper).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
-    """What a reader should know of these trials before the first one, each sentence once.
-
-    Raises HighwaterError for what their trainer cannot be told, and where it is not here.
-    """
+    """Tell readers, once each, what to know of these trials; HighwaterError if they cannot be."""
     said: dict[str, None] = {}
     for spec in specs:
         if spec.foreign is None:
@@ -221,15 +212,13 @@ def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
 
 
 def _has_flash(program: str) -> bool:
-    """Whether flash attention is installed in the Python that starts a trainer."""
+    """True if flash attention is installed in the Python that starts a trainer."""
     python = python_of(program)
     return python is not None and _FLASH in versions_there(python, (_FLASH,))
 
 
 def python_of(program: str) -> Path | None:
-    """The interpreter in the first line of a program that pip installed; None of any other, and
-    where there is no such program.
-    """
+    """The interpreter in the first line of a program that pip installed; None of any other."""
     found = shutil.which(program)
     if found is None:
         return None
@@ -241,9 +230,7 @@ def python_of(program: str) -> Path | None:
 
 @cache
 def versions_there(python: Path, packages: tuple[str, ...]) -> Mapping[str, str]:
-    """The versions of these packages as an interpreter finds them; those it has not are left out,
-    all of them where it does not answer.
-    """
+    """Versions of packages as an interpreter finds them; none of those it lacks or will not say."""
     command: Sequence[str] = [str(python), "-P", "-c", _ASK, *packages]
     try:
         done = answered(command, environment=clean_environment("native"), timeout_s=_ASK_S)
@@ -266,7 +253,7 @@ _ASK_S = 60.0
 """Seconds that the answer may take: nothing is imported, but a disk may be far away."""
 _SHEBANG_BYTES = 256
 _OVER_BYTES = 2 * GIB
-"""What context and NCCL of another trainer may take more than those of our engine. A trainer whose
+"""Bytes that another trainer's context and NCCL may take more than our engine's. A trainer whose
 memory is not PyTorch's goes past the bound by far more."""
 _DIGITS = 6
 """Digits of the fraction: of the largest card a millionth is a few hundred KiB."""
@@ -291,7 +278,7 @@ def bounded_allocator(spec: TrialSpec, gpus: tuple[str, ...] | None) -> dict[str
 
 
 def past_the_bound(ranks: Sequence[RankReport]) -> str | None:
-    """That a GPU had more in use than its bound allows, in words; None where none had."""
+    """Say that a GPU had more in use than its bound allows; None where none had."""
     for rank in ranks:
         used, budget = rank.memory.device_used_bytes, rank.budget
         if used is None or budget is None or used <= budget.budget_bytes + _OVER_BYTES:
@@ -322,11 +309,9 @@ def memory_budget(spec: TrialSpec) -> MemoryBudget | None:
 _READ_BYTES = 32 * MIB
 """Bytes of a log's end that are judged: days of a progress bar that overwrites itself."""
 SILENT_S = 30.0
-"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more.
-
-The others wait for it in a collective until the trainer's own time limit, ten minutes by default.
-What still works after it, a last checkpoint or the end of a log, is done or says something in less.
-"""
+"""Seconds of silence after a rank ran out of memory, after which nobody is waited for any more. The
+others wait for it in a collective until the trainer's own time limit, ten minutes by default. What
+still works after it, a last checkpoint or the end of a log, is done or says something in less."""
 _OF_THE_SHELL = ("HF_HUB_OFFLINE",)
 """Variables that a foreign trainer has as the user's shell does: it may fetch its own data."""
 
@@ -340,22 +325,15 @@ class ForeignLauncher(TrialLauncher):
     silent_s: float = SILENT_S
     """Silence after want of memory, in seconds, after which a trial is looked at for a hang."""
 
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
+    def _run(self, one: OneLaunch) -> TrialResult:
+        spec, log, gpus, timeout_s, ended, on_phase = one
         foreign, kills_before = spec.foreign, kernel_kills()
         assert foreign is not None, "a trial of another trainer"  # noqa: S101
         if self.command is not None:
             foreign = foreign.as_typed(self.command)
         with private_folder(Path(log.name).parent, kind="trial-") as folder:
             (folder / OUTPUT).mkdir()
-            prepared = partial(_prepared, spec, ended, on_phase)
+            prepared = partial(prepared_model, spec, ended, on_phase)
             home = TrialHome(folder, _has_flash, prepared)
             command = TRIALS[foreign.trainer].prepare(spec, foreign, home)
             environment = _environment(spec, command, gpus)
@@ -364,8 +342,8 @@ class ForeignLauncher(TrialLauncher):
             process = start(words, environment, log)
             seen = tuple(gpu.index for gpu in probe(gpus).gpus[: spec.layout.gpus])
             with sampled_peak(process.pid, seen if spec.device == "cuda" else ()) as peak:
-                watch = _Watch(spec, log, peak, kills_before, on_phase, self.silent_s)
-                exit_code, ended_for = watch.wait(process, timeout_s, ended)
+                watch = _Watch(one, peak, kills_before, self.silent_s)
+                exit_code, ended_for = watch.wait(process)
             text = log_tail(log, _READ_BYTES)
             is_cut = os.fstat(log.fileno()).st_size > _READ_BYTES
             steps = None if command.steps_done is None else command.steps_done(text)
@@ -378,7 +356,8 @@ class ForeignLauncher(TrialLauncher):
             is_stuck=watch.is_stuck,
             kernel_kills=kernel_kills() - kills_before,
         )
-        ranks = _with_budget(spec, peak.ranks())
+        budget = memory_budget(spec)
+        ranks = tuple(msgspec.structs.replace(rank, budget=budget) for rank in peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
         if is_cut:
@@ -389,9 +368,7 @@ class ForeignLauncher(TrialLauncher):
 
 
 def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLauncher]:
-    """What makes the launcher of a request's trials, of our engine's or another trainer's, in
-    ``log_directory``; it can be pickled.
-    """
+    """Make the launcher of a request's trials, which can be pickled; it lacks ``log_directory``."""
     usual = {"timeout_s": request.timeout_s, "allow_busy": request.allow_busy}
     trainer = foreign_name(request.trainer)
     if trainer is not None:
@@ -408,13 +385,6 @@ def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLa
     )
 
 
-def _prepared(
-    spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None
-) -> Path:
-    refuse_full_disk(spec)
-    return prepared_model(spec, ended, on_phase, documents=documents)
-
-
 class _StuckError(Exception):
     """Nothing moves any more after a rank ran out of memory."""
 
@@ -423,29 +393,21 @@ class _Watch:
     """Waits for a trial, tells its steps, and ends it where a rank's failure has stopped it."""
 
     def __init__(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        peak: SampledPeak,
-        kills_before: int,
-        on_phase: OnPhase,
-        silent_s: float,
+        self, one: OneLaunch, peak: SampledPeak, kills_before: int, silent_s: float
     ) -> None:
-        self._silent_s = silent_s
-        self._spec, self._log, self._peak = spec, log, peak
-        self._kills_before, self._on_phase = kills_before, on_phase
+        self._one, self._spec, self._log = one, one.spec, one.log
+        self._peak, self._kills_before, self._silent_s = peak, kills_before, silent_s
         self._size, self._grew_at = -1, time.monotonic()
         self._phase = "starting"
         self._found: Evidence | None = None
-        """What the log says, where it was looked at since it last grew."""
+        """Evidence of the log, where it was looked at since it last grew."""
         self.is_stuck = False
 
-    def wait(
-        self, process: subprocess.Popen[bytes], timeout_s: float, ended: Event
-    ) -> tuple[int | None, EndedFor | None]:
+    def wait(self, process: subprocess.Popen[bytes]) -> tuple[int | None, EndedFor | None]:
         """The exit status of the trial; None, and why, where it was ended."""
+        limit_s, ended = self._one.timeout_s, self._one.ended
         try:
-            code = exit_code_of(process, timeout_s=timeout_s, ended=ended, tell=self._tell)
+            code = exit_code_of(process, timeout_s=limit_s, ended=ended, tell=self._tell)
         except _StuckError:
             return None, "hang"
         return code, None if code is not None else "timeout"
@@ -455,7 +417,7 @@ class _Watch:
         if size != self._size:
             self._size, self._grew_at, self._found = size, time.monotonic(), None
             self._phase = self._progress()
-        self._on_phase(self._phase)
+        self._one.on_phase(self._phase)
         if time.monotonic() - self._grew_at > self._silent_s:
             self._judge()
 
@@ -491,9 +453,3 @@ def _environment(
             environment[name] = os.environ[name]
     environment |= bounded_allocator(spec, gpus)
     return environment | dict(command.environment)
-
-
-def _with_budget(spec: TrialSpec, ranks: tuple[RankReport, ...]) -> tuple[RankReport, ...]:
-    """The reports with the bound that the trial was given, if any."""
-    budget = memory_budget(spec)
-    return tuple(msgspec.structs.replace(rank, budget=budget) for rank in ranks)

@@ -44,10 +44,8 @@ def tokenised(
     ended: Event | None = None,
 ) -> Corpus:
     """The corpus of an order, made where it is not there yet, in ``parent`` or with all others;
-    blocks until it is.
-
-    Raises what the process refused, and MachineError where it failed. When ``ended`` is set, the
-    process is ended and TrialEndedError raised.
+    blocks until it is. Raises what the process refused, and MachineError where it failed. When
+    ``ended`` is set, the process is ended and TrialEndedError raised.
     """
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
     parent = parent or cache_directory("corpora")
@@ -67,17 +65,13 @@ def tokenised(
 
 
 def prepared_model(
-    spec: TrialSpec,
-    ended: Event,
-    on_phase: OnPhase,
-    *,
-    documents: DocumentOrder | None = None,
+    spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None = None
 ) -> Path:
     """The directory to train from, after the documents are written, if any are asked for. No
-    process is started where it is there already and none are.
-
-    Raises what the preparation refused, and MachineError where it failed.
+    process is started where it is there already and none are. Raises what the preparation refused,
+    and MachineError where it failed or has no room.
     """
+    refuse_full_disk(spec)
     there = _there(spec)
     if there is not None and documents is None:
         return there
@@ -152,7 +146,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
     sizes: dict[str, int]
     """Bytes of each file, by its name."""
     contents: dict[str, bytes] | None = None
-    """What is in the files; None where they are too large to be sent."""
+    """The content of the files; None where they are too large to be sent."""
 
     def missing(self) -> str | None:
         """Why this machine does not have the model; None where it does, or is sent it."""
@@ -178,7 +172,7 @@ class ModelFiles(Record, frozen=True, kw_only=True):
 
     @property
     def way(self) -> str:
-        """How nodes come by the model, in words."""
+        """The way that nodes come by the model, in words."""
         if self.contents is None:
             return f"{self.directory} is read on each node, as a path that all share"
         return "the files of the model are sent to the nodes"

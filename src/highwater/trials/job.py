@@ -42,37 +42,35 @@ Report = TypeVar("Report")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Generic[Report]):
-    """What is asked of a module of the data plane, and what is said where it leaves no report."""
+    """An order for a module of the data plane, and words for where it leaves no report."""
 
     module: str
     report: type[Report]
     order: Record | None = None
     """None: the module takes none, and is told the path of its report alone."""
     words: tuple[str, ...] = ()
-    """What else the module is told, after order and report."""
+    """Words that the module is told, after order and report."""
     ranks: int | None = None
-    """How many processes run the module, as ranks of one group; None: one, which is no rank."""
+    """Processes that run the module, as ranks of one group; None: one, which is no rank."""
     environment: Mapping[str, str]
     timeout_s: float
     grace_s: float | None = None
     """Seconds that it has to end what it started elsewhere; None: it is ended at once."""
     first_phase: str = "starting"
-    """What it is doing, in words, until it says so itself."""
+    """Its doing, in words, until it says so itself."""
     failure: str
-    """What could not be done, in words that its last ones follow."""
+    """The failure to do it, in words that its last ones follow."""
     late: str | None = None
-    """What "took more than" ``timeout_s`` seconds; None: ``failure`` says that time was up."""
+    """Subject that "took more than" ``timeout_s`` seconds; None: ``failure`` says so."""
     hint: str | None = None
-    """What to type after a failure; None: it depends on how the process ended."""
+    """A hint to type after a failure; None: it depends on how the process ended."""
 
     def run(
         self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
     ) -> Report:
         """The report, made in ``folder``; nothing of the job runs any more when this returns or
-        raises.
-
-        Raises what the job refused, MachineError where it left no report, and TrialEndedError when
-        ``ended`` is set.
+        raises. Raises what the job refused, MachineError where it left no report, and
+        TrialEndedError when ``ended`` is set.
         """
         order, report, log = folder / "order.json", folder / "report.json", folder / "log"
         words = [str(report), *self.words]
@@ -109,9 +107,7 @@ def raise_refused(folder: Path) -> None:
 def start(
     command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, is_read: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a command that ``under_reaper`` made; what it says goes to the log, but for its output
-    where that ``is_read`` from a pipe.
-    """
+    """Start what ``under_reaper`` made; output goes to the log, or a pipe where it ``is_read``."""
     return started(
         command,
         environment=environment,
@@ -122,7 +118,7 @@ def start(
 
 
 def phase_in(folder: Path, otherwise: str = "starting") -> str:
-    """What a job last said in its folder that it does; ``otherwise``: where it said nothing yet."""
+    """The phase that a job last told in its folder; ``otherwise``: where it told none yet."""
     try:
         said = read_file(folder / PHASE_FILE, most_bytes=_PHASE_BYTES)
     except OSError:
@@ -139,10 +135,8 @@ def exit_code_of(
     grace_s: float | None = None,
 ) -> int | None:
     """Wait for the end of what runs under a reaper, and ``tell`` meanwhile twice a second; its exit
-    status, None when time was up.
-
-    Nothing of it runs any more when this returns or raises; it raises TrialEndedError when
-    ``ended`` is set.
+    status, None when time was up. Nothing of it runs any more when this returns or raises; it
+    raises TrialEndedError when ``ended`` is set.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -162,10 +156,7 @@ def exit_code_of(
 
 
 def end_reaper(process: subprocess.Popen[bytes]) -> None:
-    """End the reaper, which ends everything under it, at once.
-
-    A second Ctrl-C meanwhile is heard when that is done, and orphans nothing.
-    """
+    """End the reaper and all under it at once; a second Ctrl-C waits, and orphans nothing."""
     process.send_signal(END_AT_ONCE)
     deadline = time.monotonic() + _END_S
     interrupt: KeyboardInterrupt | None = None
@@ -190,9 +181,7 @@ def failed(what: str, log: Path, status: int | None, *, hint: str | None = None)
 
 
 def last_words(log: Path, status: int | None) -> str:
-    """How a process ended, and its last three lines in a log, in one; ``status``: None where time
-    was up.
-    """
+    """The end of a process and its last three log lines; ``status``: None where time was up."""
     how = "time was up" if status is None else how_ended(status)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"{how}: {' / '.join(lines[-_LAST_LINES:])}" if lines else f"{how}, without a word"

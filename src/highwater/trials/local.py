@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from highwater.errors import MachineError
+from highwater.memory.formula.layers import Step, host_activation_bytes
 from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
 from highwater.model.model import load_model
 from highwater.nouns.hardware import SAME_MEMORY, Gpu, Machine
@@ -30,7 +31,7 @@ from highwater.trials.probe import EMPTY_GPU_BYTES, probe
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occupant:
-    """What a trial has from its start to its end."""
+    """The hold of a trial on its place, from its start to its end."""
 
     spec: TrialSpec
     ended: Event = field(default_factory=Event)
@@ -43,9 +44,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
     """A ``Runner`` whose trials have each a place and a thread of its own."""
 
     def __init__(self, most_trials: int | None) -> None:
-        """``most_trials`` bounds the trials that run at a time; None: as many as there is room
-        for.
-        """
+        """``most_trials`` bounds the trials at a time; None: as many as there is room for."""
         self._most_trials = most_trials
         self._running: list[OccupantT] = []
         self._changed = Condition()
@@ -53,7 +52,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
     @abstractmethod
     def _has_room(self, spec: TrialSpec) -> bool:
-        """Whether there is a place beside the trials that run; the lock is held."""
+        """True if there is a place beside the trials that run; the lock is held."""
 
     @abstractmethod
     def _place(self, spec: TrialSpec) -> OccupantT:
@@ -64,7 +63,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
         """Run a trial to its end, as ``Launcher.launch`` does."""
 
     def has_room(self, spec: TrialSpec) -> bool:
-        """Whether a trial would start now, as ``Runner`` says."""
+        """True if a trial would start now, as ``Runner`` says."""
         with self._changed:
             return not self._running or self._has_room(spec)
 
@@ -87,10 +86,7 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
             raise
 
     def close(self) -> None:
-        """End whatever runs.
-
-        A Ctrl-C meanwhile is heard when nothing runs any more.
-        """
+        """End whatever runs. A Ctrl-C meanwhile is heard when nothing runs any more."""
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
@@ -126,16 +122,16 @@ class SeveralAtOnce(ABC, Generic[OccupantT]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LocalOccupant(Occupant):
-    """What a trial takes of this machine."""
+    """The part of this machine that a trial takes."""
 
     gpus: tuple[str, ...] | None
     host_bytes: int
     is_alone: bool
-    """Whether no other trial may run beside it."""
+    """True if no other trial may run beside it."""
     had_company: bool
-    """Whether another one ran beside it at any time."""
+    """True if another one ran beside it at any time."""
     waits: bool = False
-    """Whether it waits to be launched once more, alone; it has no processes then."""
+    """True if it waits to be launched once more, alone; it has no processes then."""
 
 
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
@@ -150,7 +146,6 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
         """``machine`` is what it runs on, as it was read when nothing of it ran; None: read now.
-
         ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
         GPUs, one on the CPU.
         """
@@ -160,7 +155,8 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
 
     def _has_room(self, spec: TrialSpec) -> bool:
         running = self._running
-        if len(running) >= self._most_at_once(spec):
+        most = 1 if spec.device == "cpu" else len(self._machine.gpus)
+        if len(running) >= (most if self._most_trials is None else self._most_trials):
             return False
         if spec.device == "cuda" and len(self._free_gpus()) < spec.layout.machine_gpus:
             return False
@@ -168,11 +164,6 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
             return False
         taken_bytes = sum(each.host_bytes for each in running)
         return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
-
-    def _most_at_once(self, spec: TrialSpec) -> int:
-        if self._most_trials is not None:
-            return self._most_trials
-        return 1 if spec.device == "cpu" else len(self._machine.gpus)
 
     def _free_gpus(self) -> list[Gpu]:
         """GPUs that no trial has: of the first one's kind, those that others use last."""
@@ -245,17 +236,13 @@ def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def host_bytes(spec: TrialSpec) -> int:
-    """Host memory that a trial takes, at least: its processes, what it keeps there, and on the CPU
-    all that its limit allows.
-    """
+    """Host memory that a trial takes at least: processes, states, on the CPU all of its limit."""
     each = PROCESS_BYTES + (spec.memory_budget_bytes or 0 if spec.device == "cpu" else 0)
     return spec.layout.machine_gpus * each + _kept_on_the_host(spec)
 
 
 def is_alone(spec: TrialSpec) -> bool:
-    """Whether a trial keeps states in host memory, whose bandwidth and pinned pages it shares with
-    whatever runs beside it.
-    """
+    """True of states in host memory, whose bandwidth and pinned pages a trial would share."""
     return spec.device == "cuda" and _kept_on_the_host(spec) > 0
 
 
@@ -264,11 +251,13 @@ def _kept_on_the_host(spec: TrialSpec) -> int:
         return 0
     shape, settings, layout = load_model(spec.model_directory).shape, spec.settings, spec.layout
     states = host_state_bytes(shape, settings, layout=layout)
-    return states + staged_gradient_bytes(shape, settings, layout=layout)
+    activations = host_activation_bytes(Step(shape, settings, layout, spec.length_tokens))
+    staged = staged_gradient_bytes(shape, settings, layout=layout)
+    return states + staged + layout.machine_gpus * activations
 
 
 def blames_the_host(result: TrialResult, spec: TrialSpec) -> bool:
-    """Whether the machine's memory ran out, and not what the trial itself may take."""
+    """True if the machine's memory ran out, and not what the trial itself may take."""
     if spec.device == "cuda":
         return result.outcome is Outcome.HOST_OUT_OF_MEMORY
     failures = (rank.failure for rank in result.ranks)

@@ -61,10 +61,7 @@ _ROOM_BYTES = 64 * MIB
 
 
 def read_constants(gpus: int) -> Constants:
-    """Read the constants of ``gpus`` GPUs of this machine, a process for each; half a minute.
-
-    Raises MachineError where nothing is read.
-    """
+    """Constants of ``gpus`` GPUs, read in half a minute; MachineError where nothing is read."""
     machine = probe()
     obstacles = package_obstacles(machine)
     if obstacles:
@@ -88,9 +85,8 @@ def read_constants(gpus: int) -> Constants:
 @contextmanager
 def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
     """Each result of a benchmark as it is known, while the block runs; nothing of it runs any more
-    afterwards. ``measures``: the module that measures.
-
-    Raises MachineError where nothing can be measured.
+    afterwards. ``measures``: the module that measures. Raises MachineError where nothing can be
+    measured.
     """
     obstacles = package_obstacles(probe())
     if obstacles:
@@ -125,9 +121,7 @@ def _lines(order: BenchOrder, folder: Path, measures: str) -> Generator[BenchLin
 def _share_lines(
     share: BenchShare, begin: Callable[[BenchShare], "_BenchRanks"]
 ) -> Iterator[BenchLine]:
-    """The check of an implementation and mode, and each case; a group ends with a case that fails,
-    and another one goes on after it.
-    """
+    """The check and the cases of one implementation and mode; a failure starts another group."""
     order = share.order
     set_up_s = _SET_UP_S[order.device]
     while not share.is_checked or share.next_case() is not None:
@@ -226,9 +220,7 @@ class _BenchRanks:
         end_reaper(self._process)
 
     def parts(self, limit_s: float) -> list[BenchPart]:
-        """The next part of each process, in the order of ranks: waits for all of them, or only
-        briefly after one has failed; those that tell nothing are late.
-        """
+        """The next part of each process by rank; late ones are left once one has failed."""
         parts: dict[int, BenchPart] = {}
         deadline_s = time.monotonic() + limit_s
         while len(parts) < self._count and time.monotonic() < deadline_s:

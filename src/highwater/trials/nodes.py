@@ -49,7 +49,7 @@ _ORDER = "node.json"
 
 
 class NodeOrder(Record, frozen=True, kw_only=True):
-    """What every machine is to start, and what the machine is like that asks."""
+    """Order of what every machine is to start, with the machine that asks."""
 
     trial: TrialSpec
     worker: tuple[str, ...]
@@ -66,20 +66,19 @@ class NodeOrder(Record, frozen=True, kw_only=True):
 
 
 class Across(Record, frozen=True, kw_only=True):
-    """How the ranks of several machines are started, and where they meet."""
+    """The way the ranks of several machines are started, and where they meet."""
 
     launcher: tuple[str, ...]
     nodes: int
     rendezvous: Path | None
-    """The file that is named: each start has its own, in a folder beside it. None: the launcher's
-    port."""
+    """The file beside which each start has a folder with its own; None: the launcher's port."""
     shared: Path
     """A folder that every machine sees."""
     allow_busy: bool
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What there is to say before anything else: that a port is open, where one is."""
+        """Note, before anything else, that a port is open, where one is."""
         if self.rendezvous is not None:
             return ()
         return (
@@ -115,17 +114,14 @@ class Across(Record, frozen=True, kw_only=True):
         return [*self.launcher, *module("highwater.trials.nodes", str(folder), __version__)]
 
     def environment(self) -> dict[str, str]:
-        """The user's environment without what an outer launcher says of this process: what a
-        process then finds there, its own launcher has said.
-        """
+        """The user's environment without what an outer launcher says of this process."""
         outer = {*_MEETING, *(rank for rank, _ in _LAUNCHERS)}
         return {name: value for name, value in os.environ.items() if name not in outer}
 
 
 def across(request: Request) -> Across | None:
-    """How a request starts ranks on several machines; None: it is of this one alone.
-
-    Raises UsageError where nobody could start them, or somebody else could read where they meet.
+    """The way a request starts ranks on several machines; None: it is of this one alone. Raises
+    UsageError where nobody could start them, or somebody else could read where they meet.
     """
     example = f"srun --nodes {max(2, request.nodes)} --ntasks-per-node 1 --kill-on-bad-exit"
     if request.nodes == 1:
@@ -162,10 +158,7 @@ def across(request: Request) -> Across | None:
 
 
 def _refuse_shared(folder: Path, beside: Path) -> None:
-    """Raise UsageError for a folder that is not this user's alone; one that is not there will be.
-
-    Whoever writes into the file in which ranks meet can join them.
-    """
+    """Refuse a folder that others can write into: they could join the ranks that meet there."""
     problem = _not_private(folder)
     if problem is not None:
         names = (beside / f"rendezvous-{number}" for number in count(1))
@@ -266,7 +259,7 @@ def _unlike(what: str, mine: str, theirs: str) -> MachineError:
 
 
 def _number(nodes: int, environment: Mapping[str, str]) -> int:
-    """Which of the machines this is, from 0, as its launcher says."""
+    """Number of this machine, from 0, as its launcher says."""
     for rank, size in _LAUNCHERS:
         number, processes = environment.get(rank, ""), environment.get(size, "")
         if not (number.isdecimal() and processes.isdecimal()):

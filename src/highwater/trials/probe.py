@@ -20,25 +20,20 @@ import psutil
 
 from highwater.errors import MachineError
 from highwater.nouns.cluster import Cluster, cluster, names_no_kind
+from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.nouns.settings import Settings
-from highwater.trials.ranks import answered, memory_limit
+from highwater.trials.ranks import answered
 from highwater.units import GIB, format_bytes, parse_memory
 
 EMPTY_GPU_BYTES = GIB
-"""Used memory up to which a GPU counts as empty.
-
-A driver reports up to about 0.6 GiB as used on an empty card; a CUDA context of somebody else's
-adds as much again.
-"""
+"""Used memory up to which a GPU counts as empty. A driver reports up to about 0.6 GiB as used on an
+empty card; a CUDA context of somebody else's adds as much again."""
 
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
-"""The first release that works and the first that is not known to.
-
-They are as in the extra ``train`` of pyproject.toml.
-"""
+"""First release that works, first not known to, as in the extra ``train`` of pyproject.toml."""
 OLDEST = {"peft": (0, 20), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
@@ -48,10 +43,7 @@ _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())
 
 
 def probe(visible: Sequence[str] | None = None) -> Machine:
-    """Read this machine now, in milliseconds; ``gpus`` is empty without a GPU or a driver.
-
-    ``visible`` are entries of ``CUDA_VISIBLE_DEVICES``; None: the environment's.
-    """
+    """Read this machine in milliseconds, with these ``visible`` GPUs or the environment's."""
     import pynvml
 
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else ",".join(visible)
@@ -62,16 +54,14 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
         unreadable_gpus=unreadable,
         driver_version=driver_version,
         cpu_cores=len(os.sched_getaffinity(0)),
-        host_memory_total_bytes=memory.total,
-        host_memory_available_bytes=min(memory.available, memory_limit() or memory.available),
+        host_memory_total_bytes=host_memory_bytes(),
+        host_memory_available_bytes=min(memory.available, host_memory_bytes()),
         versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )
 
 
 def environment(machine: Machine | None = None) -> Environment:
-    """What a study records of the machine that trials run on, by default this one, and of the shell
-    the variables of an allow-list.
-    """
+    """A study's record of the machine, by default this one, and of allowed shell variables."""
     machine = probe() if machine is None else machine
     return Environment(
         versions=machine.versions,
@@ -85,10 +75,7 @@ def environment(machine: Machine | None = None) -> Environment:
 
 
 def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
-    """The GPUs that a user names, ``4xA100-80GB``; this machine's where no kind is named.
-
-    Raises what ``cluster`` raises.
-    """
+    """The GPUs that a user names, else this machine's. Raises what ``cluster`` raises."""
     text = None if gpus is None else str(gpus)
     is_here = text is None or names_no_kind(text)
     memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
@@ -96,18 +83,12 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
 
 
 def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that somebody else uses.
-
-    There are processes on them, or they have more used memory than an empty card.
-    """
+    """GPUs that somebody else uses: with processes, or more memory in use than an empty card."""
     return tuple(gpu for gpu in gpus if gpu.processes or gpu.memory_used_bytes > EMPTY_GPU_BYTES)
 
 
 def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
-    """Raise MachineError when one of the first ``count`` GPUs is in use.
-
-    Trials on it would measure somebody else.
-    """
+    """Raise MachineError when one of the first ``count`` GPUs is in use by somebody else."""
     busy = busy_gpus(machine.gpus[:count])
     if not busy:
         return
@@ -122,10 +103,7 @@ def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
 
 
 def refuse_unreadable_gpus(machine: Machine, *, count: int) -> None:
-    """Raise MachineError when one of the first ``count`` visible GPUs cannot be read.
-
-    Nobody could tell whether it is free.
-    """
+    """Raise MachineError when one of the first ``count`` visible GPUs cannot be read."""
     for gpu in machine.unreadable_gpus:
         if gpu.position < count:
             raise MachineError(
@@ -135,7 +113,7 @@ def refuse_unreadable_gpus(machine: Machine, *, count: int) -> None:
 
 
 def leave_out_unreadable(machine: Machine) -> str:
-    """What to type so that no trial uses a GPU that cannot be read."""
+    """A hint to type so that no trial uses a GPU that cannot be read."""
     if machine.gpus:
         visible = ",".join(str(gpu.index) for gpu in machine.gpus)
         return f"`CUDA_VISIBLE_DEVICES={visible}` leaves it out"
@@ -143,10 +121,7 @@ def leave_out_unreadable(machine: Machine) -> str:
 
 
 def package_obstacles(machine: Machine) -> tuple[str, ...]:
-    """Why the installed packages cannot run a trial, a line each.
-
-    ``INSTALL_HINT`` mends all of it.
-    """
+    """Obstacles in the installed packages, a line each; ``INSTALL_HINT`` mends all of them."""
     obstacles: list[str] = []
     for package, (oldest, limit) in _NEEDED.items():
         installed = machine.versions.get(package)
@@ -166,10 +141,7 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
 
 
 def refuse_torch_without_gpu(machine: Machine) -> None:
-    """Raise MachineError when the installed torch cannot use the GPUs that the driver shows.
-
-    Asks torch in a process of its own, which takes 2 to 3 s.
-    """
+    """Raise MachineError when torch cannot use the driver's GPUs; asking it takes 2 to 3 s."""
     done = answered([sys.executable, "-P", "-c", _ASK_TORCH])
     torch = f"torch {machine.versions.get('torch', '')}".strip()
     reinstall = f"`pip install --force-reinstall '{_TORCH_REQUIREMENT}'`"
@@ -216,10 +188,9 @@ def visible_indices(uuids: Sequence[str], visible: str | None) -> tuple[int, ...
 def read_gpus(
     nvml: Any, visible: str | None
 ) -> tuple[tuple[Gpu, ...], tuple[UnreadableGpu, ...], str | None]:
-    """The visible GPUs, those of them that cannot be read, and the driver's version.
-
-    ``nvml`` is the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share
-    its memory with the host and so have none to tell: that hides no other.
+    """The visible GPUs, those of them that cannot be read, and the driver's version. ``nvml`` is
+    the module ``pynvml`` or one like it. A GPU may have fallen off the bus, or share its memory
+    with the host and so have none to tell: that hides no other.
     """
     try:
         nvml.nvmlInit()
@@ -270,9 +241,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | None = None) -> None:
-    """Raise MachineError where a package of the optimizer's, or of LoRA's, is not installed, or too
-    old: here, or among these ``versions`` of another machine.
-    """
+    """Refuse a missing or old package of the optimizer's or LoRA's, here or in ``versions``."""
     package = settings.optimizer_traits.package
     needed = [] if package is None else [(settings.optimizer, package, "use `--optimizer adamw`")]
     if settings.lora is not None:

@@ -3,24 +3,19 @@
 That is its exit, and the end of its output. The ranks meet through a file in the trial's own
 folder, so that nobody listens for them. What they write goes to one log, as it comes; of each rank
 the end is kept apart, because an error in a log of several says nothing about who made it.
-
-The kernel's kills for want of memory are counted in this process's own control group, where the
-ranks are too: the count of the whole machine would blame them whenever anything else ran out.
-Sources: cgroups(7); in the kernel's documentation ``memory.events`` of cgroup-v2.rst, and
-``memory.oom_control`` of cgroup-v1/memory.rst.
 """
 
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from threading import Thread
 from typing import IO
 
 import msgspec
 
 from highwater.nouns.codec import Record, from_json, to_json, write_whole
+from highwater.nouns.control_group import kernel_kills
 from highwater.nouns.environment import STORE_VARIABLE
 
 _TAIL_BYTES = 64 * 1024
@@ -41,7 +36,6 @@ def started(
     is_apart: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start a process of these words, which no shell sees; no other place starts a program.
-
     ``keeps``: file descriptors that stay open; ``prepare`` runs in it before the program;
     ``is_apart``: Ctrl-C in the terminal does not reach it.
     """
@@ -63,9 +57,7 @@ def answered(
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """What a short program says, and its status; raises TimeoutExpired when it takes longer, and
-    has been killed by then.
-    """
+    """Output and status of a short program; TimeoutExpired, and it is killed, if it is longer."""
     pipe = subprocess.PIPE
     with started(words, environment=environment, stdout=pipe, stderr=pipe) as process:
         try:
@@ -77,10 +69,7 @@ def answered(
 
 
 class RankExit(Record, frozen=True, kw_only=True):
-    """How one rank's process ended by itself.
-
-    A rank that was killed because another had failed has none.
-    """
+    """The end of one rank's process; one that was killed because another had failed has none."""
 
     rank: int
     status: int
@@ -90,10 +79,10 @@ class RankExit(Record, frozen=True, kw_only=True):
 
 
 class RanksLeft(Record, frozen=True, kw_only=True):
-    """What the ranks of one machine left besides their reports."""
+    """Whatever the ranks of one machine left besides their reports."""
 
     exits: tuple[RankExit, ...] = ()
-    """How they ended, the first one first; empty where nobody lived to write it down."""
+    """Their ends, the first one first; empty where nobody lived to write it down."""
     kernel_kills: int = 0
     """Processes that the kernel killed for want of memory meanwhile."""
 
@@ -103,7 +92,7 @@ class RankShare(Record, frozen=True, kw_only=True):
 
     count: int
     folder: str
-    """Where it is written how they ended."""
+    """The file that says how they ended."""
     first: int = 0
     """The rank of the first."""
     world: int | None = None
@@ -111,7 +100,7 @@ class RankShare(Record, frozen=True, kw_only=True):
     store: str | None = None
     """The file through which all ranks meet; None: one in ``folder``."""
     is_at_port: bool = False
-    """Whether they meet at the port that their environment names, and not through a file."""
+    """True if they meet at the port that their environment names, and not through a file."""
 
 
 class Ranks:
@@ -125,9 +114,7 @@ class Ranks:
         prepare: Callable[[], None],
         is_plain: bool = False,
     ) -> None:
-        """Start a process of ``command`` for each rank of the share; ``prepare`` runs in each of
-        them before it. ``is_plain``: they read and write as this process does, and nothing is kept.
-        """
+        """Start ranks of ``command`` after ``prepare``; ``is_plain``: with this one's output."""
         self._folder, self._first = Path(share.folder), share.first
         self._kills_before = kernel_kills()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -164,10 +151,7 @@ class Ranks:
             thread.start()
 
     def leave_exits(self, statuses: Sequence[tuple[int, int]]) -> None:
-        """Write down who ended how, as process and status in this order.
-
-        Comes once none of them runs any more.
-        """
+        """Write down who ended how, in this order; comes once none of them runs any more."""
         for thread in self._copying:
             thread.join(_DRAINED_S)
         exits = tuple(
@@ -183,7 +167,7 @@ class Ranks:
 
 
 def read_left(folder: Path) -> RanksLeft:
-    """What the ranks left that wrote into ``folder``."""
+    """Read what the ranks left that wrote into ``folder``."""
     try:
         return from_json((folder / _EXITS).read_bytes(), RanksLeft)
     except (OSError, msgspec.MsgspecError):
@@ -197,10 +181,7 @@ class _RankOutput:
         self._kept = b""
 
     def copy(self, pipe: IO[bytes]) -> None:
-        """Copy to the log until nobody has the pipe any more.
-
-        A log whose disk is full must not stop who writes.
-        """
+        """Copy to the log until nobody has the pipe. A full disk must not stop who writes."""
         while chunk := os.read(pipe.fileno(), _TAIL_BYTES):
             self._kept = (self._kept + chunk)[-_TAIL_BYTES:]
             left = memoryview(chunk)
@@ -212,72 +193,3 @@ class _RankOutput:
 
     def text(self) -> str:
         return self._kept.decode("utf-8", errors="replace")
-
-
-def kernel_kills(proc: Path = Path("/proc/self")) -> int:
-    """Kills of this control group so far.
-
-    0 where nobody counts them: then no kill can be proven.
-    """
-    for path in counters(proc):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def memory_limit(proc: Path = Path("/proc/self")) -> int | None:
-    """Bytes that this control group may take, and those that it is in; None without a limit."""
-    limits: list[int] = []
-    for path in counters(proc):
-        name = "memory.max" if path.name == "memory.events" else "memory.limit_in_bytes"
-        for folder in path.parents:
-            with suppress(OSError, ValueError):  # ValueError: "max"
-                limits.append(int((folder / name).read_text()))
-    return min(limits, default=None)
-
-
-def counters(proc: Path = Path("/proc/self")) -> list[Path]:
-    """Files in which the group's kills are counted, with version 1 of control groups, or 2.
-
-    A hybrid of both has both, version 1 first.
-    """
-    try:
-        groups = [line.split(":", 2) for line in _lines(proc / "cgroup")]
-        # Split at each blank: a field may be empty, as what a tmpfs mounts.
-        mounts = [line.split(" ") for line in _lines(proc / "mountinfo")]
-    except OSError:
-        return []
-    found: list[Path] = []
-    for _, controllers, group in groups:
-        is_v1 = "memory" in controllers.split(",")
-        if not is_v1 and controllers:
-            continue
-        for fields in mounts:
-            root, mounted_at = fields[3:5]
-            # Optional fields, from the seventh on, end with a hyphen.
-            kind, _, options = fields[fields.index("-", 6) + 1 :][:3]
-            if is_v1 and kind == "cgroup" and "memory" in options.split(","):
-                found.append(_below(Path(mounted_at), root, group) / "memory.oom_control")
-            elif not is_v1 and kind == "cgroup2":
-                found.append(_below(Path(mounted_at), root, group) / "memory.events")
-    return found
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a file whose names may be of any bytes."""
-    return [line for line in path.read_text(errors="surrogateescape").split("\n") if line]
-
-
-def _below(mounted_at: Path, root: str, group: str) -> Path:
-    """The group's directory below where its tree is mounted.
-
-    What is mounted may be a part of the tree, as in a container, where a group's name is whole.
-    """
-    name = PurePosixPath(group)
-    inside = name.relative_to(root) if name.is_relative_to(root) else name.relative_to("/")
-    return mounted_at / inside

@@ -81,20 +81,19 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MEMORY_MONITOR = "RAY_memory_usage_threshold"
 """A variable that Ray names where it ended a process because its node's memory was full."""
 _MOST_FILE_BYTES = 256 * MIB
-"""Bytes of one file that a trial left beside its log, at the most; a larger one stays, and goes
-with its folder."""
+"""Bytes of a file beside a trial's log at the most; a larger one goes with its folder."""
 _CHUNK_BYTES = 4 * MIB
 
 
 class Needs(Record, frozen=True, kw_only=True):
-    """What the trials of a search need on each node."""
+    """Needs of the trials of a search on each node."""
 
     on_gpus: bool
     model: ModelFiles
     data_module: str | None = None
     """The user's module that yields batches, if any."""
     is_engine: bool = True
-    """Whether this package's engine trains, not another trainer."""
+    """True if this package's engine trains, not another trainer."""
     program: str | None = None
     """The program of another trainer's command, if one is named."""
 
@@ -108,7 +107,7 @@ class Node(Record, frozen=True, kw_only=True):
     memory_bytes: int
     """Host memory that Ray hands out; it keeps some for its object store."""
     machine: Machine | None = None
-    """What a process on the node read, as far as Ray hands it out. None: it could not be read."""
+    """The machine as a process there read it, as far as Ray hands it out. None: it could not."""
     problem: str | None = None
     """Why no trial can run on it; None where one can."""
 
@@ -130,7 +129,7 @@ class Node(Record, frozen=True, kw_only=True):
         return "it has no GPU" if device == "cuda" else "Ray hands out no CPU there"
 
     def kind(self, device: Device) -> tuple[str, str]:
-        """What is the same on every node of a study: the GPUs' name, and the version of torch."""
+        """Values alike on every node of a study: the GPUs' name, and the version of torch."""
         name = "" if device == "cpu" else self.read.gpus[0].name
         return name, self.read.versions.get("torch", "")
 
@@ -146,17 +145,17 @@ class Demand(Record, frozen=True, kw_only=True):
     cpus: float
     memory_bytes: int
     whole_node: bool
-    """Whether nothing else of ours runs beside it: on the CPU, and with states in host memory."""
+    """True if nothing else of ours runs beside it: on the CPU, and with states in host memory."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray is asked for, by its names."""
+        """Resources to ask Ray for, by its names."""
         asked = {"GPU": self.gpus, "CPU": self.cpus, "memory": self.memory_bytes}
         return {name: value for name, value in asked.items() if value}
 
 
 class Wanted(Record, frozen=True, kw_only=True):
-    """What Ray is asked for, and on which nodes."""
+    """Resources asked of Ray, and on which nodes."""
 
     demand: Demand
     first: str
@@ -197,7 +196,7 @@ class RayReport(Record, frozen=True, kw_only=True):
     lost_on: str | None = None
     """The node on which the trial was lost, if it was."""
     has_lost_node: bool = False
-    """Whether that node is gone."""
+    """True if that node is gone."""
 
 
 def main() -> None:
@@ -276,12 +275,13 @@ def _nodes(needs: Needs) -> Iterator[Node]:
 def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
     """Hold a trial from its place on a node to its end there; SIGTERM ends it."""
     from ray.exceptions import RayError
+    from ray.util import placement_group_table
 
     ended, began, node_id, log_path = Event(), time.monotonic(), None, Path(trial.log_path)
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # only now: Ray has taken it in ``init``
     try:
         group = _place(trial.wanted, ended)
-        node_id = _node_of(group)
+        node_id = str(placement_group_table(group)["bundles_to_node_id"][0])
         end = _run_on(group, trial, model, folder, ended)
         if isinstance(end.left, Refused):
             raise end.left.error()
@@ -318,9 +318,7 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
 
 
 def _place(wanted: Wanted, ended: Event) -> Any:
-    """Wait for a placement group that has a part of one node. Raises RayError where every node for
-    it is gone, and TrialEndedError.
-    """
+    """Wait for a part of one node. Raises TrialEndedError, and RayError where no node is left."""
     from ray.exceptions import NodeDiedError
     from ray.util import placement_group, remove_placement_group
 
@@ -342,18 +340,10 @@ def _place(wanted: Wanted, ended: Event) -> Any:
     return group
 
 
-def _node_of(group: Any) -> str:
-    from ray.util import placement_group_table
-
-    return str(placement_group_table(group)["bundles_to_node_id"][0])
-
-
 def _run_on(
     group: Any, trial: NodeTrial, model: ModelFiles, folder: Path, ended: Event
 ) -> "TrialEnd":
-    """Run a trial where it has its place, to its end. Raises RayError where it was lost, and
-    TrialEndedError.
-    """
+    """Run a trial in its place. Raises RayError where it was lost, and TrialEndedError."""
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -451,19 +441,17 @@ class TrialEnd(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a trial says of itself while it runs."""
+    """Words of a trial on itself while it runs."""
 
     phase: str
     log: bytes
-    """What its log has after what is known of it."""
+    """Content of its log after what is known of it."""
     end: TrialEnd | None
     """None while it runs."""
 
 
 def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
-    """Read the node that this runs on, of which Ray hands out so many GPUs; and why no trial can
-    run there, None where one can.
-    """
+    """Read this node with as many of Ray's GPUs; and why no trial can run there, None: one can."""
     # Ray hides the GPUs of a process that asked for none.
     shown = os.environ.pop(_VISIBLE, None)
     try:
@@ -533,7 +521,7 @@ class TrialOnNode:
             self._end = TrialEnd(left, files)
 
     def tell(self, known_bytes: int) -> Told:
-        """What the trial is doing, and its log after the bytes that are known."""
+        """Tell what the trial is doing, and its log after the bytes that are known."""
         self._asked_at, log = time.monotonic(), b""
         if self._end is not None:
             return Told(self._phase, self._log[known_bytes:], self._end)

@@ -110,10 +110,9 @@ class RayCluster(NamedTuple):
 
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
-    """The cluster at ``address``; None: as Ray finds one.
-
-    Raises MachineError where Ray is not installed, or too old to keep trials on chosen nodes, or
-    nobody listens, and UsageError for an address that cannot be one.
+    """The cluster at ``address``; None: as Ray finds one. Raises MachineError where Ray is not
+    installed, or too old to keep trials on chosen nodes, or nobody listens, and UsageError for an
+    address that cannot be one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
@@ -130,9 +129,7 @@ def cluster_at(address: str | None, needs: Needs) -> RayCluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise UsageError for what is no address, MachineError where nobody listens: Ray itself would
-    try for minutes.
-    """
+    """Raise for no address, or one where nobody listens: Ray itself would try for minutes."""
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not host or not port.isdecimal():
         raise UsageError(
@@ -156,7 +153,7 @@ class Chosen(NamedTuple):
     machine: Machine
     """The machine that a trial may count on: of the node with the most GPUs, or the most memory."""
     notes: tuple[str, ...]
-    """Which nodes are left out, and why."""
+    """Nodes that are left out, and why."""
 
 
 def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] | None) -> Chosen:
@@ -213,7 +210,7 @@ def _kind_words(kind: tuple[str, str]) -> str:
 
 
 def demand_of(spec: TrialSpec) -> Demand:
-    """What a trial takes, of whichever node."""
+    """Resources that a trial takes, of whichever node."""
     on_gpus = spec.device == "cuda"
     return Demand(
         gpus=spec.layout.gpus if on_gpus else 0,
@@ -224,24 +221,18 @@ def demand_of(spec: TrialSpec) -> Demand:
 
 
 class Placement:
-    """Which trials of ours are where, and where there is room for another.
-
-    Others may use the cluster too: Ray queues a trial then, whatever this says. Not thread-safe.
-    """
+    """Places of our trials, and room for others; Ray may queue any. Not thread-safe."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = tuple(nodes)
         self._taken: list[Wanted] = []
 
     def has_room(self, demand: Demand) -> bool:
-        """Whether a trial would start beside those that run."""
+        """True if a trial would start beside those that run."""
         return any(self._is_free(node, demand) for node in self._able(demand))
 
     def take(self, demand: Demand, *, avoided: Collection[str] = ()) -> Wanted:
-        """Note that a trial starts; it is put on an ``avoided`` node where there is no other.
-
-        Raises MachineError where no node could ever hold it.
-        """
+        """Note that a trial starts, on no ``avoided`` node if possible; MachineError: none can."""
         able = self._able(demand)
         if not able:
             raise self._too_much(demand)
@@ -300,7 +291,7 @@ class Placement:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _NodeOccupant(Occupant):
-    """What a trial takes of a node."""
+    """The part of a node that a trial takes."""
 
     wanted: Wanted
 
@@ -324,9 +315,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         most_trials: int | None = None,
         launched_by: str = LAUNCHED_BY,
     ) -> None:
-        """``nodes`` are those of one kind, as ``choose`` gives them. ``launched_by`` makes, on the
-        node, the launcher of the ``request``.
-        """
+        """``nodes`` are of one kind; ``launched_by`` makes the ``request``'s launcher there."""
         super().__init__(most_trials)
         self._cluster, self._request, self._launched_by = cluster, request, launched_by
         self._log_directory = log_directory
@@ -336,7 +325,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
         self._lost_on: defaultdict[str, set[str]] = defaultdict(set)
         """Nodes on which a trial was lost, by its key."""
         self._has_lost_nodes = False
-        """Whether a node was lost since they were read."""
+        """True if a node was lost since they were read."""
 
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
         """Start a trial, as ``Runner`` says; where others use the cluster it waits for them."""
@@ -409,10 +398,7 @@ def leave() -> None:
 
 
 def nodes_of(request: Request) -> Chosen:
-    """The nodes that a request means, of its cluster.
-
-    Raises MachineError where there is no cluster, or no node of it can run the trials.
-    """
+    """The nodes that a request means; MachineError where no cluster or node can run its trials."""
     if request.prediction == "trace":
         raise UsageError(
             "`--prediction trace` traces for a GPU of this machine, and trials run on others",

@@ -39,9 +39,7 @@ from highwater.units import format_seconds
 
 
 def check_request(request: Request, machine: Machine, *, steps: int) -> None:
-    """Raise for what depends on the device and the optimizer steps alone, and has to be said before
-    there is a plan.
-    """
+    """Raise for what depends on the device and the optimizer alone, before there is a plan."""
     device: Device = request.device or (
         "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
     )
@@ -59,11 +57,7 @@ def check_request(request: Request, machine: Machine, *, steps: int) -> None:
 def check_machine(
     request: Request, machine: Machine, settings: Settings, device: Device, *, gpus: int
 ) -> None:
-    """Raise for what a trial with these settings needs and does not find: the engine, fit and free
-    GPUs with a torch that can use them.
-
-    Nothing of a dry run is looked at.
-    """
+    """Raise where a trial lacks the engine or fit, free GPUs; nothing is checked in a dry run."""
     if request.dry_run:
         return
     if request.on_ray:  # the rest was looked at on each node, and busy GPUs are at each launch
@@ -89,9 +83,7 @@ def check_machine(
 
 
 def check_directories(request: Request, settings: Settings, device: Device) -> None:
-    """Raise where there is no log directory that can be written, or none that takes what a trial
-    with these settings saves; nothing of a dry run is looked at.
-    """
+    """Raise unless logs and what a trial saves can be written; nothing is checked in a dry run."""
     if request.dry_run:
         return
     check_log_directory(Path(request.log_dir))
@@ -104,9 +96,7 @@ def check_directories(request: Request, settings: Settings, device: Device) -> N
 
 
 def _refuse_no_function(source: str) -> None:
-    """Raise UsageError where a trial would not find the function that yields its sequences. Nothing
-    of it is run: a module's text is read, and a name that may be made in it passes.
-    """
+    """Refuse a data function that a trial would not find; its module is read, and never run."""
     module, _, name = source.partition(":")
     if not (module and name):
         raise UsageError(
@@ -134,9 +124,7 @@ def _refuse_no_function(source: str) -> None:
 def _check_around_a_trainer(
     request: Request, machine: Machine, device: Device, *, gpus: int
 ) -> None:
-    """Raise for what a trial of a foreign trainer does not find here: its program, free GPUs. What
-    it needs besides is its own affair.
-    """
+    """Raise for a missing program or GPU of a foreign trainer; the rest is its own affair."""
     trainer, program = foreign_name(request.trainer), program_of(request)
     is_launched = trainer is not None and FOREIGN[trainer].is_launched
     if program is not None and shutil.which(program) is None:
@@ -177,12 +165,12 @@ class Feature(Record, frozen=True, kw_only=True):
 
     @property
     def works(self) -> bool:
-        """Whether nothing is in the way."""
+        """True if nothing is in the way."""
         return not self.obstacles
 
     @property
     def install(self) -> str:
-        """What to type in the checkout of highwater; it mends all that is in the way."""
+        """Words to type in the checkout of highwater; they mend all that is in the way."""
         return f"pip install '.[{','.join(self.extras)}]'"
 
 
@@ -197,11 +185,11 @@ _OF_TRIALS = (
     ("train on Parquet and saved datasets", "data", ("datasets",)),
     ("find and try --runner ray", "ray", ("ray",)),
 )
-"""What trials do with one package more, or two: the flags, the extra, the packages."""
+"""Abilities of trials with one package more, or two: the flags, the extra, the packages."""
 
 
 def features(machine: Machine) -> tuple[Feature, ...]:
-    """What can be done here, what needs nothing more first."""
+    """Abilities of trials here, those that need nothing more first."""
     lacking = package_obstacles(machine)
     beside = ("train",) if lacking else ()
     return (

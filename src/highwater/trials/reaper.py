@@ -46,28 +46,20 @@ EXIT_ENDED = 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 END_AT_ONCE = signal.SIGUSR1
-"""What ends it whatever grace it gives, also before it has begun: SIGINT would not, which a shell
-has ignored by what it starts in the background."""
+"""Signal that ends it whatever grace it gives, also before it has begun: SIGINT would not, which
+a shell has ignored by what it starts in the background."""
 _AWAITED = {signal.SIGTERM, signal.SIGINT, END_AT_ONCE, signal.SIGCHLD}
-"""Signals that are waited for and never handled.
-
-None can come between two lines and leave somebody behind.
-"""
+"""Signals that are waited for and never handled: none comes between two lines."""
 _LAST_WORDS_S = 0.5
-"""Seconds that the other ranks have, after one has failed, to report a failure of their own.
-
-Then they are killed: a rank that waits for its peer in a collective waits for ever.
-"""
+"""Seconds that the other ranks have, after one has failed, to report a failure of their own. Then
+they are killed: a rank that waits for its peer in a collective waits for ever."""
 
 Ends = list[tuple[int, int]]
 """Processes that ended, in their order, each with its status: -n for signal n."""
 
 
 def module(name: str, *words: str) -> list[str]:
-    """The command that runs a module of ours, whatever lies in the working directory.
-
-    ``-P`` keeps that directory out of ``sys.path``.
-    """
+    """The command of a module of ours; ``-P`` keeps the working directory out of ``sys.path``."""
     return [sys.executable, "-P", "-m", name, *words]
 
 
@@ -82,10 +74,7 @@ def under_reaper(
     launcher_s: float | None = None,
     parent: int | None = None,
 ) -> list[str]:
-    """The command that runs ``command`` under a reaper that this process holds.
-
-    ``parent`` is the process that holds it instead; what else is named becomes its options.
-    """
+    """The command of a reaper that this process holds, or ``parent``, and that runs ``command``."""
     options: dict[str, Sequence[object]] = {
         "--remove": remove,
         "--inherit": inherit,
@@ -143,14 +132,11 @@ def _run(
     launcher_s: float | None,
     is_plain: bool,
 ) -> Ends | None:
-    """Run the command, or its ranks, and tell how each ended by itself, as ``awaits`` does.
-
-    None when the reaper was told to end.
-    """
+    """Run the command or its ranks to their end, as ``awaits`` does; None when told to end."""
     reaper = os.getpid()
 
     def prepare() -> None:
-        """Have what the reaper starts killed with it, should it be killed itself."""
+        """Make what the reaper starts be killed with it, should it be killed itself."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(EXIT_ENDED)
@@ -174,11 +160,7 @@ def _run(
 
 
 def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> Ends | None:
-    """Reap whatever ends until all of these have, or some time after one of them failed, or was
-    told to end.
-
-    None when the reaper is told to end and gives no grace, or is told once more.
-    """
+    """Reap until all of these have ended, or one failed a while ago; None: told to end at once."""
     ends: Ends = []
     deadline_s: float | None = None
     is_told = has_failed = False
@@ -207,10 +189,7 @@ def _wait_for(pids: Collection[int], *, parent: int, grace_s: float | None) -> E
 
 
 def _end_elsewhere(launcher: "subprocess.Popen[bytes]", within_s: float) -> None:
-    """Have a launcher end what it started on other machines, of which a kill would tell it nothing.
-
-    It is told again and again: reapers there give ranks time to save when they are told once.
-    """
+    """Tell a launcher again and again to end what it started elsewhere: once would let it save."""
     deadline_s = time.monotonic() + within_s
     while launcher.poll() is None and time.monotonic() < deadline_s:
         launcher.terminate()
@@ -232,10 +211,7 @@ def status_of(status: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill and reap until there is no descendant left.
-
-    One that is killed may have started another meanwhile.
-    """
+    """Kill and reap until no descendant is left: a killed one may have started another."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

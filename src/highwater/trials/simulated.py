@@ -61,10 +61,7 @@ class OneByOne(ABC):
 
 
 Law = Callable[[TrialSpec], int | Outcome]
-"""Bytes that one GPU's allocator must reserve for a trial, or how the trial ends.
-
-It ends in FIT also if it is memory-only.
-"""
+"""Bytes that a trial reserves on one GPU, or its outcome: FIT also if it is memory-only."""
 
 TimeLaw = Callable[[TrialSpec], float]
 """Seconds of one optimizer step of a trial that fits."""
@@ -82,7 +79,6 @@ class SimulatedRunner(OneByOne):
         timeout_s: float | None = None,
     ) -> None:
         """Keep the laws; ``device_total_bytes`` is the card's memory, for trials without a budget.
-
         None is a card without end. With ``step_time`` a trial that fits is said to take so long,
         and one beyond ``timeout_s`` to have timed out.
         """
@@ -150,9 +146,7 @@ class SimulatedRunner(OneByOne):
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
         """Bytes that the allocator may reserve; below zero where not even a context fits."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
-        if limit_bytes is None:
-            return None
-        return limit_bytes - self._context_bytes(spec) - self._nccl_bytes(spec)
+        return None if limit_bytes is None else limit_bytes - sum(self._outside_bytes(spec))
 
     def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
         """Peaks of one rank. A trial that failed had reserved all it could."""
@@ -161,14 +155,14 @@ class SimulatedRunner(OneByOne):
             return RankMemory(peak_data_segment_bytes=reserved_bytes)
         return RankMemory(
             peak_reserved_bytes=reserved_bytes,
-            device_used_bytes=reserved_bytes + self._context_bytes(spec) + self._nccl_bytes(spec),
+            device_used_bytes=reserved_bytes + sum(self._outside_bytes(spec)),
             device_total_bytes=self._device_total_bytes,
         )
 
     def _budget(self, spec: TrialSpec) -> MemoryBudget | None:
         if spec.memory_budget_bytes is None:
             return None
-        context, nccl = self._context_bytes(spec), self._nccl_bytes(spec)
+        context, nccl = self._outside_bytes(spec)
         return MemoryBudget(
             budget_bytes=spec.memory_budget_bytes,
             context_bytes=context,
@@ -176,14 +170,13 @@ class SimulatedRunner(OneByOne):
             allocator_cap_bytes=max(0, spec.memory_budget_bytes - context - nccl),
         )
 
-    def _context_bytes(self, spec: TrialSpec) -> int:
-        """Bytes of the context, and of what the law has outside the allocator besides NCCL."""
-        if isinstance(self._law, FormulaLaw):
-            return self._law.outside_bytes(spec) - self._law.nccl_bytes(spec)
-        return context_bytes(spec.device, gpus=spec.layout.gpus)
-
-    def _nccl_bytes(self, spec: TrialSpec) -> int:
-        return self._law.nccl_bytes(spec) if isinstance(self._law, FormulaLaw) else 0
+    def _outside_bytes(self, spec: TrialSpec) -> tuple[int, int]:
+        """Bytes of the context with all else that the law has outside the allocator; of NCCL."""
+        if not isinstance(self._law, FormulaLaw):
+            return context_bytes(spec.device, gpus=spec.layout.gpus), 0
+        terms = outside_terms(self._law.shape_of(spec), spec.settings, spec.layout, spec.device)
+        nccl_bytes = sum(term.bytes for term in terms if "NCCL" in term.name)
+        return sum(term.bytes for term in terms) - nccl_bytes, nccl_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,22 +188,13 @@ class FormulaLaw:
 
     def __call__(self, spec: TrialSpec) -> int:
         """Bytes that each GPU's allocator must reserve."""
-        shape, settings, layout = self._shape_of(spec), spec.settings, spec.layout
+        shape, settings, layout = self.shape_of(spec), spec.settings, spec.layout
         step = Step(shape, settings, layout, spec.length_tokens, spec.device, spec.prompt_tokens)
         needed = footprint(step)
         return needed.needed_bytes - needed.outside_bytes
 
-    def outside_bytes(self, spec: TrialSpec) -> int:
-        """Bytes that a GPU holds outside the allocator: context, NCCL, page tables."""
-        terms = outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device)
-        return sum(term.bytes for term in terms)
-
-    def nccl_bytes(self, spec: TrialSpec) -> int:
-        """Bytes of NCCL among those outside the allocator."""
-        terms = outside_terms(self._shape_of(spec), spec.settings, spec.layout, spec.device)
-        return sum(term.bytes for term in terms if "NCCL" in term.name)
-
-    def _shape_of(self, spec: TrialSpec) -> ModelShape:
+    def shape_of(self, spec: TrialSpec) -> ModelShape:
+        """The shape of a trial's model."""
         return self.shape or _shape(spec.model_directory)
 
 

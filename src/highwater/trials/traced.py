@@ -93,10 +93,7 @@ class CellTraces:
     def __post_init__(self) -> None:
         """Make the predictor."""
         self.predictor = ReplayPredictor(
-            formula=self.formula,
-            replay=Replays(self._replay),
-            alive=self._alive,
-            aim=self._aim,
+            formula=self.formula, replay=Replays(self._replay), alive=self._alive, aim=self._aim
         )
 
     def begin(self, *indices: int) -> None:
@@ -128,7 +125,7 @@ class CellTraces:
         return alive_at(self.trace(length_tokens), length_tokens, number)
 
     def _fits(self, index: int) -> bool:
-        """Whether a length fits; where it does, but not surely, the next shorter one is begun."""
+        """True if a length fits; if not surely, the next shorter one is begun."""
         question, room_bytes = self.formula.question, self.formula.memory_limit.device_bytes
         length_tokens = question.grid.length(index)
         if not self.predictor.at(length_tokens, room_bytes).fits:
@@ -175,9 +172,7 @@ _TIMEOUT_S = 1800.0
 
 
 class CachedTracer:
-    """Traces the fullest rank of a trial, or remembers. Leaving its context ends what is still
-    tracing: nothing of it runs any more afterwards.
-    """
+    """Traces the fullest rank of a trial, or remembers; leaving its context ends all tracing."""
 
     def __init__(
         self,
@@ -186,10 +181,7 @@ class CachedTracer:
         kernel: Kernel,
         on_trace: Callable[[TrialSpec], None] | None = None,
     ) -> None:
-        """Keep traces in ``directory``; ``on_trace`` is told each trial that has to be traced.
-
-        Raises MachineError where nothing can be traced.
-        """
+        """Keep traces in ``directory``; ``on_trace`` hears each trial that has to be traced."""
         obstacles = package_obstacles(probe())
         if obstacles:
             raise MachineError(
@@ -258,18 +250,12 @@ class CachedTracer:
 
 
 def fullest_rank(spec: TrialSpec) -> int:
-    """The last of the ranks that share a sequence.
-
-    The first have its prompt, which is not trained on.
-    """
+    """The last rank that shares a sequence: the first have its prompt, which is not trained."""
     return spec.layout.context_degree - 1
 
 
 def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
-    """The trial without what changes no event.
-
-    The allocator replays events, saves follow the last step, and hyperparameters take no memory.
-    """
+    """The trial without what changes no event: the allocator, saves, and hyperparameters."""
     settings = msgspec.structs.replace(
         spec.settings, allocator="native", checkpoint="none", save_hf="never"
     )
@@ -308,9 +294,7 @@ def _sources() -> str:
 
 
 def source_files(package: Path) -> list[Path]:
-    """The files that a trace may depend on: the data plane, and what it may import beside it. A
-    page, a search or a command has no part in it.
-    """
+    """Files that a trace may depend on: the data plane, and what it may import beside it."""
     rooms = (package / room for room in ("engine", "model", "nouns"))
     return sorted([*package.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))])
 

@@ -13,18 +13,10 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import PHASE_FILE, Outcome, RankReport
 from highwater.store.directory import TrainingFolder
 from highwater.trials.classify import Ending, failure_of
-from highwater.trials.engine_trial import (
-    REPORTS,
-    StartedRanks,
-    raise_refusal,
-    started,
-)
+from highwater.trials.engine_trial import REPORTS, StartedRanks, raise_refusal, started
 from highwater.trials.job import end_reaper
 from highwater.trials.nodes import Across
-from highwater.trials.trial_process import (
-    trial_environment,
-    trial_place,
-)
+from highwater.trials.trial_process import trial_environment, trial_place
 from highwater.units import format_bytes, format_tokens
 
 LOG = "training.log"
@@ -35,10 +27,7 @@ OnProgress = Callable[[TrainingProgress], None]
 
 @contextmanager
 def own_folder(directory: Path) -> Generator[None]:
-    """The run's folder, made, for this process alone; raises UsageError where another has it.
-
-    One that was made and got nothing is gone afterwards.
-    """
+    """The run's folder, made, for this process alone, and gone if empty; else a UsageError."""
     is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,11 +56,7 @@ def own_folder(directory: Path) -> Generator[None]:
 
 
 def run_ranks(
-    spec: TrainingSpec,
-    *,
-    allow_busy: bool,
-    on_progress: OnProgress,
-    across: Across | None = None,
+    spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
     """Train until every rank has ended by itself and well, on this machine or ``across`` several;
     what they report.
@@ -95,7 +80,7 @@ def run_ranks(
 
 
 def _progress(ranks: StartedRanks) -> TrainingProgress:
-    """What the first rank says of itself."""
+    """Words of the first rank on itself."""
     try:
         said = read_file(ranks.path / REPORTS / PHASE_FILE, most_bytes=_PHASE_BYTES)
         return from_json(said, TrainingProgress)
@@ -106,7 +91,7 @@ def _progress(ranks: StartedRanks) -> TrainingProgress:
 def _end_of(
     ranks: StartedRanks, on_progress: OnProgress
 ) -> tuple[Ending, KeyboardInterrupt | None]:
-    """What the ranks left, and the interrupt that they were told of, if any."""
+    """Collect what the ranks left, and the interrupt that they were told of, if any."""
     interrupt: KeyboardInterrupt | None = None
     try:
         while ranks.process.poll() is None:
@@ -129,9 +114,7 @@ def _end_of(
 
 
 def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterrupt | None) -> None:
-    """Raise for ranks that did not end well, in words; for those that were killed while they were
-    stopping the interrupt.
-    """
+    """Raise for ranks that did not end well; the interrupt for those killed while stopping."""
     raise_refusal(ending.reports)
     failed = failure_of(spec.trial, ending)
     if failed is None:
@@ -153,7 +136,7 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
 
 
 def _less_memory(spec: TrainingSpec) -> str:
-    """What to type where memory ran out."""
+    """A hint of what to type where memory ran out."""
     if spec.trial.device == "cpu":
         budget = format_bytes(spec.trial.memory_budget_bytes or 0)
         return f"name a larger `--memory` than {budget}"
@@ -163,7 +146,7 @@ def _less_memory(spec: TrainingSpec) -> str:
 
 
 def _goes_on(spec: TrainingSpec) -> str:
-    """What the same command does after a failure, in words."""
+    """Say in words what the same command does after a failure."""
     steps = TrainingFolder(Path(spec.output_directory)).checkpoint_steps()
     if not steps:
         return "the same command begins anew: there is no checkpoint yet"

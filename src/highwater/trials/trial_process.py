@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Event
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -91,10 +91,8 @@ _NOT_INHERITED = (
     "MASTER_PORT",
     "NCCL_COMM_ID",
 )
-"""Variables of the user's shell that trials do not inherit.
-
-They would change a trial's memory or its checks, or make it join another job or listen for one.
-"""
+"""Variables of the user's shell that trials do not inherit. They would change a trial's memory or
+its checks, or make it join another job or listen for one."""
 _NOT_INHERITED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC", "ROLE_", "PET_")
 """Beginnings of such variables, which training operators set in every pod."""
 ON_THE_CPU = {
@@ -115,10 +113,8 @@ _LOOPBACK = "lo"
 
 
 def trial_environment(spec: TrialSpec, gpus: tuple[str, ...] | None = None) -> dict[str, str]:
-    """The environment of a trial's processes.
-
-    It is the user's, less what would change its memory, plus what its settings ask; of GPUs it
-    shows these, None: those that this process sees.
+    """The environment of a trial's processes. It is the user's, less what would change its memory,
+    plus what its settings ask; of GPUs it shows these, None: those that this process sees.
     """
     environment = clean_environment(spec.settings.allocator)
     if (spec.layout.machines or 1) > 1:  # they are not reached by the loopback
@@ -162,7 +158,6 @@ _TAIL_BYTES = 256 * 1024
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
     """The path of a trial's log, by the layout of logs.
-
     ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
     Before the rung of a foreign trainer stands its name.
     """
@@ -175,10 +170,7 @@ def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path
 
 @contextmanager
 def new_log(wanted: Path) -> Generator[IO[bytes]]:
-    """A new file at the path itself, or at the first ``.attempt-N`` beside it that is free.
-
-    No log is ever overwritten, nor the statistics of one that is gone.
-    """
+    """A new file at the path, or at a free ``.attempt-N`` beside it: none is overwritten."""
     path, attempt = wanted, 1
     while (log := _opened(path)) is None:
         attempt += 1
@@ -198,7 +190,7 @@ def _opened(path: Path) -> IO[bytes] | None:
 
 
 def statistics_path(log_path: Path) -> Path:
-    """Where a trial's statistics lie, beside its log."""
+    """Path of a trial's statistics, beside its log."""
     return log_path.with_suffix(".statistics.jsonl")
 
 
@@ -206,6 +198,17 @@ def log_tail(log: IO[bytes], most_bytes: int = _TAIL_BYTES) -> str:
     """The end of an open log, whatever became of its name: who writes it may have removed it."""
     start = max(0, os.fstat(log.fileno()).st_size - most_bytes)
     return os.pread(log.fileno(), most_bytes, start).decode("utf-8", errors="replace")
+
+
+class OneLaunch(NamedTuple):
+    """A trial whose log is open, and what its launcher was told."""
+
+    spec: TrialSpec
+    log: IO[bytes]
+    gpus: tuple[str, ...] | None
+    timeout_s: float
+    ended: Event
+    on_phase: OnPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +220,7 @@ class TrialLauncher(ABC):
     """Longest time of one trial from launch to exit, where its launch names none."""
     log_layout: LogLayout = "rung"
     allow_busy: bool = False
-    """Whether trials run on GPUs that others use too."""
+    """True if trials run on GPUs that others use too."""
 
     def launch(
         self, launch: Launch, *, gpus: tuple[str, ...] | None, ended: Event, on_phase: OnPhase
@@ -232,20 +235,12 @@ class TrialLauncher(ABC):
             wanted.parent.mkdir(parents=True, exist_ok=True)
             timeout_s = self.timeout_s if launch.timeout_s is None else launch.timeout_s
             with new_log(wanted) as log:
-                result = self._run(spec, log, gpus, timeout_s, ended, on_phase)
+                result = self._run(OneLaunch(spec, log, gpus, timeout_s, ended, on_phase))
         attempt, wall_s = launch.attempt, time.monotonic() - began
         return kept_result(replace(result, wall_s=wall_s, attempt=attempt, log_path=log.name))
 
     @abstractmethod
-    def _run(
-        self,
-        spec: TrialSpec,
-        log: IO[bytes],
-        gpus: tuple[str, ...] | None,
-        timeout_s: float,
-        ended: Event,
-        on_phase: OnPhase,
-    ) -> TrialResult:
+    def _run(self, one: OneLaunch) -> TrialResult:
         """Run a trial to its end, and classify it."""
 
 
@@ -254,19 +249,16 @@ _LOCK = ".made-by-highwater"
 
 
 def cache_directory(name: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of what is kept for the next time: ``$XDG_CACHE_HOME/highwater/NAME``, by default
-    in ``~/.cache``.
-    """
+    """The folder ``$XDG_CACHE_HOME/highwater/NAME``, by default in ``~/.cache``."""
     base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base, "highwater", name)
 
 
 @contextmanager
 def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[Path]:
-    """A new folder below ``parent``, by default where temporary files go.
-
-    It is gone when this returns, with all that is in it. ``kind`` becomes a part of its name.
-    Before the first one below a parent is made, what others left there is removed.
+    """A new folder below ``parent``, by default where temporary files go. It is gone when this
+    returns, with all that is in it. ``kind`` becomes a part of its name. Before the first one below
+    a parent is made, what others left there is removed.
     """
     parent = (parent or Path(tempfile.gettempdir())).resolve()
     _remove_what_is_left(parent)
@@ -282,10 +274,7 @@ def private_folder(parent: Path | None = None, *, kind: str = "") -> Generator[P
 
 
 def _locked(folder: Path) -> int | None:
-    """Take the folder's lock, which is free when this process is gone.
-
-    None where the disk knows no locks.
-    """
+    """Take the folder's lock, free when this process is gone; None where the disk knows none."""
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:

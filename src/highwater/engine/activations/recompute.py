@@ -8,8 +8,9 @@ refused before a trial starts (model/families.py).
 """
 
 import hashlib
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
 )
+
+from highwater.engine.activations.host import ContextFunction, HostActivations, Kept
 
 
 @contextmanager
@@ -65,21 +68,29 @@ def _draws(module: nn.Module) -> bool:
 
 PREFIX = "_checkpoint_wrapped_module."
 """Prefix that PyTorch's checkpoint wrapper puts before parameter names."""
-ContextFunction = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
-"""Returns two contexts, for a layer's forward pass and for its recomputation."""
 
 
-def recompute_layers(layers: nn.ModuleList, *, keeping: ContextFunction | None = None) -> None:
+def recompute_layers(
+    layers: nn.ModuleList,
+    *,
+    keeping: ContextFunction | None = None,
+    host: HostActivations | None = None,
+) -> None:
     """Wrap every layer for recomputation, in place.
 
     The wrapper goes on before FSDP, which then gathers a layer's parameters once for both its
     recomputation and its gradient. Results computed in the contexts of ``keeping`` may stay in
-    memory: those of attention, the one part whose time is quadratic in the length.
+    memory: those of attention, the one part whose time is quadratic in the length. With ``host``
+    what a layer keeps lies in host memory.
     """
     # Without draws there is nothing to repeat, and no generator's state to save for every layer.
-    draws = draws_in_training(layers)
-    contexts = {} if keeping is None else {"context_fn": keeping}
+    how: dict[str, Any] = {"preserve_rng_state": draws_in_training(layers)}
+    if host is None and keeping is not None:
+        how["context_fn"] = lambda: keeping(Kept())
     for index, layer in enumerate(layers):
+        if host is not None:
+            place = {"index": index, "layers": len(layers), "keeping": keeping}
+            how["checkpoint_fn"] = partial(host.checkpoint, **place)
         layers[index] = checkpoint_wrapper(
-            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, preserve_rng_state=draws, **contexts
+            layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **how
         )

@@ -10,12 +10,12 @@ asks ``attended`` before it computes, so the operators of ``torch.utils.checkpoi
 the fused kernels inside these functions.
 """
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -299,11 +299,23 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
     return none, none
 
 
+class KeptByLayer(Protocol):
+    """What a layer keeps for its backward pass (engine/activations/host)."""
+
+    def keep(self, tensors: Sequence[Any]) -> None:
+        """Keep one group of tensors."""
+        ...
+
+    def take(self) -> Sequence[Any]:
+        """Return the oldest group, and keep it no longer."""
+        ...
+
+
 Attended = tuple[Tensor, ...]
 """Attention output, and the log-sum-exps of the queries."""
-Kept = Callable[[Callable[[], Attended]], Attended]
+Keeping = Callable[[Callable[[], Attended]], Attended]
 """Function that takes an attention call and returns its result, computed now or kept before."""
-_KEPT: ContextVar[Kept | None] = ContextVar("kept in recompute", default=None)
+_KEPT: ContextVar[Keeping | None] = ContextVar("kept in recompute", default=None)
 _IS_KEEPING: ContextVar[bool] = ContextVar("attended by a function of ours", default=False)
 
 
@@ -324,38 +336,39 @@ def is_keeping() -> bool:
     return _IS_KEEPING.get()
 
 
-def kept_in_recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def kept_in_recompute(
+    layer: KeptByLayer,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return two contexts for ``torch.utils.checkpoint``, for a layer's forward pass and
     recomputation: attention outputs are kept in the first and given back in the second.
     """
-    kept: list[Attended] = []
-    return keeping(kept), giving(kept)
+    return keeping(layer.keep), giving(lambda: tuple(layer.take()))
 
 
 @contextmanager
-def keeping(results: list[Attended]) -> Generator[None]:
-    """Context manager: add what attention returns to ``results``; a context around this one keeps
-    it too, or gives it.
+def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
+    """Context manager: hand what attention returns to ``keep``. A context around this one keeps it
+    too, or gives it.
     """
     outer = _KEPT.get()
 
-    def keep(attend: Callable[[], Attended]) -> Attended:
-        results.append(attend() if outer is None else outer(attend))
-        return results[-1]
+    def kept(attend: Callable[[], Attended]) -> Attended:
+        found = attend() if outer is None else outer(attend)
+        keep(found)
+        return found
 
-    token = _KEPT.set(keep)
-    try:
+    with _set(kept):
         yield
-    finally:
-        _KEPT.reset(token)
+
+
+def giving(take: Callable[[], Attended]) -> AbstractContextManager[None]:
+    """Return a context in which attention is not computed, but taken from ``take``."""
+    return _set(lambda _: take())
 
 
 @contextmanager
-def giving(results: list[Attended]) -> Generator[None]:
-    """Context manager: take attention's outputs from ``results``, in order, in place of computing
-    them.
-    """
-    token = _KEPT.set(lambda _: results.pop(0))
+def _set(kept: Keeping) -> Generator[None]:
+    token = _KEPT.set(kept)
     try:
         yield
     finally:

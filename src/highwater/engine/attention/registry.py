@@ -20,10 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from highwater.engine.attention.block_attention import is_keeping, kept_in_recompute
+from highwater.engine.attention.block_attention import (
+    KeptByLayer,
+    is_keeping,
+    kept_in_recompute,
+)
 from highwater.engine.attention.block_flex import (
     attend_by_flex,
     attend_table_of,
@@ -146,11 +150,38 @@ class Attention:
             return SequenceLayout(tuple(document_lengths))
         return self.shared.layout_of(document_lengths)
 
-    def kept_in_recompute(self) -> Contexts:
+    def kept_in_recompute(self, layer: KeptByLayer) -> Contexts:
         """Return two contexts, for a layer's forward pass and recomputation: attention is kept."""
-        dense = create_selective_checkpoint_contexts(_keeps_operator)
-        forward, again = map(_both, dense, kept_in_recompute())
-        return forward, again
+        ours, theirs = kept_in_recompute(layer)
+        return _both(_KeepOutputs(layer), ours), _both(_GiveOutputs(layer), theirs)
+
+
+class _KeepOutputs(TorchDispatchMode):
+    """Keeps what dense attention's operators return in the forward pass of a layer."""
+
+    def __init__(self, layer: KeptByLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _OPERATORS and not is_keeping():
+            # detached, as autograd makes the returned tensors its own
+            self.layer.keep([t.detach() if isinstance(t, Tensor) else t for t in found])
+        return found
+
+
+class _GiveOutputs(_KeepOutputs):
+    """Gives them back in its recomputation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _OPERATORS and not is_keeping():
+            return tuple(self.layer.take())
+        return func(*args, **(kwargs or {}))
 
 
 def register(
@@ -253,12 +284,6 @@ def _attend(
         lengths = layout.padded_lengths
     documents = Documents(lengths=lengths, pattern=pattern, **how)
     return lambda *tensors: attend_in_pattern(*tensors, documents=documents).output_BSHD
-
-
-def _keeps_operator(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Tell a recomputed layer to keep the results of dense attention's operators, and no others."""
-    is_kept = operator in _OPERATORS and not is_keeping()
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

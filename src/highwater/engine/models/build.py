@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.activations.recompute import recompute_layers
 from highwater.engine.attention.registry import Attention
 from highwater.engine.models import weights
@@ -72,6 +73,7 @@ def build(
     head_groups: int = 1,
     master_dtype: torch.dtype = torch.float32,
     lora: Lora | None = None,
+    host: HostActivations | None = None,
     seed: int = 0,
 ) -> Decoder:
     """Return the sharded model, its shards on the mesh's device or, with offload, on the host.
@@ -84,7 +86,8 @@ def build(
     ``attention`` is what registry.register returned. ``mlp_tiles`` None: MLPs are tiled if that
     costs no time. ``head_groups`` divide the key/value heads of every layer. With ``lora`` the
     model is frozen in ``master_dtype``, or its linear layers in NF4; its adapters, and a
-    ScalarModel's head, are trained in float32 or wider.
+    ScalarModel's head, are trained in float32 or wider. With ``host`` what recomputed layers keep
+    lies in host memory.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
@@ -106,7 +109,8 @@ def build(
         # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
         if recompute != "none":
             keeps = recompute == "all-but-attention"
-            recompute_layers(model.layers, keeping=attention.kept_in_recompute if keeps else None)
+            keeping = attention.kept_in_recompute if keeps else None
+            recompute_layers(model.layers, keeping=keeping, host=host)
         fill, layers = Fill(model, saved, device=device, seed=seed), model.layers
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "offload": offload}
         if strategy == "fsdp":  # cut and filled one layer after the other

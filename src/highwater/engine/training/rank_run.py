@@ -22,6 +22,7 @@ from torch import nn
 from torch.cuda.nccl import version as nccl_version
 from transformers.utils import logging as transformers_logging
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.activations.recompute import seeded
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, batches, digest, pack
@@ -54,6 +55,8 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
+from highwater.nouns.activation_plan import HOST_SHARE
+from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.settings import Loss
 from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
 from highwater.version import __version__
@@ -68,8 +71,16 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     """Build and allocate everything that lives as long as the training."""
     settings = spec.settings
     loss: Loss = "full" if settings.holds_logits else "chunked"
-    policy = _model(spec, context, loss=None if settings.traits.gives_scalars else loss)
-    critic = _model(spec, context, loss=None, seed=CRITIC_SEED) if settings.critic else None
+    host = None
+    if settings.activations == "host":
+        share = HOST_SHARE / spec.layout.machine_gpus
+        host = HostActivations(
+            context.device,
+            layers_on_gpu=settings.layers_on_gpu,
+            budget_bytes=int(share * host_memory_bytes()),
+        )
+    policy = _model(spec, context, host, loss=None if settings.traits.gives_scalars else loss)
+    critic = _model(spec, context, host, loss=None, seed=CRITIC_SEED) if settings.critic else None
     # traces show this order of allocations, so keep it: optimizers' states, then the reference
     optimizer = optimizer_of(policy, spec)
     critic_optimizer = None if critic is None else optimizer_of(critic, spec)
@@ -88,16 +99,25 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         reference=reference,
         hyperparameters=spec.hyperparameters,
         keeps_gradients=settings.keeps_gradients,
+        host=host,
     )
 
 
-def _model(spec: TrialSpec, context: RankContext, *, loss: Loss | None, seed: int = 0) -> Decoder:
+def _model(
+    spec: TrialSpec,
+    context: RankContext,
+    host: HostActivations | None,
+    *,
+    loss: Loss | None,
+    seed: int = 0,
+) -> Decoder:
     """Build a model to train, as the settings say."""
     settings = spec.settings
     trained: dict[str, Any] = {
         "strategy": settings.strategy,
         "offload": settings.offloads_model,
         "master_dtype": _MASTER_DTYPES[settings.parameters],
+        "host": host,
     }
     if settings.adapters is not None:
         trained |= {"lora": settings.adapters, "master_dtype": compute_dtype(context.device)}
@@ -219,7 +239,7 @@ class RankRun(ABC):
         loss or a norm is not finite.
         """
         synchronize(training.device)
-        began = time.perf_counter()
+        began = time.perf_counter() - _preparing_s(training)
         first = self.report.first_step_at_unix_s or time.time()
         random = {"seed": self.spec.seed, "rank": self.report.rank, "step": number}
         values = step_numbers(training, micro_batches, enter=self.enter, **random)
@@ -227,7 +247,10 @@ class RankRun(ABC):
         self.report = self.with_(
             losses=(*self.report.losses, values["loss"]),
             gradient_norms=(*self.report.gradient_norms, values["gradient_norm"]),
-            step_times_s=(*self.report.step_times_s, time.perf_counter() - began),
+            step_times_s=(
+                *self.report.step_times_s,
+                time.perf_counter() - _preparing_s(training) - began,
+            ),
             first_step_at_unix_s=first,
         )
         if self.statistics_log is not None and self.watch is not None:
@@ -247,6 +270,11 @@ class RankRun(ABC):
     def with_(self, **changes: object) -> RankReport:
         """Return the report with these fields changed."""
         return msgspec.structs.replace(self.report, **changes)
+
+
+def _preparing_s(training: Training) -> float:
+    """Return the seconds that host memory has been mapped for so far, which is done once."""
+    return 0.0 if training.host is None else training.host.preparing_s
 
 
 def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:

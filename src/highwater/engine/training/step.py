@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
 from highwater.engine.parallel.collectives import sum_over
@@ -57,6 +58,8 @@ class Training:
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
     keeps_gradients: bool = True
     """True if gradients stay allocated between steps; else each backward pass makes them anew."""
+    host: HostActivations | None = None
+    """Host memory in which layers keep activations; None if they are on the device."""
     record: StepRecord = field(default_factory=StepRecord)
     """Numbers of the last step, for its statistics."""
 

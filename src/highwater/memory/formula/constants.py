@@ -4,12 +4,14 @@ names: terms, the phases of a step in which they are alive, and the footprint of
 Frozen in a commit before the measurements that judge them (docs/results/predict).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
 from highwater.model.model import ModelShape
+from highwater.nouns.activation_plan import HOST_SHARE
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants
 from highwater.nouns.layout import Layout
@@ -19,6 +21,8 @@ from highwater.units import GIB, MIB
 
 LOSS = "loss"
 """Name of the phase in which logits are: another trainer has others there."""
+HOST_ACTIVATIONS = "activations of layers"
+"""Name of the host's term of what layers keep there for their backward pass."""
 WORKSPACES = "workspaces of cuBLAS"
 """Name of the term that every phase on a GPU has: what a library keeps in the allocator."""
 
@@ -118,6 +122,13 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Bytes that the machine's memory has to have."""
         return sum(term.bytes for term in self.host)
 
+    def fits_host(self, host_bytes: int | None) -> bool:
+        """Whether a machine's memory holds them, activations in their share; None: without end."""
+        activations = sum(term.bytes for term in self.host if term.name == HOST_ACTIVATIONS)
+        if host_bytes is None:
+            return True
+        return self.host_bytes <= host_bytes and activations <= HOST_SHARE * host_bytes
+
 
 def present(*terms: Term) -> tuple[Term, ...]:
     """The terms that are not zero."""
@@ -209,10 +220,12 @@ def outside_terms(
     layout: Layout,
     device: Device,
     own: MachineConstants | None = None,
+    *,
+    pinned_activation_bytes: int = 0,
 ) -> tuple[Term, ...]:
     """Device memory that the allocator does not hold, of one GPU. ``own`` are readings on a user's
     GPUs, which take the place of ours; of a number of GPUs that nobody read they say what the next
-    larger one has.
+    larger one has. ``pinned_activation_bytes`` are in host memory for this GPU.
     """
     if device == "cpu":
         return present(Term("context", context_bytes(device, gpus=layout.gpus)))
@@ -225,7 +238,8 @@ def outside_terms(
         all_to_all = NCCL_ALL_TO_ALL_BYTES | own.nccl_all_to_all_bytes
     pinned = pinned_state_bytes(shape, settings, layout=layout)
     pinned += staged_gradient_bytes(shape, settings, layout=layout)
-    pages = -(-pinned // (layout.machine_gpus * PAGE_TABLE_COVERS_BYTES))
+    pinned = pinned / layout.machine_gpus + pinned_activation_bytes
+    pages = math.ceil(pinned / PAGE_TABLE_COVERS_BYTES)
     return present(
         Term("context", context),
         Term("page tables of pinned memory", pages * PAGE_TABLE_BYTES),

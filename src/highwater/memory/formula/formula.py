@@ -14,10 +14,12 @@ from highwater.memory.formula.constants import (
     CPU_PROCESS_BYTES,
     CUBLAS_WORKSPACES_BYTES,
     FILLED_SHARE,
+    HOST_ACTIVATIONS,
     LIKELY_FILLED_SHARE,
     LOSS,
     WORKSPACES,
     Footprint,
+    MachineConstants,
     Phase,
     Term,
     outside_terms,
@@ -28,6 +30,7 @@ from highwater.memory.formula.layers import (
     Backward,
     Step,
     backwards,
+    host_activation_bytes,
     kept_bytes_of_layers,
     working_set_bytes,
 )
@@ -101,7 +104,7 @@ def footprint(step: Step) -> Footprint:
     is_gpu = step.device == "cuda"
     return Footprint(
         phases=phases,
-        outside=outside_terms(step.shape, step.settings, step.layout, step.device),
+        outside=outside_terms_of(step),
         host=present(*_host_terms(step)) if is_gpu else (),
         filled_share=FILLED_SHARE[step.settings.allocator] if is_gpu else 1.0,
         cached_bytes=_cached_bytes(step, states, phases) if is_gpu else 0,
@@ -156,8 +159,12 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     )
     root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
     beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
-    kept = _kept_term(step, kept_bytes_of_layers(step, step.shape.layers))
-    held = (*states.terms(), *beside_layers, kept)
+    plan, layers = step.settings.activation_plan(step.shape.layers), step.shape.layers
+    held = (*states.terms(), *beside_layers)
+    kept = _kept_term(step, kept_bytes_of_layers(step, plan.layers_on_host, layers))
+    kept_at_the_end = _kept_term(
+        step, kept_bytes_of_layers(step, plan.first_on_gpu(layers - 1), layers)
+    )
     at_the_end = (*states.terms(states.parameters), *always)
     # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
     *others, last = backwards(step.shape.runs)
@@ -166,15 +173,20 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
             "backward of a layer",
             *states.terms(_parameters_with_gradients(step, each)),
             *beside_layers,
-            _kept_term(step, kept_bytes_of_layers(step, each.kept_layers)),
+            _kept_term(
+                step,
+                kept_bytes_of_layers(
+                    step, plan.first_on_gpu(each.kept_layers - 1), each.kept_layers
+                ),
+            ),
             *_layer_terms(step, each),
             _reduction(step, _parameters_on_their_way(step, each.reduced)),
         )
         for each in others or (last,)
     )
     phases = [
-        phase(LOSS, *held, *_loss_terms(step, last.kind)),
-        phase("backward of the last layer", *held, *_layer_terms(step, last)),
+        phase(LOSS, *held, kept, *_loss_terms(step, last.kind)),
+        phase("backward of the last layer", *held, kept_at_the_end, *_layer_terms(step, last)),
         max(middle, key=lambda each: each.bytes),
         phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
     ]
@@ -202,6 +214,14 @@ def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int
         step.layout,
         passing_bytes=peak_bytes - states.lasting_bytes - states.coming_bytes,
         late_bytes=late_bytes if states.coming_bytes else 0,
+    )
+
+
+def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:
+    """Device memory that the allocator does not hold, as ``outside_terms``."""
+    return outside_terms(
+        *(step.shape, step.settings, step.layout, step.device, own),
+        pinned_activation_bytes=host_activation_bytes(step),
     )
 
 
@@ -346,5 +366,6 @@ def _host_terms(step: Step) -> tuple[Term, ...]:
     return (
         Term("offloaded states and reference", host_state_bytes(shape, settings, layout=layout)),
         Term("gradients on their way there", staged_bytes),
+        Term(HOST_ACTIVATIONS, layout.machine_gpus * host_activation_bytes(step)),
         Term("processes", layout.machine_gpus * PROCESS_BYTES),
     )

@@ -297,13 +297,24 @@ gave, the gradients of it, of the product and of the down weights; three gradien
 above; those of the copies, and of gate and up, which are one weight."""
 
 
-def kept_bytes_of_layers(step: Step, layers: int) -> int:
-    """Bytes per token that the first ``layers`` layers keep until the backward pass."""
-    counts, left = Counter[LayerKind](), layers
+def kept_bytes_of_layers(step: Step, first: int, end: int) -> int:
+    """Bytes per token that the layers from ``first`` to before ``end`` keep until the backward
+    pass.
+    """
+    counts, before = Counter[LayerKind](), 0
     for run in step.shape.runs:
-        counts[run.kind] += min(run.count, left)
-        left -= min(run.count, left)
+        behind = before + run.count
+        counts[run.kind] += max(0, min(behind, end) - max(before, first))
+        before = behind
     return sum(count * kept_bytes(step.layer(kind)) for kind, count in counts.items())
+
+
+def host_activation_bytes(step: Step) -> int:
+    """Bytes of one GPU's activations in host memory, where there is a GPU."""
+    plan = step.settings.activation_plan(step.shape.layers)
+    if step.device == "cpu" or not plan.layers_on_host:
+        return 0
+    return step.tokens * kept_bytes_of_layers(step, 0, plan.layers_on_host)
 
 
 def kept_bytes(layer: Layer) -> int:

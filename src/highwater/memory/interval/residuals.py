@@ -12,9 +12,12 @@ from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     MachineConstants,
-    outside_terms,
 )
-from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.formula import (
+    likely_footprint,
+    outside_terms_of,
+    refuse_unknown_family,
+)
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
@@ -146,10 +149,10 @@ def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[
         if trial.result is None:
             continue
         spec, result = trial.spec, trial.result
-        sizes, read = (shape, spec.settings, spec.layout), _of_its_gpus(own, result)
-        taken = likely_footprint(
-            Step(*sizes, spec.length_tokens, prompt_tokens=spec.prompt_tokens)
-        ).with_libraries(outside_terms(*sizes, spec.device, read), sum(_workspaces_bytes(read)))
+        step, read = _step_of(shape, spec), _of_its_gpus(own, result)
+        taken = likely_footprint(step).with_libraries(
+            outside_terms_of(step, read), sum(_workspaces_bytes(read))
+        )
         needed_bytes, cached_bytes = taken.needed_bytes, taken.cached_bytes
         found = residual(spec, result, "formula", needed_bytes, cached_bytes=cached_bytes)
         if found is not None:
@@ -201,9 +204,14 @@ def traced_residual(
     )
     if not replayed.fits:
         return None
-    outside = outside_terms(shape, spec.settings, spec.layout, spec.device, read)
+    outside = outside_terms_of(_step_of(shape, spec), read)
     outside_bytes = sum(term.bytes for term in outside)
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
+
+
+def _step_of(shape: ModelShape, spec: TrialSpec) -> Step:
+    settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
+    return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
 
 def _of_its_gpus(own: MachineConstants | None, result: TrialResult) -> MachineConstants | None:

@@ -41,6 +41,7 @@ from highwater.trainers.foreign import (
     ForeignCommand,
     HasFlash,
     OwnFile,
+    TrialFiles,
     TrialHome,
     own_file,
     refuse_no_program,
@@ -81,18 +82,9 @@ _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
 _OF_ADAPTERS = ("use_peft", "lora_", "load_in_", "bnb_", "use_bnb_", "dtype")
 """Beginnings of names that LoRA has a word in."""
 _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
-"""FSDP's keys that are never the user's: how states are sharded, and that no whole model is saved
-at the end."""
+"""FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """Fields that are emitted where the user has no configuration, and TRL's where there is one."""
-
-
-class TrialFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
-
-    config: dict[str, Any]
-    launcher: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 class TrialBatch(NamedTuple):
@@ -142,10 +134,7 @@ def batch_of(spec: TrialSpec, base: Mapping[str, Any]) -> TrialBatch:
 
 
 def completion_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
-    """Tokens that GRPO generates: the user's own number, or all but a short prompt.
-
-    Raises UsageError where they leave no token for a prompt.
-    """
+    """Tokens that GRPO generates, all but a short prompt if not named; UsageError for no prompt."""
     named = base.get("max_completion_length")
     tokens = spec.length_tokens - PROMPT_TOKENS if named is None else int(named)
     if not 0 < tokens < spec.length_tokens:
@@ -166,10 +155,7 @@ def document_tokens(spec: TrialSpec, base: Mapping[str, Any]) -> int:
 
 
 def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
-    """TRL's file and accelerate's for one trial, over the user's own fields.
-
-    Raises UsageError for what cannot be.
-    """
+    """TRL's and accelerate's files for a trial, over the user's; UsageError for what cannot be."""
     for name, hint in _REFUSED.items():
         if base.config.get(name):
             raise UsageError(f"{base.source} has {name}, which a trial cannot take over", hint=hint)
@@ -192,7 +178,7 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
         launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
     return TrialFiles(
         config={name: value for name, value in config.items() if value not in ({}, None)},
-        launcher=launcher,
+        beside={FILE: launcher},
         notes=(*_notes(base, own), *said),
     )
 
@@ -211,12 +197,10 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
     """Emit these settings, as far as they are not left to TRL."""
-    spec = launched.spec
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    sharing = sharing_of(spec.layout, launched.shape)
+    spec, sharing = launched.spec, sharing_of(launched.spec.layout, launched.shape)
     values: dict[str, Any] = trl_values(
         TrlTraining(
-            cell=cell,
+            cell=launched.cell,
             length_tokens=spec.length_tokens,
             sharing=sharing,
             model_path=str(launched.place.model_directory),
@@ -274,8 +258,8 @@ def _launcher(
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.shape)))
+    sharing = sharing_of(spec.layout, launched.shape)
+    ours: dict[str, Any] = nested(launched_values(launched.cell, sharing))
     ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
     theirs, mode = base.get("distributed_type"), ours["distributed_type"]
     if theirs in (None, "NO", "MULTI_GPU", mode):
@@ -313,10 +297,7 @@ def _generations(base: Mapping[str, Any]) -> int:
 
 
 def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
-    """The command of a trial of TRL, whose files are written into its folder.
-
-    Raises HighwaterError for what TRL cannot be told, and where nothing can be prepared.
-    """
+    """The command of a trial of TRL, with its files written; raises for what cannot be told."""
     check(spec, foreign, home.has_flash)
     folder, base, words = home.folder, own_files(foreign), foreign.command or (_PROGRAM,)
     model = home.prepared(_documents(spec, base, folder))
@@ -324,7 +305,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
     trial = launched(spec, place, has_flash=home.has_flash(words[0]))
     files = trial_files(trial, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
-    write_files({CONFIG: files.config, FILE: files.launcher}, said, folder)
+    write_files({CONFIG: files.config, **files.beside}, said, folder)
     step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
     subcommand = COMMANDS[spec.settings.objective].name
     return ForeignCommand(
@@ -335,10 +316,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
 
 
 def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tuple[str, ...]:
-    """Notes for readers of such trials, before the first one.
-
-    Raises HighwaterError for what TRL cannot be told, and where it is not here.
-    """
+    """Notes of TRL's trials for readers; raises for what it cannot be told, or without it."""
     refuse_untried(spec, load_model(spec.model_directory).shape)
     base, program = own_files(foreign), (foreign.command or (_PROGRAM,))[0]
     refuse_no_program(program, "TRL", _PROGRAM, _PROGRAM)
@@ -359,10 +337,7 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
-    """The user's own configuration of TRL, and accelerate's that it names by a path.
-
-    Raises UsageError for files that cannot be read, or are no YAML of named fields.
-    """
+    """The user's configuration of TRL, and accelerate's that it names; UsageError if unreadable."""
     hint = "name the file that `trl sft --config` takes"
     own = own_file(foreign, hint)
     named = own.config.get("accelerate_config")

@@ -53,8 +53,7 @@ class Subcommand(NamedTuple):
     generates: bool = False
     """True if it generates completions, by the policy itself: whole groups are a batch."""
     precomputes: bool = False
-    """True if it computes the reference's log-probabilities before it trains: the reference then
-    takes no memory."""
+    """True if the reference's log-probabilities come first: it then takes no memory later."""
 
 
 COMMANDS: Mapping[Objective, Subcommand] = {
@@ -97,10 +96,9 @@ class TrlTraining(NamedTuple):
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
-    """The file of one of TRL's commands, and accelerate's beside it.
-
-    Raises UsageError for an objective that it has no command for, for sequences shared among GPUs
-    in others than ``sft``, and for an optimizer that it does not have.
+    """The file of one of TRL's commands, and accelerate's beside it. Raises UsageError for an
+    objective that it has no command for, for sequences shared among GPUs in others than ``sft``,
+    and for an optimizer that it does not have.
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
@@ -133,9 +131,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
 
 
 def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
-    """Raise UsageError for an objective, a layout or an optimizer that TRL does not have; what is
-    offered instead ``refuse_other_sharing`` does not refuse.
-    """
+    """Refuse an objective, layout or optimizer that TRL lacks; what is offered can be trained."""
     is_refused = _obstacle(cell.settings.objective, cell.layout, shape) is not None
     if is_refused and shape is not None:
         refuse_other_sharing(cell, shape)
@@ -144,9 +140,7 @@ def refuse_untrainable(cell: Cell, shape: ModelShape | None) -> None:
 
 
 def refuse_other_sharing(cell: Cell, shape: ModelShape) -> None:
-    """Raise UsageError for heads where TRL shares a model's sequences by a ring, and for what
-    ``refuse_untrainable`` refuses.
-    """
+    """Refuse heads where TRL has a ring, and whatever ``refuse_untrainable`` refuses."""
 
     def obstacle(objective: Objective, layout: Layout) -> str | None:
         unknown = _obstacle(objective, layout, shape)

@@ -1,7 +1,7 @@
 """Contenders of the benchmark: how each attention is built, whether it runs here, and by definition
 how many times each token meets each key.
 
-A new one is a line of ``CONTENDERS``, and one of ``IMPLEMENTATIONS`` in ``nouns/attention_bench``.
+A new one is a line of ``CONTENDERS``, and one of ``nouns/catalog/attentions.json``.
 
 Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size
 """
@@ -36,8 +36,7 @@ from highwater.nouns.hardware import Kernel, kernels
 from highwater.nouns.sparse_pattern import SparsePatternConfig, causal_pairs, dilated_pairs
 
 Compute = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]
-"""Attention of queries BHSD, keys and values BKSD: the output, BHSD, and the share of the causal
-pairs that was computed."""
+"""Attention of queries BHSD, keys and values BKSD: output BHSD, and computed causal share."""
 _BACKENDS: dict[FusedKernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -159,9 +158,7 @@ def counts(conditions: Conditions, length: int) -> Tensor:
 
 @lru_cache
 def _kept(config: SparsePatternConfig | None, length: int) -> Tensor:
-    """1 where a token of a row sees another, else 0. A window follows its definition; a ratio's
-    blocks are the table's, and causality within them is applied here.
-    """
+    """1 where a token of a row sees another, else 0; causality within blocks is applied here."""
     token_S1, key_S = torch.arange(length)[:, None], torch.arange(length)
     causal_SS = (key_S <= token_S1).float()
     if config is None or not length:

@@ -74,9 +74,7 @@ class _Peaks(NamedTuple):
 
 
 def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
-    """Run a case, and return it with this process's results. Raises PassTooLong, and what PyTorch
-    raises.
-    """
+    """Run a case on this process. Raises PassTooLong, and what PyTorch raises."""
     assert case.length_tokens is not None, "it has one until it is red"
     compute = build(conditions, case.length_tokens)
     devices = [conditions.device]
@@ -168,9 +166,7 @@ def _recorded(step: Callable[[], T]) -> tuple[T, int, int]:
 def _peaks_on_gpus(
     made: Callable[[], _Pass], conditions: Conditions, devices: Sequence[torch.device]
 ) -> tuple[_Pass, _Peaks, float]:
-    """Measure peaks of each GPU's allocator in the second pass, and its seconds: the first pass
-    compiles, and makes what libraries keep.
-    """
+    """Peaks of each GPU's allocator in the second pass, and its seconds: the first one compiles."""
     # a mask made earlier is left out of the inputs' bytes, but counts in the peak
     before = list(map(torch.cuda.memory_allocated, devices))
     run = made()
@@ -244,9 +240,7 @@ def differences(build: Build, conditions: Conditions, rank: int = 0) -> dict[str
 def naive_attention(
     query_HSD: Tensor, key_KSD: Tensor, value_KSD: Tensor, counts: Tensor, scaling: float
 ) -> Tensor:
-    """Compute the textbook formula in float64, each exponential as often as it is counted; zeros
-    for a token that meets no key.
-    """
+    """The textbook formula in float64, counting repeats; zeros for a token that meets no key."""
     groups = len(query_HSD) // len(key_KSD)
     key_HSD, value_HSD = (t.double().repeat_interleave(groups, 0) for t in (key_KSD, value_KSD))
     scores_HSS = query_HSD.double() @ key_HSD.transpose(1, 2) * scaling + counts.double().log()

@@ -131,7 +131,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, scale: float, *tensors: Any) -> Tensor:
         layer, results = _Layer.of(plan, scale, *tensors), list[Attended]()
-        with keeping(results):
+        with keeping(results.append):
             outputs_TO = [_forward(layer, group) for group in range(plan.groups)]
         ctx.plan, ctx.scale, ctx.sizes = plan, scale, [len(each) for each in results]
         ctx.packed = [None if isinstance(each, Tensor) else each for each in tensors]
@@ -153,7 +153,7 @@ class _Attention(torch.autograd.Function):
         of_output = _parameters(layer, _OUTPUT, gradient_TE, outputs_TO, needed[_OUTPUT])
         parts_TO: tuple[list[Tensor], ...] = ([], [], [])
         of_norms: list[Tensor | None] = [None, None]
-        with giving(results):
+        with giving(lambda: results.pop(0)):
             for group in range(ctx.plan.groups):
                 _backward(layer, group, gradient_TE, parts_TO, of_norms)
         x_gradient_TE: Tensor | None = None

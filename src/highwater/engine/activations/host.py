@@ -1,0 +1,364 @@
+"""Activations in host memory: what a recomputed layer keeps for its backward pass, its input and
+perhaps its attention's output, leaves for the host in the forward pass and comes back one layer
+ahead in the backward pass.
+
+Copies run on a stream of their own. Memory of the device goes back once the stream of the
+computation has waited for the copy, at the next layer: peaks depend on the order of layers, never
+on timing (``record_stream`` would make them depend on it). At most one layer's activations are on
+their way out, and one layer's on their way in beside those in use. Copies change no number.
+
+Host memory is mapped by this module, touched by several threads on the CPUs next to the GPU, and
+registered with CUDA: PyTorch's pinned allocator rounds up to powers of two, and first touch by one
+thread runs at 1.5 GB/s. It stays mapped from step to step.
+"""
+
+import ctypes
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from highwater.errors import ModelError
+from highwater.nouns.activation_plan import HOST_SHARE
+from highwater.units import format_bytes
+
+ContextFunction = Callable[["Kept"], tuple[Any, Any]]
+"""Takes what a layer keeps; returns two contexts, for its forward pass and its recomputation."""
+_PAGE = 2 << 20
+_TOUCHED_AT_ONCE = 256 << 20
+"""Bytes that one thread touches before it takes the next part."""
+_TOUCHING_THREADS = 16
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+class Kept:
+    """What one layer keeps for its backward pass: groups of tensors, taken as they were kept."""
+
+    def __init__(self) -> None:
+        self._groups: deque[Sequence[Any]] = deque()
+
+    def keep(self, tensors: Sequence[Any]) -> None:
+        """Keep one group of tensors; numbers and None may be among them."""
+        self._groups.append(tensors)
+
+    def take(self) -> Sequence[Any]:
+        """Return the oldest group, and keep it no longer."""
+        return self._groups.popleft()
+
+
+class HostActivations:
+    """Host memory for the activations of one rank, and the layers whose backward pass is to come.
+
+    All models of the rank share it: each goes forward and backward before the next.
+    """
+
+    def __init__(self, device: torch.device, *, layers_on_gpu: int, budget_bytes: int) -> None:
+        """``layers_on_gpu``: the last layers, whose activations stay; at least one, during whose
+        backward pass the first ones come back. ``budget_bytes``: most that is mapped.
+        """
+        assert layers_on_gpu > 0, "nothing comes back ahead of the last layer"
+        self._layers_on_gpu = layers_on_gpu
+        self._memory = PinnedPlaces(device, budget_bytes=budget_bytes)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._waiting: list[_KeptOnHost] = []
+        """Layers whose backward pass is to come, the first one's first."""
+        self._leaving: list[Tensor] = []
+        """Tensors of the device whose copies may still run."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of host memory that are mapped."""
+        return self._memory.mapped_bytes
+
+    @property
+    def preparing_s(self) -> float:
+        """Seconds that mapping host memory has taken so far, which later steps do not take."""
+        return self._memory.preparing_s
+
+    def checkpoint(
+        self,
+        layer: Callable[..., Any],
+        *arguments: Any,
+        index: int,
+        layers: int,
+        keeping: ContextFunction | None,
+        preserve_rng_state: bool,
+        **keywords: Any,
+    ) -> Any:
+        """Call a layer for recomputation, as ``torch.utils.checkpoint.checkpoint``. It is number
+        ``index`` of ``layers``, and its first argument the hidden states.
+
+        Raises ModelError if a layer takes its hidden states by name, where no hook sees them.
+        """
+        if not arguments:
+            raise ModelError(
+                "this family hands hidden states to its layers by name, where they cannot be moved "
+                "to host memory",
+                hint="leave `--activations` out",
+            )
+        alike = arguments[0].shape, arguments[0].dtype  # the hooks outlive the tensor itself
+        kept = _KeptOnHost(None)
+        if torch.is_grad_enabled():
+            is_on_host = index < layers - self._layers_on_gpu
+            kept = self._begin(is_first=index == 0, is_on_host=is_on_host)
+
+        def pack(tensor: Tensor) -> Any:
+            if (tensor.shape, tensor.dtype) != alike:
+                return tensor
+            kept.keep((tensor,))
+            return kept
+
+        def unpack(packed: Any) -> Tensor:
+            if packed is not kept:
+                return packed
+            self._bring(kept)
+            return kept.take()[0]
+
+        how: dict[str, Any] = {"preserve_rng_state": preserve_rng_state, "use_reentrant": False}
+        if keeping is not None:
+            how["context_fn"] = lambda: keeping(kept)
+        with saved_tensors_hooks(pack, unpack):
+            return checkpoint(layer, *arguments, **how, **keywords)
+
+    def _begin(self, *, is_first: bool, is_on_host: bool) -> "_KeptOnHost":
+        """Begin a layer's forward pass: what the one before it sent has left by now."""
+        if is_first and self._waiting:  # a pass whose backward pass never came
+            self._waiting.clear()
+            self._settle()
+        self._release()
+        kept = _KeptOnHost(self) if is_on_host else _KeptOnHost(None)
+        self._waiting.append(kept)
+        return kept
+
+    def _bring(self, kept: "_KeptOnHost") -> None:
+        """Begin a layer's backward pass: have its activations here, and the next one's coming."""
+        self._release()
+        assert self._waiting, "a layer goes backward once"
+        assert self._waiting[-1] is kept, "layers go backward in the opposite order"
+        self._waiting.pop().come()
+        came = None if self._stream is None else self._stream.record_event()
+        if self._waiting:
+            self._waiting[-1].come()
+        if came is not None:
+            torch.cuda.current_stream().wait_event(came)
+
+    def _release(self) -> None:
+        """Let go of tensors whose copies the computation now waits for."""
+        if self._leaving and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._leaving.clear()
+
+    def _settle(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._leaving.clear()
+
+    @torch.no_grad()
+    def send(self, tensor: Tensor) -> "_OnHost":
+        """Copy a tensor to host memory; it stays on the device until the next layer."""
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        place = self._memory.take(tensor.numel() * tensor.element_size())
+        with _after_computation(self._stream):
+            place.of(tensor).copy_(_flat(tensor), non_blocking=True)
+        self._leaving.append(tensor)
+        return _OnHost(place, tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+    @torch.no_grad()
+    def fetch(self, sent: "_OnHost") -> Tensor:
+        """Copy a tensor back to the device; the computation waits for it before it is used."""
+        tensor = torch.empty_strided(sent.shape, sent.stride, dtype=sent.dtype, device=sent.device)
+        with _after_computation(self._stream):
+            _flat(tensor).copy_(sent.place.of(tensor), non_blocking=True)
+        self._memory.give(sent.place)  # what is sent there next is copied after this
+        return tensor
+
+
+class _KeptOnHost(Kept):
+    """What one layer keeps, in host memory if it has a ``host`` to send it to."""
+
+    def __init__(self, host: HostActivations | None) -> None:
+        super().__init__()
+        self._host = host
+
+    def keep(self, tensors: Sequence[Any]) -> None:
+        host = self._host
+        moved = tensors if host is None else [host.send(t) if _is_large(t) else t for t in tensors]
+        self._groups.append(moved)
+
+    def come(self) -> None:
+        """Have all that is in host memory come back to the device."""
+        host = self._host
+        if host is not None:
+            self._host = None
+            self._groups = deque(
+                [host.fetch(each) if isinstance(each, _OnHost) else each for each in group]
+                for group in self._groups
+            )
+
+
+class _Pinned:
+    """A piece of host memory."""
+
+    def __init__(self, memory: Tensor, free: Callable[[], object]) -> None:
+        self.memory = memory
+        self.free = free
+
+    @property
+    def bytes(self) -> int:
+        return len(self.memory)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """View the place as all numbers of a tensor."""
+        return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
+
+
+class _OnHost:
+    """A tensor in host memory."""
+
+    def __init__(
+        self,
+        place: _Pinned,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.place, self.dtype, self.shape = place, dtype, shape
+        self.stride, self.device = stride, device
+
+
+class PinnedPlaces:
+    """Places in host memory, mapped when they are first needed and used again from then on."""
+
+    def __init__(self, device: torch.device, *, budget_bytes: int) -> None:
+        self._device = device
+        self._budget_bytes = budget_bytes
+        self._free: list[_Pinned] = []
+        self.mapped_bytes = 0
+        self.preparing_s = 0.0
+
+    def take(self, size: int) -> _Pinned:
+        """Return the smallest free place of at least so many bytes, or a new one.
+
+        Raises what ``map_pinned`` raises.
+        """
+        fitting = [place for place in self._free if place.bytes >= size]
+        if fitting:
+            place = min(fitting, key=lambda each: each.bytes)
+            self._free.remove(place)
+            return place
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is computed meanwhile is not preparing
+        began = time.perf_counter()
+        self._unmap_free()
+        memory, free = map_pinned(size, self._device, self._budget_bytes - self.mapped_bytes)
+        self.mapped_bytes += len(memory)
+        self.preparing_s += time.perf_counter() - began
+        return _Pinned(memory, free)
+
+    def give(self, place: _Pinned) -> None:
+        """Take a place back."""
+        self._free.append(place)
+
+    def _unmap_free(self) -> None:
+        """Unmap what is free: it is too small for what is now needed."""
+        while self._free:
+            place = self._free.pop()
+            self.mapped_bytes -= place.bytes
+            place.free()
+
+
+def map_pinned(
+    size: int, device: torch.device, room_bytes: int
+) -> tuple[Tensor, Callable[[], object]]:
+    """Map host memory, touch it, and register it with CUDA if the device is a GPU; returns its
+    bytes, and a function that unmaps it.
+
+    Raises MemoryError for more than ``room_bytes``: beyond what the machine has, touching it would
+    end any process.
+    """
+    if size > room_bytes:
+        raise MemoryError(
+            f"activations need {format_bytes(size - room_bytes)} more of host memory than the "
+            f"share of {HOST_SHARE:.0%} that they may take"
+        )
+    if device.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8), lambda: None
+    rounded = -(-size // _PAGE) * _PAGE
+    mapped = mmap.mmap(-1, rounded, flags=_PRIVATE)
+    with suppress(OSError):  # a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    _touch(memory.data_ptr(), rounded, _cpus_beside(device))
+    cuda: Any = torch.cuda.cudart()
+    error = int(cuda.cudaHostRegister(memory.data_ptr(), rounded, 0))
+    if error:
+        raise MemoryError(f"CUDA registers no {rounded} bytes of host memory: error {error}")
+    return memory, lambda: cuda.cudaHostUnregister(memory.data_ptr())
+
+
+def _touch(address: int, size: int, cpus: set[int]) -> None:
+    """Write zeros to all pages, by several threads on these CPUs: there the pages come to lie."""
+
+    def touch(start: int) -> None:
+        os.sched_setaffinity(0, cpus)  # of this thread alone
+        ctypes.memset(address + start, 0, min(_TOUCHED_AT_ONCE, size - start))
+
+    with ThreadPoolExecutor(min(_TOUCHING_THREADS, len(cpus))) as threads:
+        list(threads.map(touch, range(0, size, _TOUCHED_AT_ONCE)))
+
+
+def _cpus_beside(device: torch.device) -> set[int]:
+    """Return this process's CPUs that are next to the GPU; all of its own if nobody knows."""
+    allowed = os.sched_getaffinity(0)
+    found: Any = torch.cuda.get_device_properties(device)
+    bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        text = Path(f"/sys/bus/pci/devices/{bus}/local_cpulist").read_text(encoding="ascii")
+    except OSError:
+        return allowed
+    local: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        local.update(range(int(first), int(last or first) + 1))
+    return allowed & local or allowed
+
+
+def _after_computation(stream: torch.cuda.Stream | None) -> Any:
+    """Context in which copies run behind all that is computed so far."""
+    if stream is None:
+        return nullcontext()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+def _is_large(value: Any) -> bool:
+    """True for a tensor that grows with the tokens; kernels return a few single numbers too."""
+    return isinstance(value, Tensor) and value.numel() > 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True if the tensor's numbers fill a stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """View all numbers of a dense tensor in the order in which they lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

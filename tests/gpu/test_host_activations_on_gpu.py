@@ -1,0 +1,253 @@
+"""Activations in host memory on a GPU: gradients as without, whatever lies in freed and unfilled
+memory; peaks as predicted, the same at every step; host memory of the predicted size.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from highwater.engine.activations import host as host_module
+from highwater.engine.activations.host import HostActivations
+from highwater.engine.attention.dense import select_kernel
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Batch, Document, pack
+from highwater.engine.models.build import build, read_config
+from highwater.engine.models.decoder import Decoder
+from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.experience import forward_batch
+from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.step import Training, backward_of
+from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import Lora
+from highwater.units import GIB, MIB
+from tiny_models import WIDE_HEADS, write_model
+
+LAYERS, HIDDEN = 6, 1024
+STEPS = (((8192,), (4096, 4096)), ((2048, 1024, 512, 100), (9000,)), ((8192,), (8192,)))
+"""Lengths of documents, by step and micro-batch: rows of changing lengths."""
+SPREADS = 1.5
+"""Attention's gradients are added up in no fixed order: two runs differ."""
+LATE_CYCLES = 20_000_000
+"""Of the GPU's clock: about ten milliseconds, longer than a layer here."""
+NOT_A_NUMBER = 0xFF
+"""Every byte of a bfloat16 or float32 that is none."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_hidden_layers": LAYERS, "vocab_size": 8_000, "max_position_embeddings": 16_384}
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(folder, WIDE_HEADS, **sizes, tie_word_embeddings=False)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with process_mesh.alone(torch.device("cuda", 0)):
+        yield
+
+
+@pytest.mark.parametrize("lora", [None, 8])
+@pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
+@pytest.mark.parametrize("layers_on_gpu", [1, 2])
+def test_gradients_are_those_without_within_the_spread_of_two_runs_without(
+    model, recompute, layers_on_gpu, lora, monkeypatch
+):
+    plain, again = (gradients(trained(model, recompute, lora=lora)) for _ in range(2))
+    poison(monkeypatch)
+    ours = gradients(trained(model, recompute, host_of(layers_on_gpu), lora=lora))
+    for one, two, mine in zip(plain, again, ours, strict=True):
+        assert apart(mine, one) <= SPREADS * apart(two, one)
+
+
+def test_a_race_would_show(model, monkeypatch):
+    """Without the computation's wait for what comes back, NaN does get into the gradients."""
+    slow_down(monkeypatch)
+    monkeypatch.setattr(host_module.torch, "empty_strided", unfilled)
+    monkeypatch.setattr(HostActivations, "_bring", bring_without_waiting)
+    found = gradients(trained(model, "layer", host_of(1)))
+    assert any(bool(torch.isnan(g).any()) for step in found for g in step.values())
+
+
+def apart(one: dict[str, "torch.Tensor"], two: dict[str, "torch.Tensor"]) -> float:
+    """Norm of the difference of whole gradients."""
+    assert one.keys() == two.keys()
+    return sum(float((one[name] - two[name]).norm()) ** 2 for name in one) ** 0.5
+
+
+def bring_without_waiting(self: Any, kept: Any) -> None:
+    self._waiting.pop().come()
+    if self._waiting:
+        self._waiting[-1].come()
+
+
+@pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
+def test_peaks_are_less_by_what_left_and_the_same_at_every_step(model, recompute):
+    batch = [row(16_384)]
+
+    def peaks(host: HostActivations | None) -> set[int]:
+        training = trained(model, recompute, host, lora=8)  # whose gradients are no peak
+        return {peak_of(training, batch) for _ in range(4)}
+
+    ((plain,), (ours,)) = peaks(None), peaks(host_of(1))
+    heads = 0 if recompute == "layer" else 8 * 128 * 2 + 8 * 4
+    each = 16_384 * (HIDDEN * 2 + heads)
+    # the first layer's stays for its own pass, and the next one's comes back meanwhile
+    assert plain - ours == pytest.approx((LAYERS - 2) * each, rel=0.02)
+
+
+def test_host_memory_has_the_size_of_what_lies_there(model):
+    host = host_of(1)
+    training = trained(model, "layer", host)
+    backward_of(training, [row(16_384)])
+    wanted = (LAYERS - 1) * 16_384 * HIDDEN * 2
+    assert wanted <= host.mapped_bytes <= wanted + LAYERS * 2 * MIB
+
+
+@pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="this is what it starts")
+def test_the_sanitizer_finds_no_race():
+    """PyTorch's own: each access to a tensor of a stream has to wait for the others' accesses."""
+    words = [*("-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "-m", "gpu"), __file__]
+    words += ["-k", "sanitized"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1", "HIGHWATER_REQUIRE": "gpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="started by the test above")
+def test_a_sanitized_step(model):
+    training = trained(model, "all-but-attention", host_of(1))
+    backward_of(training, [row(2048), row(2048)])
+    torch.cuda.synchronize()
+
+
+def host_of(layers_on_gpu: int) -> HostActivations:
+    return HostActivations(
+        torch.device("cuda", 0), layers_on_gpu=layers_on_gpu, budget_bytes=8 * GIB
+    )
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill memory of the device with NaN where it is let go of, and where it is not yet filled;
+    and host memory once what lay there has come back.
+    """
+    release, give = HostActivations._release, host_module.PinnedPlaces.give
+    slow_down(monkeypatch)
+
+    def released(self: HostActivations) -> None:
+        if self._leaving and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            with torch.no_grad():
+                for tensor in self._leaving:
+                    tensor.detach().fill_(float("nan"))
+        release(self)
+
+    def given(self: Any, place: Any) -> None:
+        torch.cuda.synchronize()
+        place.memory.fill_(NOT_A_NUMBER)
+        give(self, place)
+
+    monkeypatch.setattr(HostActivations, "_release", released)
+    monkeypatch.setattr(host_module.PinnedPlaces, "give", given)
+    monkeypatch.setattr(host_module.torch, "empty_strided", unfilled)
+
+
+_EMPTY = torch.empty_strided
+
+
+def unfilled(*sizes: Any, **how: Any) -> "torch.Tensor":
+    tensor = _EMPTY(*sizes, **how)
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each copy begin later than whoever does not wait for it."""
+    after = host_module._after_computation
+
+    @contextmanager
+    def late(stream: Any) -> Iterator[None]:
+        with after(stream):
+            torch.cuda._sleep(LATE_CYCLES)
+            yield
+
+    monkeypatch.setattr(host_module, "_after_computation", late)
+
+
+def trained(
+    directory: Path, recompute: Any, host: HostActivations | None = None, *, lora: int | None = None
+) -> Training:
+    gc.collect()
+    torch.cuda.empty_cache()
+    device = torch.device("cuda", 0)
+    adapted: dict[str, Any] = {}
+    if lora is not None:
+        adapters = Lora(rank=lora, alpha=16, targets="all-linear", base="bf16")
+        adapted = {"lora": adapters, "master_dtype": torch.bfloat16}
+    mesh = process_mesh.shard_mesh(Layout(), device)
+    kernel = select_kernel(device, torch.bfloat16, query_heads=8, kv_heads=4, head_dim=128)
+    policy: Decoder = build(
+        read_config(str(directory), length_tokens=16_384, rope="auto"),
+        directory=str(directory),
+        mesh=mesh,
+        attention=register(kernel),
+        loss="chunked",
+        recompute=recompute,
+        compute_dtype=torch.bfloat16,
+        host=host,
+        **adapted,
+    )
+    return Training(
+        policy=policy,
+        optimizer=make_optimizer(policy, Hyperparameters()),
+        mesh=mesh,
+        keeps_gradients=False,
+    )
+
+
+def gradients(training: Training) -> list[dict[str, "torch.Tensor"]]:
+    """Of each step, with an evaluation between the steps."""
+    found = []
+    for step in STEPS:
+        training.policy.zero_grad()
+        backward_of(training, [row(*lengths) for lengths in step])
+        found.append(
+            {
+                name: local_shard(p.grad).float().cpu()
+                for name, p in training.policy.named_parameters()
+                if p.grad is not None
+            }
+        )
+        forward_batch(training.policy, [row(3000)], device=training.device)
+    return found
+
+
+def peak_of(training: Training, batch: list[Batch]) -> int:
+    training.policy.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backward_of(training, batch)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def row(*lengths: int) -> Batch:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = [torch.randint(8_000, (length,), generator=generator) for length in lengths]
+    return pack([Document(each, each) for each in ids])
