@@ -202,4 +202,6 @@ def group_heads(model: Decoder, groups: int) -> None:
             hint="leave `--attention-head-groups` out",
         )
     for attention in ours:
+        heads = cast(nn.Linear, attention.k_proj).out_features // attention.head_dim
+        assert heads % groups == 0, "groups of as many heads each"
         attention.groups = groups
