@@ -289,6 +289,8 @@ def _layer(
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
     passes = 2 * weights + (2 * again if is_recomputed else 0)
+    if settings.attention_head_groups > 1:  # queries, keys and values are projected once more
+        passes += 2 * kind.hidden_size * (kind.attention.query_size + 2 * kind.attention.key_size)
     if settings.adapters is None:
         passes += 4 * weights
     else:

@@ -68,6 +68,7 @@ def simplicity(cell: Cell) -> tuple[int, ...]:
         if settings.recompute in _RECOMPUTE_ORDER
         else len(_RECOMPUTE_ORDER),
         settings.mlp_tiles or 0,
+        settings.attention_head_groups,
     )
 
 
@@ -104,6 +105,7 @@ def cells_of(
         *(shape, device, request.settings.strategy),
         *(has_ring, within_machines, longest_tokens, pattern),
         is_packed=request.settings.lora_base == "nf4",
+        head_groups=request.settings.attention_head_groups,
         machines=machines,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
@@ -228,6 +230,8 @@ class _Bounds(NamedTuple):
     """The keys that attention keeps; None: all."""
     is_packed: bool
     """True if the model is frozen in NF4."""
+    head_groups: int = 1
+    """Groups of key/value heads that attention goes in."""
     machines: int = 1
     """Machines that were named; 1 where none were."""
 
@@ -243,6 +247,13 @@ class _Bounds(NamedTuple):
             return "FSDP1 keeps no copies of its shards"
         if self.is_packed and asked.copies < asked.gpus:
             return "a model in nf4 is not sharded, each GPU has a copy"
+        if asked.ring > 1 and self.head_groups > 1:
+            return "a ring passes on all heads at once, and attention in head groups does not"
+        if self.shape.kv_heads % (asked.ulysses * self.head_groups) and self.head_groups > 1:
+            return (
+                f"{asked.ulysses} GPUs do not share the {self.shape.kv_heads} key/value heads in "
+                f"{self.head_groups} equal groups"
+            )
         if asked.ring > 1:
             why = ring_obstacle(self.shape, self.longest_tokens)
             if why is not None:

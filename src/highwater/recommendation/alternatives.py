@@ -36,6 +36,7 @@ MOST_GPUS_TRIED = 64
 _LORA_RANK = 32
 _RESTRICTIONS = (
     *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
+    "attention_head_groups",
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 

@@ -9,6 +9,7 @@ A weight's gradient may be summed over parts of the tokens, as exactly as in one
 Shapes:  T tokens, or those of one part  I inputs  O outputs  R rank
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,6 +82,13 @@ class AdaptedLinear(nn.Module):
         return out_TO.view(*x.shape[:-1], out_TO.shape[-1])
 
 
+def parts_of(projection: Any) -> tuple[nn.Linear, Adapter | None]:
+    """Split a projection into its linear layer and its adapter, None if it has none."""
+    if isinstance(projection, AdaptedLinear):
+        return cast(nn.Linear, projection.base_layer), projection.adapter
+    return projection, None
+
+
 def adapted_product(
     x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
 ) -> Tensor:
@@ -120,14 +128,31 @@ class _AdaptedLinear(torch.autograd.Function):
         if of_input:
             weight_OI = whole(ctx.packed) if weight_OI is None else weight_OI
             x_gradient_TI = (gradient_TO @ weight_OI).addmm_(of_product_TR, a_RI)
-        return (
-            x_gradient_TI,
-            gradient_TO.T @ x_TI if of_weight else None,
-            gradient_TO.sum(dim=0) if of_bias else None,
-            of_product_TR.T @ x_TI,
-            (gradient_TO.T @ (x_TI @ a_RI.T)).mul_(ctx.scale),
-            None,
-        )
+        adapter = Adapter(a_RI, b_OR, ctx.scale)
+        needed = (of_weight, of_bias)
+        found = parameter_gradients(gradient_TO, x_TI, adapter, of_product_TR, needed=needed)
+        return x_gradient_TI, *found, None
+
+
+def parameter_gradients(
+    gradient_TO: Tensor,
+    x_TI: Tensor,
+    adapter: Adapter | None,
+    of_product_TR: Tensor | None,
+    *,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias, each None unless needed, and of A and B.
+
+    ``of_product_TR`` is the gradient of ``x A^T``; None without an adapter.
+    """
+    of_weight, of_bias = needed
+    return (
+        gradient_TO.T @ x_TI if of_weight else None,
+        gradient_TO.sum(dim=0) if of_bias else None,
+        None if of_product_TR is None else of_product_TR.T @ x_TI,
+        None if adapter is None else (gradient_TO.T @ (x_TI @ adapter.a_RI.T)).mul_(adapter.scale),
+    )
 
 
 class AdapterGradient:

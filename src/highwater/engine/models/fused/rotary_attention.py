@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from highwater.engine.kernels import rotary as rotary_kernels
+from highwater.engine.models.fused.adapted_linear import parts_of
+from highwater.engine.models.fused.head_groups import Plan, attention_in_groups
+from highwater.engine.parallel.sequence_layout import SequenceLayout
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MOST_NUMBERS = 2**31
+"""Queries of one call have fewer numbers: some kernels count offsets in 32 bits, and nobody has
+shown that all are right beyond. An 8B has as many in 524,288 tokens."""
 NORMS = ("q_norm", "k_norm")
 """Norms of the query and key heads; a family has both or none."""
 
@@ -37,6 +43,8 @@ class RotaryAttention(nn.Module):
         self.attention_dropout: float = own.attention_dropout
         self.is_causal = True
         self.features = features
+        self.groups = 1
+        """Groups of key/value heads that are computed one after the other (head_groups.py)."""
 
     def forward(
         self,
@@ -52,6 +60,24 @@ class RotaryAttention(nn.Module):
                 "training keeps no keys and values from one forward pass to the next"
             )
         own: Any = self
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
+        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
+        groups = self._groups(hidden_states.shape[1], features.get("sequence_layout"))
+        if groups > 1:
+            norms = [getattr(own, name, None) for name in NORMS]
+            plan = Plan(
+                groups=groups,
+                head_dim=self.head_dim,
+                epsilons=[0.0 if norm is None else norm.eps for norm in norms],
+                attend=lambda query, key, value: attend(
+                    *(self, query, key, value, attention_mask), **told, **features, asks_keeper=True
+                )[0],
+            )
+            weights = [None if norm is None else norm.weight for norm in norms]
+            projections = [getattr(own, name) for name in PROJECTIONS]
+            return attention_in_groups(
+                hidden_states, position_embeddings, weights, projections, plan
+            ), None
         query, key = (
             self._rotated(
                 getattr(own, f"{name}_proj")(hidden_states),
@@ -61,10 +87,22 @@ class RotaryAttention(nn.Module):
             for name in ("q", "k")
         )
         value = own.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
-        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
         out, weights = attend(self, query, key, value, attention_mask, **told, **features)
         return own.o_proj(out.flatten(2)), weights
+
+    def _groups(self, tokens: int, layout: SequenceLayout | None) -> int:
+        """Groups to compute: more than were asked for where the queries of one would have too many
+        numbers for kernels, if some number of groups helps.
+        """
+        keys = parts_of(self.k_proj)[0].out_features
+        shared = 1 if layout is None else layout.ulysses_degree
+        heads, numbers = max(1, keys // self.head_dim // shared), tokens * keys
+        works = (
+            groups
+            for groups in range(self.groups, heads + 1)
+            if heads % groups == 0 and numbers * self.num_key_value_groups < groups * MOST_NUMBERS
+        )
+        return next(works, self.groups)
 
     def _rotated(
         self, projected: Tensor, norm: nn.RMSNorm | None, cosines: Tensor, sines: Tensor
