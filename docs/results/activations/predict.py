@@ -43,7 +43,11 @@ def main() -> None:
         found = footprint(step)
         rows.append(
             {
-                **{"model": model, "length_tokens": tokens, **ALL, **settings, **layout},
+                "model": model,
+                "length_tokens": tokens,
+                **ALL,
+                **settings,
+                **layout,
                 "allocated_bytes": found.allocated_bytes,
                 "device_used_bytes": found.device_used_bytes,
                 "host_bytes": found.host_bytes,
