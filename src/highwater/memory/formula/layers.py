@@ -445,15 +445,15 @@ def _attention_bytes(layer: Layer) -> int:
 def _grouped_bytes(layer: Layer) -> int:
     """Bytes per token while the attention goes backward in head groups: the input and the
     residual's gradient; what attention returned; the groups' gradients of q, k and v. Beside them
-    one group has the gradient of what attention returned, q, k and v before and after their norm,
-    and what the kernel takes; in the end there are q's gradients side by side, or the input's
-    gradient. Of Ulysses there is a copy of what attention returned, and of a group's q, k and v and
-    both gradients. Source: engine/models/fused/head_groups.py, traces.
+    one group has the gradient of what attention returned, q and k before their rotation and after,
+    v, and what the kernel takes; in the end there are q's gradients side by side, or the input's
+    gradient. Of Ulysses there is a copy of what attention returned, and of a group's v and both
+    gradients. Source: engine/models/fused/head_groups.py, traces.
     """
     step, hidden, attention = layer.step, layer.kind.hidden_size, layer.kind.attention
     query, attended, element = layer.query, layer.attended_key, step.element
     heads, is_shared = query + 2 * attended, step.layout.ulysses_degree > 1
-    tensors = query + layer.before_norm + heads + (heads + 2 * query if is_shared else 0)
+    tensors = 2 * query + layer.key + heads + (attended + 2 * query if is_shared else 0)
     for_every_head = 2 * element * query if attended != query else 0
     of_group = element * tensors + NUMBER_BYTES * query + for_every_head
     most = max(of_group // step.settings.attention_head_groups, element * max(hidden, query))

@@ -121,33 +121,37 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        gradient_TO = gradients[0]
-        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
-        of_product_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
-        x_gradient_TI = None
-        if of_input:
-            weight_OI = whole(ctx.packed) if weight_OI is None else weight_OI
-            x_gradient_TI = (gradient_TO @ weight_OI).addmm_(of_product_TR, a_RI)
+        weight_OI = ctx.packed if weight_OI is None else weight_OI
         adapter = Adapter(a_RI, b_OR, ctx.scale)
-        needed = (of_weight, of_bias)
-        found = parameter_gradients(gradient_TO, x_TI, adapter, of_product_TR, needed=needed)
-        return x_gradient_TI, *found, None
+        needed = ctx.needs_input_grad[:3]
+        return *product_backward(gradients[0], x_TI, weight_OI, adapter, needed=needed), None
 
 
-def parameter_gradients(
+def product_backward(
     gradient_TO: Tensor,
     x_TI: Tensor,
+    weight_OI: Weight,
     adapter: Adapter | None,
-    of_product_TR: Tensor | None,
     *,
     needed: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias, each None unless needed, and of A and B.
-
-    ``of_product_TR`` is the gradient of ``x A^T``; None without an adapter.
+    before_TI: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias, each None unless needed, and of A and B. The
+    input's is added to ``before``, in place, if there is one.
     """
-    of_weight, of_bias = needed
+    of_input, of_weight, of_bias = needed
+    of_product_TR = None if adapter is None else (gradient_TO @ adapter.b_OR).mul_(adapter.scale)
+    x_gradient_TI = before_TI
+    if of_input:
+        whole_OI = whole(weight_OI)
+        if before_TI is None:
+            x_gradient_TI = gradient_TO @ whole_OI
+        else:
+            before_TI.addmm_(gradient_TO, whole_OI)
+        if adapter is not None and x_gradient_TI is not None and of_product_TR is not None:
+            x_gradient_TI.addmm_(of_product_TR, adapter.a_RI)
     return (
+        x_gradient_TI,
         gradient_TO.T @ x_TI if of_weight else None,
         gradient_TO.sum(dim=0) if of_bias else None,
         None if of_product_TR is None else of_product_TR.T @ x_TI,

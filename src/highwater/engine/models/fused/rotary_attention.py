@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.models.fused.adapted_linear import parts_of
-from highwater.engine.models.fused.head_groups import Plan, attention_in_groups
+from highwater.engine.models.fused.head_groups import attention_in_groups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -64,20 +64,29 @@ class RotaryAttention(nn.Module):
         told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
         groups = self._groups(hidden_states.shape[1], features.get("sequence_layout"))
         if groups > 1:
+
+            def attend_group(*heads_TO: Tensor) -> Tensor:
+                """From queries, keys, values and the norms' weights to what attention returns."""
+                *heads_TXD, value_TKD = (
+                    each.unflatten(-1, (-1, self.head_dim)) for each in heads_TO[:3]
+                )
+                rotated_TXD = (
+                    _Rotate.apply(each, weight, 0.0 if norm is None else norm.eps, *positions_TD)
+                    for each, weight, norm in zip(heads_TXD, heads_TO[3:], norms, strict=True)
+                )
+                by_heads = (each.transpose(0, 1)[None] for each in (*rotated_TXD, value_TKD))
+                how = {**told, **features, "asks_keeper": True}
+                # An index in the place of squeeze would fill a tensor of zeros going backward.
+                return attend(self, *by_heads, attention_mask, **how)[0].flatten(2).squeeze(0)
+
             norms = [getattr(own, name, None) for name in NORMS]
-            plan = Plan(
-                groups=groups,
-                head_dim=self.head_dim,
-                epsilons=[0.0 if norm is None else norm.eps for norm in norms],
-                attend=lambda query, key, value: attend(
-                    *(self, query, key, value, attention_mask), **told, **features, asks_keeper=True
-                )[0],
-            )
+            positions_TD = [each[0] for each in position_embeddings]
             weights = [None if norm is None else norm.weight for norm in norms]
             projections = [getattr(own, name) for name in PROJECTIONS]
-            return attention_in_groups(
-                hidden_states, position_embeddings, weights, projections, plan
-            ), None
+            out = attention_in_groups(
+                hidden_states, weights, projections, attend_group, groups=groups
+            )
+            return out, None
         query, key = (
             self._rotated(
                 getattr(own, f"{name}_proj")(hidden_states),
@@ -96,11 +105,11 @@ class RotaryAttention(nn.Module):
         """
         keys = parts_of(self.k_proj)[0].out_features
         shared = 1 if layout is None else layout.ulysses_degree
-        heads, numbers = max(1, keys // self.head_dim // shared), tokens * keys
+        heads, numbers = keys // self.head_dim // shared, tokens * keys * self.num_key_value_groups
         works = (
             groups
             for groups in range(self.groups, heads + 1)
-            if heads % groups == 0 and numbers * self.num_key_value_groups < groups * MOST_NUMBERS
+            if heads % groups == 0 and numbers < groups * MOST_NUMBERS
         )
         return next(works, self.groups)
 
