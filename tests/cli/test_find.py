@@ -21,7 +21,7 @@ from highwater.store.journal import read_study
 
 
 def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater, tmp_path):
-    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2")
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "--ulysses", "1")
     assert done.returncode == 0
     answer, _, title, _, header, *rows = done.stdout.splitlines()
     assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 2 x simulated GPU with ", answer)
@@ -34,7 +34,7 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater, tmp_p
     ]
     assert "out of memory" in rows[0]
     dry = [word for word in SIMULATED if word != "--dry-run"]
-    assert following(done) == ["find", "Qwen3-0.6B", *dry, "--gpus", "1", "2"]
+    assert following(done) == ["find", "Qwen3-0.6B", *dry, "--gpus", "1", "2", "--ulysses", "1"]
     assert "nothing set, 1 GPU: trying " in done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -51,7 +51,17 @@ def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater):
 
 def test_nothing_that_fits_is_an_answer_of_no(highwater):
     done = highwater(
-        "find", "Qwen3-32B", "--device", "cuda", "--memory", "20GiB", "--dry-run", "--gpus", "1"
+        "find",
+        "Qwen3-32B",
+        "--device",
+        "cuda",
+        "--memory",
+        "20GiB",
+        "--dry-run",
+        "--gpus",
+        "1",
+        "--ulysses",
+        "1",
     )
     assert done.returncode == 1
     assert "none" in done.stdout

@@ -29,14 +29,15 @@ from places import question_of
 from tables import table
 
 
-def test_the_longest_length_comes_first_with_its_settings_and_what_is_left():
+def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     found = highwater.predict("Qwen3-4B", gpus="1xH100-80GB")
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith(
-        f"Qwen3-4B trains up to {format_tokens(best.capacity_tokens)} tokens on 1 x H100-80GB "
-        "with expandable segments, a chunked loss, the layers' activations in host memory"
-    )
+    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB with ")
+    assert (
+        f"The longest is {format_tokens(best.capacity_tokens)} tokens with expandable segments, a "
+        "chunked loss, the layers' activations in host memory"
+    ) in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
     assert best.step is not None
@@ -78,7 +79,7 @@ def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
     found = highwater.predict(
         "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
     )
-    fits = [row[2] for row in prediction_table(found).rows]
+    fits = [row[2] for row in prediction_table(found, is_whole=True).rows]
     for cell, said in zip(found.cells, fits, strict=True):
         assert (said == "safe") == bool(cell.capacity_tokens)
     assert prediction_answer(found).startswith("No: ") == ("safe" not in fits)

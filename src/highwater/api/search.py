@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from highwater.model.model import load_model
 from highwater.nouns.hardware import Machine, used_gpus
 from highwater.nouns.plan import Plan, plan, plan_trial
 from highwater.nouns.request import Request, request_from
@@ -18,9 +17,10 @@ from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import TrialResult, TrialSpec
 from highwater.search.budget import Budget, time_notes
 from highwater.search.cell_outcomes import SearchEvent
-from highwater.search.predicted_study import completed_study, gone_on
+from highwater.search.predicted_study import cells_of_study, completed_study, gone_on
 from highwater.search.scheduler import BudgetSpentError, recorded_search
 from highwater.search.start_length import check_prediction, expectation, predicted_start
+from highwater.search.tried_settings import dry_run_law, searched
 from highwater.store.directory import study_path
 from highwater.store.journal import open_journal, read_study
 from highwater.trials import ray_runner
@@ -115,7 +115,7 @@ def prepare(request: Request) -> Plan:
 def _planned(request: Request, machine: Machine) -> Plan:
     """The plan on this machine, or across as many like it as the request names."""
     if request.nodes == 1:
-        return plan(request, machine)
+        return searched(request, machine, cells_of_study(request))
     together = msgspec.structs.replace(machine, gpus=machine.gpus * request.nodes)
     of_all = len(together.gpus) or request.nodes
     named = {"gpus": request.gpus or (of_all,)}
@@ -152,13 +152,16 @@ def answer(
     """
     path = study_file(request, planned.question)
     try:
-        runner = _runner(request, log_layout, planned.question.device_total_bytes)
-        searched = partial(_search, request, planned, runner, on_event=on_event, command=command)
+        law = FormulaLaw(shape=planned.question.model.shape)
+        if request.dry_run and log_layout == "rung":
+            law = dry_run_law(planned.question, machine_of(request))
+        runner = _runner(request, log_layout, planned.question.device_total_bytes, law)
+        asked = partial(_search, request, planned, runner, on_event=on_event, command=command)
         if path is not None:
-            return searched(path)
+            return asked(path)
         # a dry run leaves nothing behind
         with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
-            return msgspec.structs.replace(searched(Path(folder, "study.jsonl")), path=None)
+            return msgspec.structs.replace(asked(Path(folder, "study.jsonl")), path=None)
     finally:
         ray_runner.leave()
 
@@ -168,7 +171,7 @@ def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     gpus = used_gpus(probe(), device=spec.device, count=spec.layout.gpus)
     totals = [gpu.memory_total_bytes for gpu in gpus]
     try:
-        return _runner(request, "rung", min(totals, default=None)).run(spec)
+        return _runner(request, "rung", min(totals, default=None), FormulaLaw()).run(spec)
     finally:
         ray_runner.leave()
 
@@ -258,10 +261,9 @@ def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
 
 
 def _runner(
-    request: Request, log_layout: LogLayout, device_total_bytes: int | None
+    request: Request, log_layout: LogLayout, device_total_bytes: int | None, law: FormulaLaw
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
-        law = FormulaLaw(shape=load_model(request.model).shape)
         return SimulatedRunner(law, device_total_bytes=device_total_bytes)
     if request.on_ray:
         return ray_runner.runner_of(request, log_layout)

@@ -193,13 +193,9 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: documents of a pair together, merged weights."""
-    named = msgspec.structs.asdict(request)
-    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
-    together = TRAITS[named["objective"]].documents_together
-    if request.token_budget is None and named["sequences_per_micro_batch"] < together:
-        implied["sequences_per_micro_batch"] = together
-    return msgspec.structs.replace(request, **implied)
+    """The request with what a training implies: merged weights are saved."""
+    is_merged = msgspec.structs.asdict(request)["lora_merged"]
+    return msgspec.structs.replace(request, save_hf="last") if is_merged else request
 
 
 def _rows(asked: TrainingRequest) -> int | None:

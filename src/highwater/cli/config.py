@@ -51,7 +51,7 @@ def to_yaml(request: Request) -> str:
         told = FOREIGN[foreign].settings
         settings = {name: value for name, value in settings.items() if name in told}
     if request.token_budget is not None:
-        del settings["sequences_per_micro_batch"]
+        settings.pop("sequences_per_micro_batch", None)
     settings = {
         name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
     }

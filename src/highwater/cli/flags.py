@@ -256,6 +256,9 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "NCCL as read there",
         kinds.FILE,
     )
+    all_: bool = _flag(
+        "predict", False, "every setting, also those that gain nothing", SWITCH, name="all"
+    )
     explain: bool = _flag(
         "predict recommend",
         False,

@@ -52,7 +52,7 @@ def predict(arguments: argparse.Namespace) -> int:
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
         prediction_answer(prediction, longest=longest, alternatives=would_fit),
-        prediction_table(prediction, is_explained=arguments.explain),
+        prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *((term_table(prediction.explained),) if arguments.explain else ()),
     )
     console.next_command(_after_predict(arguments, prediction))

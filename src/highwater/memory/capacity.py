@@ -13,6 +13,7 @@ from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
 from highwater.nouns.capacities import Capacity, kind_with_memory
+from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.objective import OPTIMIZERS
@@ -89,6 +90,8 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     step: PredictedStep | None = None
     """The time of a step at that length; None where nothing fits, of GPUs whose rates nobody knows,
     and of another trainer."""
+    is_on_frontier: bool = True
+    """Whether no other cell trains nearly as long in less time."""
 
     @property
     def likely_edge_tokens(self) -> int:
@@ -128,6 +131,11 @@ class Prediction(Record, frozen=True, kw_only=True):
     length_tokens: int | None
     """The length that was asked about; None: the longest that fits was asked for."""
     cells: tuple[CellPrediction, ...]
+    native: CellPrediction | None = None
+    """The simplest cell that trains the native length, there; None: none does, or one length was
+    asked about, or steps were traced."""
+    yarn_factor: float | None = None
+    """Times that YaRN stretches positions at the longest length; None: it does not."""
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None
@@ -156,6 +164,16 @@ class Prediction(Record, frozen=True, kw_only=True):
         return max(
             may_fit, key=lambda cell: (cell.likely_edge_tokens, cell.headroom_bytes), default=None
         )
+
+    @property
+    def simplest(self) -> CellPrediction:
+        """The simplest cell that trains the native length; else that trains any; else none does,
+        and it is the one to explain.
+        """
+        fitting = (cell for cell in self.cells if cell.capacity_tokens)
+        shortest = min(fitting, key=lambda each: simplicity(each.cell), default=self.explained)
+        at_native = (each for each in self.cells if self.native and each.cell == self.native.cell)
+        return next(at_native, shortest)
 
     @property
     def explained(self) -> CellPrediction:

@@ -11,14 +11,15 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
+from highwater.memory.frontier import at_native, with_frontier
 from highwater.memory.trainers import MEMORY, accuracy, by_replay
 from highwater.model.model import load_model
+from highwater.model.rope import yarn
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
@@ -92,7 +93,7 @@ def _requests(
         "device": "cuda",
         "dry_run": True,
         **_copies_of_machines(where),
-        **default_fields(trainer, settings),
+        **MEMORY[trainer].fixed_fields(settings),
     }
     if settings.get("offload") == "states" and not TRAINERS[trainer].offloads_states:
         raise UsageError(
@@ -115,15 +116,6 @@ def _requests(
         placed = {"allocator": "expandable", "activations": "host"}
         ladders += [{**each, **placed, **settings} for each in ladders]
     return [request_from(fields, keywords=True) for fields in ladders]
-
-
-def default_fields(trainer: TrainerName, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``Request`` that a trainer's questions have unless they are named."""
-    traits = TRAITS.get(settings.get("objective", "sft"))  # another name is refused later
-    together = 1 if traits is None else traits.documents_together
-    is_packed = together > 1 and "token_budget" not in settings
-    least = {"sequences_per_micro_batch": together} if is_packed else {}
-    return {**least, **MEMORY[trainer].fixed_fields(settings)}
 
 
 def _copies_of_machines(where: Cluster) -> dict[str, Any]:
@@ -221,14 +213,18 @@ def prediction_of(
     """The document of a question's predicted cells, with what is known of their errors; the other
     fields as ``told``.
     """
+    is_one_length = told["length_tokens"] is not None
+    cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
     if told["method"] == "trace":
         known = TRACED_ACCURACY
     else:
         known = accuracy(question, trainer, replayed)
+        if not is_one_length:
+            native = at_native(question, memory_limit, trainer, told["calibration"])
         if MEMORY[trainer].replay is not None:
             notes = (*notes, by_replay(replayed, len(cells)))
-    return Prediction(
+    found = Prediction(
         model_name=question.model.name,
         config_digest=question.model.config_digest,
         native_length_tokens=question.grid.native_length_tokens,
@@ -239,10 +235,15 @@ def prediction_of(
         memory_limit=memory_limit,
         margin_bytes=question.margin_bytes,
         cells=cells,
+        native=native,
         accuracy=known,
         notes=notes,
         **told,
     )
+    best = found.explained
+    reach, rope = best.capacity_tokens or best.likely_edge_tokens, best.cell.settings.rope
+    scaled = yarn(question.model, length_tokens=reach, rope=rope)
+    return msgspec.structs.replace(found, yarn_factor=scaled and scaled.factor)
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:

@@ -15,6 +15,9 @@ from highwater.nouns.codec import Record
 from highwater.nouns.settings import Rope
 
 _KEPT = ("rope_theta", "partial_rotary_factor")
+YARN_IN_USE = 8
+"""Times that published models stretch their length by YaRN: Qwen's 4, OLMo 3's 8. gpt-oss, which
+was trained so from the beginning, says 32."""
 _ROPE_THETA = 10_000.0
 """The base of a family that has none of its own."""
 

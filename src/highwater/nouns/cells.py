@@ -97,7 +97,7 @@ def cells_of(
     rungs = default_ladder(
         device=device, base=request.settings, allocator=request.allocator, loss=request.loss
     )
-    degrees = dict.fromkeys(product(counts, request.ulysses, request.ring, request.copies))
+    degrees = dict.fromkeys(product(counts, request.ulysses or (1,), request.ring, request.copies))
     asked = [_Degrees(*each, machines=machines) for each in degrees]
     pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)

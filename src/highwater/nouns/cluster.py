@@ -28,6 +28,16 @@ _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
 """Text after the number of machines: the GPUs of each, and their kind."""
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 _DIGITS = 9
+_COUNT_BEHIND = re.compile(r"((?!\d+[xX])\D.*|\d{4}):(\d+)")
+"""A kind and then its count, as SkyPilot has them: ``A100:4``."""
+_UNLISTED = {
+    r"(nvidia )?(dgx spark|gb10)": ("has its host's memory, which no driver tells", "119GiB"),
+    r".*\b(ascend|910[abc]|gaudi ?\d?|tpu|trainium)\b.*": (
+        "is of neither NVIDIA nor AMD, whose libraries alone are known",
+        "60GiB",
+    ),
+}
+"""Names of no kind of the catalog, why, and the memory of an example."""
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
@@ -183,7 +193,10 @@ def nameless(device_bytes: int) -> str:
 def _parse(text: str | None) -> _Named:
     if text is None:
         return _Named()
-    if text.strip().isdecimal():
+    behind = _COUNT_BEHIND.fullmatch(text.strip())
+    text = text if behind is None else f"{behind[2]}x{behind[1]}"
+    is_card = text.strip().isdecimal() and _by_number(text.strip()) is not None
+    if text.strip().isdecimal() and not is_card:
         return _Named(gpus=_counted(text, text))
     match = _NAMED.fullmatch(text.strip())
     if match is None:
@@ -224,7 +237,13 @@ def _counted(digits: str, text: str) -> int:
 def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     """The kind by the catalog's or a driver's name; raises UsageError for another memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
-    found = kinds.get(name.lower()) or kind_of(name)
+    said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
+    found = kinds.get(name.lower()) or kind_of(name) or _by_number(name)
+    for pattern, (why, size) in _UNLISTED.items():
+        if found is None and re.fullmatch(pattern, said):
+            gpus = _typed(named.gpus or 1, None, machines=named.machines)
+            hint = f"name what tensors may take: `--gpus {gpus} --gpu-memory {size}`"
+            raise UsageError(f"{name} {why}", hint=hint)
     counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus or 1
     asked = named._replace(gpus=gpus)
@@ -274,11 +293,13 @@ def _near(name: str) -> GpuKind | None:
         for kind in gpu_catalog()
         if kind.usable_bytes and _contradicting_size(name, kind) is None
     ]
-    near = [kind for kind in kinds if _is_meant(kind, *typed)]
-    if not near and typed[0] == "":  # `4090`: its number alone, if only one has it
-        near = [kind for kind in kinds if (_numbered(kind.name) or ("",) * 3)[1:] == typed[1:]]
-        near = near if len(near) == 1 else []
-    return near[0] if near else None
+    return next((kind for kind in kinds if _is_meant(kind, *typed)), None)
+
+
+def _by_number(name: str) -> GpuKind | None:
+    """The kind that alone has this number of four digits: ``4090``."""
+    having = [kind for kind in gpu_catalog() if re.search(rf"\b{re.escape(name)}\b", kind.name)]
+    return having[0] if re.fullmatch(r"\d{4}", name) and len(having) == 1 else None
 
 
 def _numbered(name: str) -> tuple[str, str, str] | None:
@@ -304,7 +325,9 @@ def _family(name: str) -> str:
 def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, name: str) -> str:
     """A hint to type: the kind, or the memory where no kind is meant; ``name`` was typed."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
-        return f"use `--gpus {_typed(asked.gpus or 1, kind.name, machines=asked.machines)}`"
+        alike = [each for each in gpu_catalog() if _family(each.name) == _family(name)] or [kind]
+        named = (_typed(asked.gpus or 1, each.name, machines=asked.machines) for each in alike)
+        return f"use {' or '.join(f'`--gpus {each}`' for each in named)}"
     gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
     if gpu_memory_bytes is not None:
         return f"name its memory, `{gpus}--gpu-memory {_size(gpu_memory_bytes)}`"

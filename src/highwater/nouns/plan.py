@@ -199,10 +199,11 @@ def plan(
     trainer: TrainerName = "highwater",
     within_machines: bool = False,
     machines: int = 1,
+    cells: tuple[Cell, ...] = (),
 ) -> Plan:
-    """The question that a request asks of a machine, and of a trainer; ``within_machines`` and
-    ``machines`` as for ``cells_of``. Raises ModelError, UsageError or MachineError for what cannot
-    be asked, before anything starts.
+    """The question that a request asks of a machine, and of a trainer: of ``cells``, else of those
+    of ``cells_of``, for which ``within_machines`` and ``machines`` are. Raises ModelError,
+    UsageError or MachineError for what cannot be asked, before anything starts.
     """
     model = load_model(request.model)
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
@@ -229,17 +230,19 @@ def plan(
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
-    cells, skipped = cells_of(
-        request,
-        model.shape,
-        device,
-        where.counts,
-        has_ring=not TRAINERS[trainer].refused(["ring"]),
-        within_machines=within_machines,
-        machines=machines,
-        # how long documents of a user's data are is known when they come
-        longest_tokens=grid.max_tokens if request.data is None else None,
-    )
+    skipped: tuple[str, ...] = ()
+    if not cells:
+        cells, skipped = cells_of(
+            request,
+            model.shape,
+            device,
+            where.counts,
+            has_ring=not TRAINERS[trainer].refused(["ring"]),
+            within_machines=within_machines,
+            machines=machines,
+            # how long documents of a user's data are is known when they come
+            longest_tokens=grid.max_tokens if request.data is None else None,
+        )
     cells, too_small = within_token_budget(cells, grid, device)
     most_gpus = max(cell.layout.gpus for cell in cells)
     refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
@@ -327,8 +330,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     question = plan(_alone(request, length_tokens), machine).question
     cell, *others = question.cells
     degrees = ("ulysses", "ring", "copies")
-    if others or any(len(getattr(request, name)) > 1 for name in degrees):
-        several = [name for name in degrees[1:] if len(getattr(request, name)) > 1]
+    if others or any(len(getattr(request, name) or ()) > 1 for name in degrees):
+        several = [name for name in degrees[1:] if len(getattr(request, name) or ()) > 1]
         words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(
             "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"

@@ -5,7 +5,7 @@ from pathlib import Path
 from highwater.model.families import value_of
 from highwater.model.model import Model
 from highwater.model.model_config import has_own_code, read_config
-from highwater.model.rope import yarn
+from highwater.model.rope import YARN_IN_USE, yarn
 from highwater.model.weight_files import SCORE, saved_tensors, weight_files
 from highwater.nouns.layout import Device
 from highwater.nouns.request import Request
@@ -14,8 +14,6 @@ from highwater.nouns.study import Question
 from highwater.nouns.trainer import FOREIGN, ForeignTrainer
 from highwater.units import MIB, format_bytes, format_tokens
 
-_YARN_IN_USE = 8
-"""Times that published models stretch their length by YaRN: Qwen's 4, OLMo 3's 8."""
 ON_THE_CPU_NOTE = "no GPU is visible: trials run on the CPU, as with `--device cpu`"
 
 SPARSE_NOTE = (
@@ -100,11 +98,11 @@ def own_code_notes(model: Model) -> tuple[str, ...]:
 def yarn_notes(model: Model, length_tokens: int | None, rope: Rope) -> tuple[str, ...]:
     """Warn that YaRN stretches positions further than it is known to serve."""
     scaled = None if length_tokens is None else yarn(model, length_tokens=length_tokens, rope=rope)
-    if scaled is None or scaled.factor <= _YARN_IN_USE:
+    if scaled is None or scaled.factor <= YARN_IN_USE:
         return ()
     return (
         f"YaRN stretches the positions of {model.name} {scaled.factor:.4g} times: published models "
-        f"go up to {_YARN_IN_USE} times, so measure what the model learns of such lengths",
+        f"go up to {YARN_IN_USE} times, so measure what the model learns of such lengths",
     )
 
 

@@ -37,7 +37,8 @@ from highwater.nouns.declaration import (
 from highwater.nouns.environment import SETTING, Profiling, loose_profiling
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
 from highwater.nouns.layout import Device
-from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Settings
+from highwater.nouns.objective import TRAITS
+from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Offload, Settings
 from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trainer import (
     BY_COMMAND,
@@ -66,6 +67,8 @@ _SMALLEST_MEMORY_BYTES = 64 * MIB
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
 with it."""
+_OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
+"""Settings that a search chooses itself unless one of them is named."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
 
@@ -126,12 +129,16 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         TRAINED,
         helps={"train": "how many GPUs train; default: all that are here; on the CPU processes"},
     )
-    ulysses: tuple[int, ...] = kinds.COUNTS(
-        (1,),
+    ulysses: tuple[int, ...] | None = kinds.COUNTS(
+        None,
         "Ulysses degrees (SP): GPUs that share one sequence",
-        defaults=dict.fromkeys(
-            ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
-        ),
+        defaults={
+            **dict.fromkeys(
+                ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
+            ),
+            **dict.fromkeys(("try", "train"), "1"),
+            "find": "those of the simplest and of the longest settings",
+        },
     )
     ring: tuple[int, ...] = kinds.COUNTS(
         (1,),
@@ -150,6 +157,8 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     )
     loss: Loss | None = None
     allocator: Allocator | None = None
+    offload: Offload | None = None
+    sequences_per_micro_batch: int | None = None
 
 
 _IN_OTHER_WORDS = {
@@ -368,7 +377,12 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     def settings(self) -> Settings:
         """What all rungs have in common; the ladder sets the others."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
-        settings = Settings(**{field: getattr(self, field) for field in fields})
+        named = ((field, getattr(self, field)) for field in fields)
+        values = {field: value for field, value in named if value is not None}
+        if self.token_budget is None:
+            together = TRAITS[values["objective"]].documents_together
+            values.setdefault("sequences_per_micro_batch", together)
+        settings = Settings(**values)
         is_usual = settings.lora is not None and settings.lora_alpha == 2 * settings.lora
         return msgspec.structs.replace(settings, lora_alpha=None) if is_usual else settings
 
@@ -376,6 +390,12 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     def hyperparameters(self) -> Hyperparameters:
         """What every rung trains with."""
         return Hyperparameters(**{name: getattr(self, name) for name in DEFAULTS})
+
+    @property
+    def names_grid(self) -> bool:
+        """Whether it names what a search of the simplest and the longest settings chooses."""
+        usual = {each.name: each.default for each in msgspec.structs.fields(Request)}
+        return any(getattr(self, name) != usual[name] for name in _OF_THE_GRID)
 
     @property
     def on_ray(self) -> bool:

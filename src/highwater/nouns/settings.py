@@ -182,7 +182,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         False, "ppo: train a model of token values along", says_what=True, moves_loss=True
     )
     sequences_per_micro_batch: int = kinds.COUNT(
-        1, "sequences packed into one micro-batch", says_what=True
+        1, "sequences packed into one micro-batch; default: 1, of pairs 2", says_what=True
     )
     """Packed without padding."""
     token_budget_tokens: int | None = kinds.TOKENS(

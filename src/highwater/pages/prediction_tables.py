@@ -12,6 +12,7 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
+from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
@@ -44,16 +45,29 @@ def prediction_answer(
     if answer is None:
         return _nothing(prediction, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
-    is_scaled = tokens > prediction.native_length_tokens
-    how = settings_in_words(answer.cell.settings, answer.cell.layout, is_scaled=is_scaled)
-    limit = prediction.memory_limit
-    figures = _figures(answer, host_memory_bytes=limit.host_bytes, usual_host=limit.usual_host)
+    native, limit = prediction.native_length_tokens, prediction.memory_limit
+
+    def trained(each: CellPrediction, length_tokens: int) -> str:
+        settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
+        how = settings_in_words(settings, layout, is_scaled=is_scaled)
+        figures = _figures(each, host_memory_bytes=limit.host_bytes, usual_host=limit.usual_host)
+        return f"with {how}: {figures}"
+
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} with {how}: {figures}. Predicted."
-    may = "trains" if answer.capacity_tokens else "may train"
-    said = f"{model} {may} up to {format_tokens(tokens)} tokens on {where} with {how}: "
-    return f"{said}{figures}. Predicted.{_beside(prediction, answer)}"
+        return f"{first} on {where} {trained(answer, asked)}. Predicted."
+    reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
+    simplest = prediction.native
+    if simplest is None:
+        may = "trains" if answer.capacity_tokens else "may train"
+        said = f"{model} {may} up to {reach} on {where} {trained(answer, tokens)}"
+        return f"{said}. Predicted.{_beside(prediction, answer)}"
+    first = f"{model} trains its native {format_tokens(native)} tokens on {where}"
+    said = f"{first} {trained(simplest, native)}. Predicted."
+    if tokens <= native:
+        fails = answer.does_not_fit_tokens
+        return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
+    return f"{said} The longest is {reach} {trained(answer, tokens)}.{_beside(prediction, answer)}"
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -96,10 +110,17 @@ def _where(found: Prediction | Recommendation) -> str:
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how much longer it may be with nothing to spare; and without offload, where less."""
+    """Say how far positions are stretched; how much longer it may be with nothing to spare; and how
+    long it is without offload, where less.
+    """
     said = ""
-    if answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens:
-        said = f" Up to {format_tokens(answer.likely_edge_tokens)} may fit, with nothing to spare."
+    if prediction.yarn_factor is not None:
+        stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"
+        said = f" YaRN stretches positions {stretched}."
+    is_longer = answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens
+    if is_longer and prediction.native is None:
+        edge = format_tokens(answer.likely_edge_tokens)
+        said += f" Up to {edge} may fit, with nothing to spare."
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
     if answer.cell.settings.uses_host and any(on_gpus):
@@ -174,7 +195,8 @@ def _figures(
     if isinstance(found, Candidate):
         host_bytes, step = found.host_bytes, found.step_time
     else:
-        host_bytes, step = found.footprint.host_bytes, found.step
+        is_used = len(found.footprint.host) > 1  # by more than the processes
+        host_bytes, step = found.footprint.host_bytes if is_used else None, found.step
     said = [] if found.risk is None else [str(found.risk)]
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
@@ -256,14 +278,19 @@ _BINDINGS: dict[Binding, str] = {
 }
 
 
-def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> TextTable:
-    """A table of each cell's longest length, what is left there, and how fast it is; at one length,
-    whether it fits. One caveat follows. ``is_explained`` adds what ends each cell, the interval of
-    its memory and where its peak is, and all that is known of such predictions.
+def prediction_table(
+    prediction: Prediction, *, is_explained: bool = False, is_whole: bool = False
+) -> TextTable:
+    """A table of the longest length of each cell on the frontier, what is left there, and how fast
+    it is; at one length, whether it fits. One caveat follows. ``is_whole``: of every cell.
+    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
+    all that is known of such predictions.
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
     is_timed = any(each.step is not None for each in prediction.cells)
+
+    is_wide = is_explained or is_whole
 
     def ended(each: CellPrediction) -> str:
         binding, fails = _BINDINGS[each.binding], each.does_not_fit_tokens
@@ -274,32 +301,44 @@ def prediction_table(prediction: Prediction, *, is_explained: bool = False) -> T
     reach: list[Column[CellPrediction]] = [("fits", _fits)]
     if not at_length:
         reach = [
-            ("trains up to", lambda each: _length(each.capacity_tokens, native)),
-            ("may reach", lambda each: _length(each.likely_edge_tokens, native)),
+            (
+                "trains up to",
+                lambda each: f"{_least(each, native)}{_length(each.capacity_tokens, native)}",
+            )
         ]
+        if is_wide:
+            reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
+    kept = (prediction.simplest.cell, prediction.explained.cell)
+    shown = [c for c in prediction.cells if c.is_on_frontier or c.cell in kept]
+    shown = prediction.cells if is_whole else sorted(shown, key=lambda c: c.capacity_tokens)
+    left = len(prediction.cells) - len(shown)
+    beaten = (f"{left} other settings gain nothing: `--all`",) if left else ()
     return table_of(
         f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
-        prediction.cells,
+        shown,
         ("settings", lambda each: short_settings(each.cell.settings)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("SP", "cell.layout.sharing"),
         *reach,
         ("a step", "step.time_s") if is_timed else None,
         ("tokens/s", "step.tokens_per_s") if is_timed else None,
-        ("headroom", "headroom_bytes"),
-        ("host memory", "footprint.host_bytes"),
+        ("headroom", "headroom_bytes") if is_wide or at_length or not is_timed else None,
+        ("host memory", "footprint.host_bytes") if is_wide else None,
         ("ended by", ended) if is_explained else None,
         ("GPU memory", _device_memory) if is_explained else None,
         ("peak in", "peak_phase") if is_explained else None,
         names=1 + has_counts,
-        footnotes=_footnotes(prediction, is_explained=is_explained),
+        footnotes=_footnotes(prediction, beaten, is_explained=is_explained),
     )
 
 
-def _footnotes(prediction: Prediction, *, is_explained: bool) -> tuple[str, ...]:
+def _footnotes(
+    prediction: Prediction, beaten: tuple[str, ...], *, is_explained: bool
+) -> tuple[str, ...]:
     limit, known = prediction.memory_limit, prediction.calibration
     longest = max((each.likely_edge_tokens for each in prediction.cells), default=0)
     star = star_of_yarn(prediction.length_tokens or longest, prediction.native_length_tokens)
+    star = (*star, *beaten)
     if not is_explained:
         cells, unlike = [each.cell for each in prediction.cells], known.unlike if known else ()
         return (caveat(prediction.answer, cells, unlike=unlike, star=star),)
@@ -404,10 +443,11 @@ def _title(prediction: Prediction) -> str:
     asked, title = prediction.length_tokens, trainer_title(prediction.trainer)
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
-    return (
-        f"{plain(prediction.model_name)} on {prediction.gpus} x {plain(prediction.device_name)}, "
-        f"{format_bytes(prediction.device_bytes)} each{length}{trainer}"
-    )
+    where = f"{prediction.gpus} x {plain(prediction.device_name)}"
+    each = f", {format_bytes(prediction.device_bytes)} each"
+    if prediction.device_name == nameless(prediction.device_bytes):
+        where, each = _where(prediction), ""
+    return f"{plain(prediction.model_name)} on {where}{each}{length}{trainer}"
 
 
 def _fits(predicted: CellPrediction) -> str:
@@ -417,6 +457,12 @@ def _fits(predicted: CellPrediction) -> str:
     if not predicted.capacity_tokens and predicted.risk == "safe":
         return "no"  # it leaves less than was asked for
     return predicted.risk
+
+
+def _least(predicted: CellPrediction, native_length_tokens: int) -> str:
+    """``≥`` before a longest length above which none was asked about, and some could be."""
+    tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
+    return "≥" if tokens and is_last and tokens != native_length_tokens else ""
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:

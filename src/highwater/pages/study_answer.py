@@ -88,10 +88,11 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
 
 
 def _simplest(study: Study, best: CellAnswer) -> str:
-    """Say what the simplest settings reach in the same layout, where that is less."""
+    """Say what the simplest settings reach on as many GPUs, where that is less."""
     for cell in study.question.cells:
         plainest = study.answer_of(cell)
-        if cell.layout == best.cell.layout and plainest is not None and plainest.reach_tokens:
+        is_alike = cell.layout.gpus == best.cell.layout.gpus
+        if is_alike and plainest is not None and plainest.reach_tokens:
             if cell == best.cell or plainest.reach_tokens >= (best.reach_tokens or 0):
                 return ""
             how = settings_in_words(cell.settings, cell.layout)

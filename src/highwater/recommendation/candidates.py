@@ -15,7 +15,7 @@ import msgspec
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import default_fields, predicted_question
+from highwater.memory.question import predicted_question
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.capacities import Capacity
@@ -82,17 +82,21 @@ class Goal:
     @property
     def sequences(self) -> int:
         """Sequences that the default token budget holds, as many as a prediction takes."""
-        default = Settings().sequences_per_micro_batch
-        named = {**default_fields(self.trainer, self.settings), **self.settings}
-        return int(named.get("sequences_per_micro_batch", default))
+        named = {**MEMORY[self.trainer].fixed_fields(self.settings), **self.settings}
+        least = 1 if "token_budget" in named else self._together
+        return int(named.get("sequences_per_micro_batch", least))
 
     @property
     def budgets(self) -> tuple[int, ...]:
         """Sequences of each token budget, the default first; pairs stay together."""
-        traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
-        least = 1 if traits is None else traits.documents_together
-        lowered = min(self.sequences, least) if self.may_lower else self.sequences
+        lowered = min(self.sequences, self._together) if self.may_lower else self.sequences
         return tuple(dict.fromkeys((self.sequences, lowered)))
+
+    @property
+    def _together(self) -> int:
+        """Documents that the objective keeps together."""
+        traits = TRAITS.get(self.settings.get("objective", "sft"))  # another name is refused later
+        return 1 if traits is None else traits.documents_together
 
     def question(
         self, sequences: int, *, length_tokens: int | None

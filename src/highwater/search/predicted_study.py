@@ -18,12 +18,12 @@ from highwater.memory.predictor import predict_at, predict_cells
 from highwater.memory.trainers import MEMORY, calibration_of
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import OLDEST_CAPABILITY, Gpu, Machine
-from highwater.nouns.plan import plan
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import TrialSpec
+from highwater.search.tried_settings import searched
 from highwater.store.journal import read_study
 from highwater.trials.probe import probe
 from highwater.units import format_seconds
@@ -153,7 +153,8 @@ def completed_study(request: Request) -> Study | None:
         return None
     asked = None
     with suppress(HighwaterError):  # its question on a machine with the study's GPUs
-        asked = plan(gone_on(request)[0], _machine_of(study.question)).question
+        machine = _machine_of(study.question)
+        asked = searched(gone_on(request)[0], machine, study.question.cells).question
     if asked is None or asked.key != study.question.key:
         return None
     limit_s = asked.timeout_s
@@ -180,6 +181,12 @@ def _study_in(path: Path) -> Study | None:
     with suppress(StudyError, OSError):
         return read_study(path) if path.is_file() else None
     return None
+
+
+def cells_of_study(request: Request) -> tuple[Cell, ...]:
+    """The cells of the study that a request names; none where there is none."""
+    study = None if request.study is None else _study_in(Path(request.study))
+    return () if study is None else study.question.cells
 
 
 def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:

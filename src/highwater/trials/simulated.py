@@ -14,10 +14,16 @@ from functools import cache
 
 import msgspec
 
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
+from highwater.memory.interval.calibration import Calibration
+from highwater.memory.predictor import FormulaPredictor
+from highwater.memory.trainers import MEMORY
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import (
     Failure,
     Launch,
@@ -146,6 +152,8 @@ class SimulatedRunner(OneByOne):
     def _cap_bytes(self, spec: TrialSpec) -> int | None:
         """Bytes that the allocator may reserve; below zero where not even a context fits."""
         limit_bytes = spec.memory_budget_bytes or self._device_total_bytes
+        if isinstance(self._law, PredictedLaw):
+            limit_bytes = self._law.room_bytes(spec)
         return None if limit_bytes is None else limit_bytes - sum(self._outside_bytes(spec))
 
     def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
@@ -186,7 +194,7 @@ class FormulaLaw:
     shape: ModelShape | None = None
     """None: each trial's model is read from its directory."""
 
-    def __call__(self, spec: TrialSpec) -> int:
+    def __call__(self, spec: TrialSpec) -> int | Outcome:
         """Bytes that each GPU's allocator must reserve."""
         shape, settings, layout = self.shape_of(spec), spec.settings, spec.layout
         step = Step(shape, settings, layout, spec.length_tokens, spec.device, spec.prompt_tokens)
@@ -196,6 +204,37 @@ class FormulaLaw:
     def shape_of(self, spec: TrialSpec) -> ModelShape:
         """The shape of a trial's model."""
         return self.shape or _shape(spec.model_directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedLaw(FormulaLaw):
+    """The law by which ``highwater predict`` answers: a length fits where the pessimistic end of
+    its prediction does and the headroom in question is left.
+    """
+
+    question: Question
+    limit: MemoryLimit
+    known: Calibration | None
+    is_tight: bool
+    """True if nothing leaves the headroom: what the prediction itself fits counts then."""
+
+    def __call__(self, spec: TrialSpec) -> int | Outcome:
+        """Bytes that each GPU's allocator must reserve, as likely too many as too few."""
+        peak = self._predictor(spec).at(spec.length_tokens)
+        if not peak.footprint.fits_host(self.limit.host_bytes):
+            return Outcome.HOST_OUT_OF_MEMORY
+        return peak.needed_bytes - peak.footprint.outside_bytes
+
+    def room_bytes(self, spec: TrialSpec) -> int:
+        """Bytes of a GPU that the prediction may take, so that its pessimistic end fits too."""
+        if self.is_tight:
+            return self.limit.device_bytes
+        known = self.known and self.known.of(spec.settings.allocator)
+        return self._predictor(spec).sure_bytes(known)
+
+    def _predictor(self, spec: TrialSpec) -> FormulaPredictor:
+        cell = Cell(layout=spec.layout, settings=spec.settings)
+        return MEMORY[OURS].by_formula(self.question, cell, self.limit)
 
 
 @cache

@@ -1,0 +1,120 @@
+"""Tried settings: the cells that a search tries where nobody names any, which are the simplest and
+the longest of each number of GPUs by prediction (docs/decisions/049); and a dry run's memory law.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from highwater.errors import HighwaterError, ModelError
+from highwater.memory.capacity import MemoryLimit, Prediction
+from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
+from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.model.model import load_model
+from highwater.nouns.activation_plan import Activations
+from highwater.nouns.cluster import Cluster, cluster
+from highwater.nouns.declaration import words_of
+from highwater.nouns.hardware import Machine, hardware_of
+from highwater.nouns.plan import Plan, plan
+from highwater.nouns.request import Request, taken_by
+from highwater.nouns.settings import Offload
+from highwater.nouns.study import Cell, Question, default_headroom_bytes
+from highwater.nouns.trainer import OURS
+from highwater.trials.simulated import FormulaLaw, PredictedLaw
+
+
+def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
+    """The plan of a search: of the grid that is named, or else of the simplest and the longest
+    settings, with a note on the others; of the cells of a ``study`` instead that is gone on with,
+    if they are among those.
+    """
+    device = request.device or ("cuda" if machine.gpus else "cpu")
+    if device == "cpu" or request.trainer != OURS or request.names_grid:
+        return plan(request, machine)
+    predictions: list[Prediction] = []
+    with suppress(HighwaterError):  # what cannot be predicted may train all the same
+        model = load_model(request.model)
+        refuse_unknown_family(model)
+        counts = hardware_of(request, machine, model, device).counts
+        predictions = [_predicted(request, machine, gpus) for gpus in counts]
+    every = {cell.cell: cell.cell.layout.gpus for each in predictions for cell in each.cells}
+    if every.keys() >= set(study) and {*every.values()} == {cell.layout.gpus for cell in study}:
+        return plan(request, machine, cells=study)
+    ends = [cell for each in predictions for cell in (each.simplest.cell, each.explained.cell)]
+    chosen = tuple(dict.fromkeys(ends))
+    planned = plan(request, machine, cells=chosen)
+    left = [cell for cell in every if cell not in chosen]
+    return msgspec.structs.replace(planned, notes=(*planned.notes, *_others(left)))
+
+
+def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
+    """The prediction of all settings on so many of the GPUs that trials are to run on."""
+    where, limit = _memory(machine, gpus, request.memory_bytes)
+    usual = Request(model=request.model)
+    every = {row.name: getattr(request, row.name) for row in taken_by("predict")}
+    named = {name: value for name, value in every.items() if value != getattr(usual, name)}
+    question, _ = predicted_question(request.model, where, OURS, None, named)
+    known = calibration_of(question, OURS)
+    cells = predict_by_formula(question, limit, OURS, known)
+    told = {"method": "formula", "length_tokens": None, "notes": (), "calibration": known}
+    return prediction_of(question, where, limit, OURS, cells, **told)
+
+
+def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Cluster, MemoryLimit]:
+    """So many GPUs of a machine, and the memory that training has of them."""
+    if not machine.gpus:  # of a dry run, for which a memory is named
+        where = cluster(str(gpus), gpu_memory_bytes=memory_bytes, machine=None)
+        return where, memory_limit_of(where, host_memory=None, reserved=0)
+    where = Cluster(
+        gpus=gpus,
+        device_name=machine.gpus[0].name,
+        device_bytes=min(gpu.memory_total_bytes for gpu in machine.gpus[:gpus]),
+        compute_capability=machine.gpus[0].compute_capability,
+        host_bytes=machine.host_memory_total_bytes,
+    )
+    reserved_bytes = max(0, where.device_bytes - (memory_bytes or where.device_bytes))
+    return where, memory_limit_of(where, host_memory=None, reserved=reserved_bytes)
+
+
+def _others(left: Sequence[Cell]) -> Iterator[str]:
+    """A note on the settings that are predicted and not tried, with the flags that try them."""
+    if not left:
+        return
+    kinds: dict[tuple[Offload, Activations], list[int]] = {}
+    for cell in left:
+        kind = cell.settings.offload, cell.settings.activations
+        kinds.setdefault(kind, []).append(cell.layout.ulysses_degree)
+    flags: list[str] = []
+    for (offload, activations), degrees in kinds.items():
+        named: dict[str, object] = {"ulysses": sorted(set(degrees))}
+        if offload is not False or activations == "host":
+            named["allocator"] = "expandable"
+        if offload is not False:
+            named["offload"] = offload
+        if activations == "host":
+            named["activations"] = activations
+        flags.append(f"`{' '.join(words_of(named))}`")
+    yield (
+        f"of the settings that `highwater predict --all` knows the simplest and the longest are "
+        f"tried; {len(left)} others by {', '.join(flags)}"
+    )
+
+
+def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
+    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others."""
+    by_formula = FormulaLaw(shape=question.model.shape)
+    if question.device != "cuda" or question.foreign is not None:
+        return by_formula
+    with suppress(ModelError):
+        refuse_unknown_family(question.model)
+        gpus = max(cell.layout.gpus for cell in question.cells)
+        where, limit = _memory(machine, gpus, question.memory_budget_bytes)
+        kept_bytes = question.margin_bytes or default_headroom_bytes(where.device_bytes)
+        question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
+        known = calibration_of(question, OURS)
+        cells = predict_by_formula(question, limit, OURS, known, asked="fit")
+        is_tight = not any(cell.capacity_tokens for cell in cells)
+        return PredictedLaw(question=question, limit=limit, known=known, is_tight=is_tight)
+    return by_formula
