@@ -60,33 +60,10 @@ class RotaryAttention(nn.Module):
                 "training keeps no keys and values from one forward pass to the next"
             )
         own: Any = self
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
-        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
         groups = self._groups(hidden_states.shape[1], features.get("sequence_layout"))
         if groups > 1:
-
-            def attend_group(*heads_TO: Tensor) -> Tensor:
-                """From queries, keys, values and the norms' weights to what attention returns."""
-                *heads_TXD, value_TKD = (
-                    each.unflatten(-1, (-1, self.head_dim)) for each in heads_TO[:3]
-                )
-                rotated_TXD = (
-                    _Rotate.apply(each, weight, 0.0 if norm is None else norm.eps, *positions_TD)
-                    for each, weight, norm in zip(heads_TXD, heads_TO[3:], norms, strict=True)
-                )
-                by_heads = (each.transpose(0, 1)[None] for each in (*rotated_TXD, value_TKD))
-                how = {**told, **features, "asks_keeper": True}
-                # An index in the place of squeeze would fill a tensor of zeros going backward.
-                return attend(self, *by_heads, attention_mask, **how)[0].flatten(2).squeeze(0)
-
-            norms = [getattr(own, name, None) for name in NORMS]
-            positions_TD = [each[0] for each in position_embeddings]
-            weights = [None if norm is None else norm.weight for norm in norms]
-            projections = [getattr(own, name) for name in PROJECTIONS]
-            out = attention_in_groups(
-                hidden_states, weights, projections, attend_group, groups=groups
-            )
-            return out, None
+            how = {**features, "attention_mask": attention_mask, "asks_keeper": True}
+            return self._in_groups(groups, hidden_states, position_embeddings, how), None
         query, key = (
             self._rotated(
                 getattr(own, f"{name}_proj")(hidden_states),
@@ -96,8 +73,37 @@ class RotaryAttention(nn.Module):
             for name in ("q", "k")
         )
         value = own.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
+        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
         out, weights = attend(self, query, key, value, attention_mask, **told, **features)
         return own.o_proj(out.flatten(2)), weights
+
+    def _in_groups(
+        self, groups: int, hidden: Tensor, positions: tuple[Tensor, Tensor], how: dict[str, Any]
+    ) -> Tensor:
+        """Return the output, (B, T, E), by groups of heads; ``how`` is what attention is told."""
+        own: Any = self
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
+        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
+
+        def attend_group(*heads_TO: Tensor) -> Tensor:
+            """From queries, keys, values and the norms' weights to what attention returns."""
+            *heads_TXD, value_TKD = (
+                each.unflatten(-1, (-1, self.head_dim)) for each in heads_TO[:3]
+            )
+            rotated_TXD = (
+                _Rotate.apply(each, weight, 0.0 if norm is None else norm.eps, *positions_TD)
+                for each, weight, norm in zip(heads_TXD, heads_TO[3:], norms, strict=True)
+            )
+            by_heads = (each.transpose(0, 1)[None] for each in (*rotated_TXD, value_TKD))
+            # An index in the place of squeeze would fill a tensor of zeros going backward.
+            return attend(self, *by_heads, **told, **how)[0].flatten(2).squeeze(0)
+
+        norms = [getattr(own, name, None) for name in NORMS]
+        positions_TD = [each[0] for each in positions]
+        weights = [None if norm is None else norm.weight for norm in norms]
+        projections = [getattr(own, name) for name in PROJECTIONS]
+        return attention_in_groups(hidden, weights, projections, attend_group, groups=groups)
 
     def _groups(self, tokens: int, layout: SequenceLayout | None) -> int:
         """Groups to compute: more than were asked for where the queries of one would have too many
