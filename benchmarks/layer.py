@@ -136,9 +136,11 @@ def main() -> None:
     )
     parser.add_argument("model", help="directory or catalog name")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure")
+    parser.add_argument("--attention-head-groups", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     arguments = parser.parse_args()
-    row = measure(arguments.model, device=arguments.device)
+    groups = arguments.attention_head_groups
+    row = measure(arguments.model, device=arguments.device, head_groups=groups)
     print(table(row), file=sys.stderr)
     text = json.dumps({"environment": environment(), **row}, indent=1)
     if arguments.out:
@@ -147,10 +149,12 @@ def main() -> None:
         print(text)
 
 
-def measure(name: str, *, device: str, mlp_tiles: int | None = None) -> dict[str, Any]:
+def measure(
+    name: str, *, device: str, mlp_tiles: int | None = None, head_groups: int = 1
+) -> dict[str, Any]:
     """Measure the bytes of a token at the peak; ``layer_bytes_per_token`` are one layer's."""
     with process_mesh.alone(torch.device(device, 0)):
-        model, mesh = _model(name, torch.device(device, 0), mlp_tiles)
+        model, mesh = _model(name, torch.device(device, 0), mlp_tiles, head_groups)
         peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
     inputs = 2 * model.causal_lm.config.hidden_size * LAYERS
     return {
@@ -186,7 +190,9 @@ def table(row: dict[str, Any]) -> str:
     return "\n".join(lines + items)
 
 
-def _model(name: str, device: torch.device, mlp_tiles: int | None) -> tuple[Decoder, DeviceMesh]:
+def _model(
+    name: str, device: torch.device, mlp_tiles: int | None, head_groups: int = 1
+) -> tuple[Decoder, DeviceMesh]:
     """The engine's model with real widths, and FSDP2 around it as around any other."""
     model = load_model(name)
     shape = model.shape
@@ -213,6 +219,7 @@ def _model(name: str, device: torch.device, mlp_tiles: int | None) -> tuple[Deco
         recompute="layer",
         compute_dtype=torch.bfloat16,
         mlp_tiles=mlp_tiles,
+        head_groups=head_groups,
     )
     return built, mesh
 

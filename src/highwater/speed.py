@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from highwater.model.footprint import matrices, trained_parameters
+from highwater.model.footprint import kept_by_recompute, matrices, trained_parameters
 from highwater.model.layer_kind import AttentionKind, LayerKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_builtins
@@ -212,6 +212,11 @@ def predicted_step(
         "kernels, or their launches": max(work.seconds(rates), launches),
         "exchanges between GPUs": exchanged / rates.link_bytes,
         "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
+        "activations over PCIe": _late_copies(
+            *(shape, settings, rates),
+            tokens=sequences * length_tokens / layout.context_degree,
+            kernels_s=work.seconds(rates) / settings.trained_models,
+        ),
     }
     parts = {name: micro_batches * seconds for name, seconds in each.items()}
     parts["update"] = _update(shape, settings, layout, rates)
@@ -284,6 +289,8 @@ def _layer(
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
     passes = 2 * weights + (2 * again if is_recomputed else 0)
+    if settings.attention_head_groups > 1:  # queries, keys and values are projected once more
+        passes += 2 * kind.hidden_size * (kind.attention.query_size + 2 * kind.attention.key_size)
     if settings.adapters is None:
         passes += 4 * weights
     else:
@@ -377,6 +384,24 @@ def _over_pcie(shape: ModelShape, settings: Settings, layout: Layout, rates: Rat
     if settings.has_second_model:
         seconds += 2 * shape.parameters / layout.shard_degree
     return seconds / rates.host_bytes
+
+
+def _late_copies(
+    shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float, kernels_s: float
+) -> float:
+    """Seconds of a micro-batch in which layers wait for activations on their way to the host, or
+    back: of a layer's kernels a quarter hides the way there, and the rest the way back.
+    """
+    plan, seconds = settings.activation_plan(shape.layers), 0.0
+    if not plan.layers_on_host:
+        return seconds
+    layer_s = kernels_s / shape.layers
+    for run in shape.runs:
+        copied = tokens * kept_by_recompute(run.kind, shape, settings, element=2)
+        copy_s = copied / rates.host_bytes
+        late = max(0.0, copy_s - layer_s / 4) + max(0.0, copy_s - 3 * layer_s / 4)
+        seconds += run.count / shape.layers * plan.layers_on_host * late
+    return settings.trained_models * seconds
 
 
 def _update(shape: ModelShape, settings: Settings, layout: Layout, rates: Rates) -> float:

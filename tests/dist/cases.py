@@ -69,10 +69,18 @@ class Case(Fields):
     batch: str
     ulysses: int
     mlp_tiles: int | None
+    head_groups: int
 
     @property
     def master(self) -> str:
         return "float32" if self.precision == "bfloat16" else self.precision
+
+    @property
+    def divides_heads(self) -> bool:
+        """Groups are those of a layer that is recomputed; ranks share the query heads of each."""
+        return self.head_groups == 1 or (
+            self.recompute != "none" and self.head_groups * self.ulysses <= 4
+        )
 
     @property
     def is_told_by_its_result(self) -> bool:
@@ -98,6 +106,7 @@ VALUES = {
     "batch": ("packed", "untrained-rank", "three-steps"),
     "ulysses": (1, 2, 4),
     "mlp_tiles": (None, 3),
+    "head_groups": (1, 2),
 }
 
 
@@ -105,7 +114,9 @@ def cases_for(processes: int, part: str) -> list[Case]:
     """The cases of a part that this many processes can run."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
     possible = [
-        case for case in every if processes % case.ulysses == 0 and case.is_told_by_its_result
+        case
+        for case in every
+        if processes % case.ulysses == 0 and case.is_told_by_its_result and case.divides_heads
     ]
     if part == COVER:
         return _pairwise(possible)
@@ -171,6 +182,7 @@ def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
         recompute=case.recompute.removesuffix(" on host"),
         host=on_host() if case.recompute in ON_HOST else None,
         mlp_tiles=case.mlp_tiles,
+        head_groups=case.head_groups,
         master_dtype=master,
     )
     if case.batch == "three-steps":
@@ -293,6 +305,7 @@ def made_elsewhere(directory: Path, place: Place) -> dict[str, float]:
         "recompute": "layer",
         "batch": "packed",
         "mlp_tiles": None,
+        "head_groups": 1,
     }
     worst = {}
     for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):

@@ -85,7 +85,7 @@ def test_accelerate_reads_what_a_trial_on_gpus_writes(tiny, tmp_path, settings, 
     model = load_model(str(tiny))
     spec = trial_of(tiny, layout=layout, settings=settings)
     path = tmp_path / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(launcher_file(spec, model.shape, {}, source="").values))
+    path.write_text(yaml.safe_dump(launcher_file(spec, model.shape, {}, source="").config))
     typed = launch.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
     found, _, _ = launch._validate_launch_command(typed)
     assert read.items() <= vars(found).items()

@@ -69,8 +69,13 @@ DEEP = TINY | {
 """Nearly all of its parameters are in its layers, each a small part of them."""
 WIDE_HEADS = DEEP | {"head_dim": 128}
 """At the peak most bytes are queries, keys, values and what a ring passes of their gradients."""
+MANY_HEADS = WIDE_HEADS | {"num_attention_heads": 8, "num_key_value_heads": 4}
+PLAIN_HEADS = MANY_HEADS | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+"""Without norms of queries and keys."""
+GROUPED = {"attention_head_groups": 2, "config": MANY_HEADS, "length_tokens": 16_384}
 SCALED = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0}
 """Factors of logits and of what attention and MLP return."""
+MORE_EXPERTS = EXPERTS | {"num_attention_heads": 8, "num_key_value_heads": 4}
 WINDOWS = WIDE_HEADS | {
     "model_type": "ministral",
     "sliding_window": 512,
@@ -122,6 +127,14 @@ TRIALS: dict[str, dict[str, Any]] = {
     "one micro-batch, fsdp": {**ONE, "strategy": "fsdp", "config": DEEP, **TWO},
     "one micro-batch, critic": {**ONE, **CRITIC},
     "one micro-batch, head alone": {**ONE, **HEAD},
+    "head groups": {**CHUNKED, **GROUPED},
+    "head groups, kept": {**CHUNKED, **KEPT, **GROUPED, "config": PLAIN_HEADS},
+    "head groups, shared": {**CHUNKED, **GROUPED, **SHARED},
+    "head groups, kept, shared": {**CHUNKED, **KEPT, **GROUPED, **SHARED, "config": PLAIN_HEADS},
+    "head groups, windows": {**CHUNKED, **GROUPED, "config": WINDOWS},
+    "head groups, host": {**CHUNKED, **KEPT, **GROUPED, "activations": "host"},
+    "head groups, adapters": {**CHUNKED, **GROUPED, "attention_head_groups": 4, "lora": 8},
+    "head groups, experts": {**CHUNKED, "attention_head_groups": 2, "config": MORE_EXPERTS},
     "scaled, logits": {"config": TINY | SCALED | {"vocab_size": 80_000}},
     "scaled, layers": {**CHUNKED, "config": DEEP | SCALED},
     "scaled, heads": {**CHUNKED, "config": WIDE_HEADS | SCALED},
@@ -157,6 +170,8 @@ TRIALS: dict[str, dict[str, Any]] = {
 }
 LENGTH = 16_384
 USUAL = {"config": TINY, "length_tokens": LENGTH}
+BESIDE_THE_FORMULA = ("one micro-batch", "scaled", "head groups", *LOSSY)
+"""What the names begin with of trials whose peak the formula gives, and those of others below."""
 FORMULA_TOLERANCE = 0.01
 """Relative: what is no larger than one row of numbers per token is no term of the formula."""
 CPU_TOLERANCE = 0.005
@@ -166,6 +181,13 @@ REAL = [
     *deep(
         pytest.param(
             "Qwen3-0.6B", 65_536, {**PREFERENCES, "loss": "chunked"}, Layout(gpus=4), id="dpo"
+        ),
+        pytest.param(
+            "Llama-3.1-8B",
+            131_072,
+            {**CHUNKED, "lora": 32, "attention_head_groups": 4},
+            Layout(),
+            id="head groups",
         ),
         pytest.param(
             "Qwen3-0.6B",
@@ -221,7 +243,7 @@ operators."""
     [
         *("ppo", "ppo, critic", "ppo, critic, shared", "dpo", "dpo, shared", "ring"),
         *("ring, copies", "windows", "windows, output norms", "windows, shared"),
-        *(name for name in TRIALS if name.startswith(("one micro-batch", "scaled", *LOSSY))),
+        *(name for name in TRIALS if name.startswith(BESIDE_THE_FORMULA)),
     ],
 )
 def test_a_step_peaks_where_the_formula_says(specs, logs, name):

@@ -19,8 +19,8 @@ from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
 from highwater.nouns.trial import Device, TrialSpec, unheard
-from highwater.trainers.accelerate import LauncherFile, launcher_file
-from highwater.trainers.foreign import TRIALS, TrialHome
+from highwater.trainers.accelerate import launcher_file
+from highwater.trainers.foreign import TRIALS, TrialFiles, TrialHome
 from highwater.trials.foreign_trial import check_foreign
 from highwater.trials.inputs import prepared_model
 from highwater.trials.readiness import check_machine
@@ -50,7 +50,7 @@ def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> Tria
     )
 
 
-def written(spec: TrialSpec, **base: Any) -> LauncherFile:
+def written(spec: TrialSpec, **base: Any) -> TrialFiles:
     shape = load_model(spec.model_directory).shape
     return launcher_file(spec, shape, base, source="own.yaml")
 
@@ -102,7 +102,7 @@ def test_the_layout_need_not_be_in_the_command():
 
 
 def test_a_file_says_processes_shards_and_a_free_port():
-    values = written(trial(layout={"gpus": 4, "replicate_degree": 2}, offload=True)).values
+    values = written(trial(layout={"gpus": 4, "replicate_degree": 2}, offload=True)).config
     assert values["distributed_type"] == "FSDP"
     assert (values["num_processes"], values["num_machines"]) == (4, 1)
     assert values["main_process_port"] == 0
@@ -111,8 +111,8 @@ def test_a_file_says_processes_shards_and_a_free_port():
     assert fsdp["fsdp_activation_checkpointing"] is True
     assert values["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
     first = written(trial(strategy="fsdp", recompute="none"))
-    assert first.values["fsdp_config"]["fsdp_version"] == 1
-    assert first.values["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert first.config["fsdp_config"]["fsdp_version"] == 1
+    assert first.config["fsdp_config"]["fsdp_activation_checkpointing"] is False
     assert first.notes == ()
 
 
@@ -134,7 +134,7 @@ def test_the_users_other_fields_stay():
             "offload_params": True,
         },
     )
-    values, fsdp = found.values, found.values["fsdp_config"]
+    values, fsdp = found.config, found.config["fsdp_config"]
     assert values["mixed_precision"] == "fp16"
     assert values["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
     assert (values["num_processes"], values["gpu_ids"]) == (1, "all")
@@ -151,24 +151,24 @@ def test_the_users_other_fields_stay():
 def test_a_setting_that_is_named_is_the_trials():
     theirs = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
     found = written(trial(recompute="none", offload=True), fsdp_config=theirs)
-    assert found.values["fsdp_config"]["fsdp_activation_checkpointing"] is False
-    assert found.values["fsdp_config"]["fsdp_offload_params"] is True
+    assert found.config["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert found.config["fsdp_config"]["fsdp_offload_params"] is True
 
 
 def test_fsdp1_in_the_users_file_is_told():
     theirs = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": False}
     found = written(trial(), distributed_type="FSDP", fsdp_config=theirs)
-    assert found.values["fsdp_config"]["fsdp_version"] == 2
+    assert found.config["fsdp_config"]["fsdp_version"] == 2
     assert any("--strategy fsdp`" in note for note in found.notes)
     assert not written(trial(strategy="fsdp"), fsdp_config=theirs).notes
 
 
 def test_another_way_to_share_states_stays():
     found = written(trial(layout={"gpus": 2}), **DDP)
-    assert found.values["distributed_type"] == "MULTI_GPU"
-    assert found.values["mixed_precision"] == "fp16"
-    assert found.values["num_processes"] == 2
-    assert "fsdp_config" not in found.values
+    assert found.config["distributed_type"] == "MULTI_GPU"
+    assert found.config["mixed_precision"] == "fp16"
+    assert found.config["num_processes"] == 2
+    assert "fsdp_config" not in found.config
     assert found.notes == ("states are shared by own.yaml's MULTI_GPU, not by FSDP",)
 
 
@@ -206,7 +206,7 @@ def test_on_the_cpu_one_process_trains():
         fsdp_config={"fsdp_version": 2},
         debug=True,
     )
-    assert found.values == {
+    assert found.config == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO",
         "mixed_precision": "bf16",

@@ -8,9 +8,16 @@ import pytest
 from highwater.errors import UsageError
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import gpu_catalog
+from highwater.nouns.recommendation import Recommendation
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.table import plain_table
-from highwater.recommendation.recommend import recommend
+from highwater.recommendation.recommend import recommend as asked_of_any
+
+
+def recommend(model: str, **asked: Any) -> Recommendation:
+    """With activations on the GPU: in host memory nearly everything fits."""
+    where = {} if "trainer" in asked else {"activations": "gpu"}
+    return asked_of_any(model, **where, **asked)
 
 
 def test_where_nothing_fits_the_fewest_more_gpus_a_larger_one_and_a_technique_are_named():

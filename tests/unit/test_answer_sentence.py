@@ -36,13 +36,13 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB with ")
     assert (
         f"The longest is {format_tokens(best.capacity_tokens)} tokens with expandable segments, a "
-        "chunked loss, all states in host memory and YaRN: safe, "
+        "chunked loss, the layers' activations in host memory"
     ) in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
     assert best.step is not None
     assert f"{best.step.tokens_per_s:,.0f} tokens/s" in said
-    on_gpu = max(c.capacity_tokens for c in found.cells if c.cell.settings.offload is False)
+    on_gpu = max(c.capacity_tokens for c in found.cells if not c.cell.settings.uses_host)
     assert said.endswith(f"With everything on the GPUs: {format_tokens(on_gpu)}.")
 
 

@@ -107,12 +107,15 @@ def test_every_rung_is_predicted_offload_last():
         (cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells
     ]
     assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env + chunked")]
-    assert labels[-1] == (4, "Env + Offload + chunked")
+    assert labels[-1] == (4, "Env + Offload + activations-on-host + chunked")
     assert [label for degree, label in labels if degree == 1 and "Offload" in label] == [
         *("Env + Offload-states", "Env + Offload-states + chunked"),
         *("Env + Offload", "Env + Offload + chunked"),
+        *("Env + Offload-states + activations-on-host",),
+        *("Env + Offload-states + activations-on-host + chunked",),
+        *("Env + Offload + activations-on-host", "Env + Offload + activations-on-host + chunked"),
     ]
-    assert len(labels) == 21
+    assert len(labels) == 39
     capacities = {
         key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)
     }
@@ -129,14 +132,12 @@ def test_offload_of_the_trainer_trinity_has_the_allocator_that_was_published_wit
 
 
 def test_a_capacity_is_the_longest_length_that_fits():
-    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB")
+    asked = {"gpus": "H200-141GB", "activations": "gpu"}  # on the host its memory may end them
+    prediction = highwater.predict("Qwen3-4B", **asked)
     for cell in prediction.cells:
         lengths = (cell.capacity_tokens, cell.does_not_fit_tokens)
         assert None not in lengths
-        fits = [
-            highwater.predict("Qwen3-4B", gpus="H200-141GB", length=length).cells
-            for length in lengths
-        ]
+        fits = [highwater.predict("Qwen3-4B", length=length, **asked).cells for length in lengths]
         found = [next(each for each in cells if each.cell == cell.cell) for cells in fits]
         assert [bool(each.capacity_tokens) for each in found] == [True, False]
         assert found[0].headroom_bytes == cell.headroom_bytes >= prediction.margin_bytes
@@ -145,7 +146,8 @@ def test_a_capacity_is_the_longest_length_that_fits():
 
 
 def test_a_length_fits_where_the_upper_end_of_its_interval_does():
-    prediction = highwater.predict("Qwen3-4B", gpus="H200-141GB", headroom="2GiB")
+    asked = {"gpus": "H200-141GB", "headroom": "2GiB", "activations": "gpu"}
+    prediction = highwater.predict("Qwen3-4B", **asked)
     memory_limit = prediction.memory_limit.device_bytes
     for cell in prediction.cells:
         assert cell.interval is not None
@@ -157,9 +159,7 @@ def test_a_length_fits_where_the_upper_end_of_its_interval_does():
         )
         assert cell.headroom_bytes == memory_limit - cell.footprint.needed_bytes >= 2 * GIB
         for length in (cell.does_not_fit_tokens, cell.likely_tokens):
-            beyond = highwater.predict(
-                "Qwen3-4B", gpus="H200-141GB", headroom="2GiB", length=length
-            )
+            beyond = highwater.predict("Qwen3-4B", length=length, **asked)
             found = next(each for each in beyond.cells if each.cell == cell.cell)
             assert found.interval is not None
             assert (
@@ -261,7 +261,8 @@ def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
 
 def test_what_no_recorded_trial_had_is_named():
     def unlike(model, gpus, **settings):
-        return highwater.predict(model, gpus=gpus, **settings).calibration.unlike
+        asked = {"activations": "gpu", **settings}
+        return highwater.predict(model, gpus=gpus, **asked).calibration.unlike
 
     assert unlike("Qwen3-4B", "H200-141GB", offload=False) == ()
     narrow = {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1}
@@ -284,7 +285,7 @@ def test_host_memory_can_be_what_binds():
 
 def test_what_is_reserved_for_others_shortens():
     free, shared = (
-        highwater.predict("Qwen3-4B", gpus="H200-141GB", reserved=reserved)
+        highwater.predict("Qwen3-4B", gpus="H200-141GB", reserved=reserved, activations="gpu")
         for reserved in ("0", "40GiB")
     )
     assert all(

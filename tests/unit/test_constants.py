@@ -112,7 +112,7 @@ def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
     for cell in prediction.cells:
         outside = {term.name: term.bytes for term in cell.footprint.outside}
         pinned = {name for name in outside if "pinned memory" in name}
-        assert bool(pinned) == (cell.cell.settings.offload is not False)
+        assert bool(pinned) == cell.cell.settings.uses_host
         assert all(outside.pop(name) > 0 for name in pinned)
         assert outside == {name: size for name, size in every.items() if size}
     assert prediction.memory_limit.constants is not None

@@ -286,6 +286,7 @@ def test_torchtitan_has_adapters_on_its_own_models_alone():
             ("1 x 8192 tokens, over 2 GPUs", "recomputation with DeepSpeed", "ZeRO-3"),
         ),
         ("accelerate", {"mlp_tiles": 8}, ("--mlp-tiles 8",)),
+        ("trl", {"attention_head_groups": 4}, ("--attention-head-groups 4",)),
         ("accelerate", NF4 | {"length": "16k"}, ("packed in NF4",)),
         ("trl", {}, ("whole logits",)),
         (

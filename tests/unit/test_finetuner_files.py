@@ -22,13 +22,12 @@ from highwater.trainers.axolotl import AXOLOTL
 from highwater.trainers.files import (
     DOCUMENTS,
     Finetuner,
-    FinetunerFiles,
     FinetunerTrial,
     TrialPlace,
     finetuner_base,
     trial_files,
 )
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.llamafactory import LLAMAFACTORY
 from highwater.trainers.logs import steps_of
 from highwater.trainers.ms_swift import MS_SWIFT
@@ -69,7 +68,7 @@ def launched(spec: TrialSpec, *, has_flash: bool = False) -> FinetunerTrial:
 
 def files(
     trainer: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any
-) -> FinetunerFiles:
+) -> TrialFiles:
     return trial_files(trainer, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
 
 

@@ -170,11 +170,12 @@ def test_states_lie_between_no_offload_and_all_of_it():
     cells = [Cell(layout=Layout(), settings=Settings(offload=each)) for each in (True, "states")]
     none = Cell(layout=Layout(gpus=4, ulysses_degree=4), settings=Settings())
     assert sorted([*cells, none], key=simplicity) == [none, *reversed(cells)]
-    found = recommend("Qwen3-8B", length="32k", gpus="1xH200-141GB")
+    asked = {"length": "32k", "gpus": "1xH200-141GB", "activations": "gpu"}
+    found = recommend("Qwen3-8B", **asked)
     assert found.chosen is not None
     assert found.chosen.cell.settings.offloads_states
     assert any("moments in host memory" in cost for cost in costs(found.chosen, found))
-    kept = recommend("Qwen3-8B", length="32k", gpus="1xH200-141GB", host_memory="60GiB")
+    kept = recommend("Qwen3-8B", **asked, host_memory="60GiB")
     assert not any(each.fits and each.cell.settings.offload for each in kept.candidates)
 
 
@@ -183,6 +184,9 @@ def test_a_search_offloads_only_where_it_is_asked_to():
     assert {each.cell.settings.offload for each in rungs} == {"states"}
     assert [each.cell.settings.offload for each in predict(MODEL, gpus="1xH100-80GB").cells] == [
         *([False] * 3),
+        *(["states"] * 2),
+        *([True] * 2),
+        *([False] * 2),  # and each again with activations on the host
         *(["states"] * 2),
         *([True] * 2),
     ]

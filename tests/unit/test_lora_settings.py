@@ -133,7 +133,7 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
 
 
 def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
-    asked = {"length": "128k", "lora": 16, "lora_base": "nf4"}
+    asked = {"length": "128k", "lora": 16, "lora_base": "nf4", "activations": "gpu"}
     found = highwater.recommend("Llama-3.1-8B", gpus="1xRTX-4090", **asked)
     (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
     flags = dict(zip(more.flags[::2], more.flags[1::2], strict=True))

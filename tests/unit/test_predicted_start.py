@@ -76,6 +76,7 @@ def predicted(folder: Path, **changes: Any) -> Path:
         "allocator": "expandable",
         "loss": "full",
         "offload": False,
+        "activations": "gpu",
     }
     asked |= changes
     path = folder / "prediction.json"

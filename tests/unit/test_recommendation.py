@@ -52,6 +52,10 @@ def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_bud
     rungs = ("vanilla", "Env", "Env + chunked")
     rungs += ("Env + Offload-states", "Env + Offload-states + chunked")
     rungs += ("Env + Offload", "Env + Offload + chunked")
+    on_host = ("Env", "Env + Offload-states", "Env + Offload")
+    rungs += tuple(
+        f"{each} + activations-on-host{loss}" for each in on_host for loss in ("", " + chunked")
+    )
     assert {place(each) for each in found.candidates} == {
         (r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)
     }
@@ -172,8 +176,10 @@ def test_each_earlier_rung_says_what_it_lacks():
             assert each.lacks_bytes >= 3 * GIB - each.headroom_bytes
             assert each.lacks_bytes > 0
         else:
-            assert each.cell.settings.offload
-            assert each.lacks_bytes == each.host_bytes - 100 * GIB > 0
+            on_host = each.cell.settings.activations == "host"
+            assert on_host or each.cell.settings.offload
+            assert each.lacks_bytes > 0
+            assert on_host or each.lacks_bytes == each.host_bytes - 100 * GIB
     assert {each.lacks_of for each in found.candidates} == {None, "device", "host"}
     first = found.earlier[0]
     text = "\n".join(map(plain_table, recommendation_tables(found)))
@@ -230,6 +236,7 @@ def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
 @pytest.mark.parametrize("risk", ["likely", "tight"])
 def test_where_nothing_is_safe_the_roomiest_that_may_fit_is_taken_and_says_so(risk):
     one = {"ulysses": [1], "allocator": "expandable", "loss": "chunked", "offload": False}
+    one["activations"] = "gpu"
     (cell,) = highwater.predict(**H20S, **one, headroom=0, resolution="1k").cells
     tokens = cell.likely_tokens if risk == "tight" else cell.capacity_tokens
     found = recommend(length=tokens, **H20S, **one)

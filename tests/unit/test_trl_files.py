@@ -16,11 +16,11 @@ from highwater.model.rope import yarn
 from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
+from highwater.trainers.accelerate import FILE
 from highwater.trainers.files import FinetunerTrial, TrialPlace
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.logs import steps_of
 from highwater.trainers.trl.trial import (
-    TrialFiles,
     batch_of,
     document_tokens,
     own_files,
@@ -98,19 +98,19 @@ def test_what_a_trial_cannot_take_over_is_refused_by_name(name):
 def test_one_of_both_recomputes():
     by_trl = files(trial(), gradient_checkpointing=True)
     assert by_trl.config["gradient_checkpointing"] is True
-    assert by_trl.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert by_trl.beside[FILE]["fsdp_config"]["fsdp_activation_checkpointing"] is False
     by_its_new_name = files(trial(), activation_checkpointing=True)
     assert "gradient_checkpointing" not in by_its_new_name.config
-    assert by_its_new_name.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert by_its_new_name.beside[FILE]["fsdp_config"]["fsdp_activation_checkpointing"] is False
     by_fsdp = files(trial())
     assert by_fsdp.config["gradient_checkpointing"] is False
-    assert by_fsdp.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is True
+    assert by_fsdp.beside[FILE]["fsdp_config"]["fsdp_activation_checkpointing"] is True
 
 
 def test_a_setting_that_is_named_is_the_trials():
     found = files(trial(recompute="none"), gradient_checkpointing=True)
     assert found.config["gradient_checkpointing"] is False
-    assert found.launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert found.beside[FILE]["fsdp_config"]["fsdp_activation_checkpointing"] is False
     adapted = files(trial(lora=16), lora_r=64, use_peft=True).config
     assert (adapted["lora_r"], adapted["dtype"]) == (16, "bfloat16")
     assert files(trial(), lora_r=64, use_peft=True).config["lora_r"] == 64
@@ -122,7 +122,7 @@ def test_a_ring_is_accelerates_whatever_the_user_has():
     assert found.config["attn_implementation"] == "sdpa"
     assert found.config["packing"] is False
     assert found.config["pad_to_multiple_of"] == 4
-    shared = found.launcher["parallelism_config"]
+    shared = found.beside[FILE]["parallelism_config"]
     assert shared["parallelism_config_cp_size"] == 2
     assert batch_of(spec, {}).sequences == 2, "both GPUs have one sequence together"
 
@@ -141,7 +141,7 @@ def test_the_users_launcher_stays_but_for_processes_and_shards():
         "dynamo_config": {"dynamo_backend": "INDUCTOR"},
         "fsdp_config": {"version": 1, "offload_params": True, "min_num_params": 5},
     }
-    found = files(trial(), launcher=launcher).launcher
+    found = files(trial(), launcher=launcher).beside[FILE]
     assert found["num_processes"] == 1
     assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
     assert found["fsdp_config"]["fsdp_version"] == 2

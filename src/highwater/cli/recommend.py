@@ -155,7 +155,7 @@ def emit(arguments: argparse.Namespace) -> int:
         refuse_no_folder(Path(arguments.output))
     _refuse_early(arguments, model, settings)
     found = found_for(arguments)
-    offloads = found.chosen is not None and found.chosen.cell.settings.offload is not False
+    offloads = found.chosen is not None and found.chosen.cell.settings.uses_host
     host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
     console.notes((*found.notes, *host))
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))

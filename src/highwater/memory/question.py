@@ -69,7 +69,8 @@ def _requests(
     model: str, where: Cluster, trainer: TrainerName, settings: Mapping[str, Any]
 ) -> list[Request]:
     """What is asked of each ladder: without offload and, unless the settings say, with that of the
-    moments alone and with that of everything; every Ulysses degree that works.
+    moments alone and with that of everything; each again with the layers' activations on the host;
+    every Ulysses degree that works.
     """
     refused = TRAINERS[trainer].refused(settings)
     if refused:
@@ -103,12 +104,17 @@ def _requests(
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
-    if may_offload and "offload" not in settings and settings.get("allocator") != "native":
+    is_native = settings.get("allocator") == "native"
+    if may_offload and "offload" not in settings and not is_native:
         offloaded = {"allocator": "expandable", "strategy": "fsdp2"}
         is_sharded = {**offloaded, **settings}["strategy"] == "fsdp2"
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
         ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
+    is_fixed = "activations" in settings or settings.get("recompute") == "none" or is_native
+    if not is_fixed and not TRAINERS[trainer].refused(["activations"]):
+        placed = {"allocator": "expandable", "activations": "host"}
+        ladders += [{**each, **placed, **settings} for each in ladders]
     return [request_from(fields, keywords=True) for fields in ladders]
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from highwater.model.layer_kind import AttentionKind, Matrices
+from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.nouns.layout import ELEMENT_BYTES, Layout
 from highwater.nouns.objective import (
@@ -196,6 +196,25 @@ def _trained_matrices(shape: ModelShape, settings: Settings) -> tuple[Matrices, 
     if settings.traits.gives_scalars and not shape.tied_embeddings:
         return (*every[:-1], every[-1]._replace(number=1))
     return every
+
+
+_TWO_ATTENTIONS = ("diffllama",)
+"""Model types whose layers attend twice, with one half of the values each time, and keep what both
+return where recomputation leaves attention out."""
+
+
+def kept_by_recompute(
+    kind: LayerKind, shape: ModelShape, settings: Settings, *, element: int
+) -> int:
+    """Bytes per token that a recomputed layer keeps for its backward pass, of numbers of so many
+    bytes: its input, and what its attention returns if that is kept, the log-sum-exp in float32.
+    """
+    attention = kind.attention
+    kept = element * kind.hidden_size
+    if settings.recompute == "layer":
+        return kept
+    attentions = 2 if shape.model_type in _TWO_ATTENTIONS else 1
+    return kept + attentions * (element * attention.query_size + 4 * attention.query_heads)
 
 
 def policy_parameters(shape: ModelShape, settings: Settings) -> int:

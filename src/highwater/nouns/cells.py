@@ -51,12 +51,14 @@ def default_ladder(
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
     """A key to sort cells of as many GPUs by, the simplest first. The order of the published guide:
-    more Ulysses before offload, and for each degree what needs no other change first. Between two
-    rungs of one degree the allocator, then the loss, then what is recomputed or computed in tiles.
+    more Ulysses before offload, and for each degree what needs no other change first; between them
+    stand activations on the host. Between two rungs of one degree the allocator, then the loss,
+    then what is recomputed or computed in tiles.
     """
     settings = cell.settings
     return (
         _OFFLOAD_ORDER.index(settings.offload),
+        int(settings.activations == "host"),
         cell.layout.context_degree,
         int(settings.allocator == "expandable")
         + int(settings.loss == "chunked")
@@ -66,6 +68,7 @@ def simplicity(cell: Cell) -> tuple[int, ...]:
         if settings.recompute in _RECOMPUTE_ORDER
         else len(_RECOMPUTE_ORDER),
         settings.mlp_tiles or 0,
+        settings.attention_head_groups,
     )
 
 
@@ -94,20 +97,15 @@ def cells_of(
     rungs = default_ladder(
         device=device, base=request.settings, allocator=request.allocator, loss=request.loss
     )
-    asked = list(dict.fromkeys(_asked(request, counts, machines)))
+    degrees = dict.fromkeys(product(counts, request.ulysses or (1,), request.ring, request.copies))
+    asked = [_Degrees(*each, machines=machines) for each in degrees]
     pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
-        *(
-            shape,
-            device,
-            request.settings.strategy,
-            has_ring,
-            within_machines,
-            longest_tokens,
-            pattern,
-        ),
+        *(shape, device, request.settings.strategy),
+        *(has_ring, within_machines, longest_tokens, pattern),
         is_packed=request.settings.lora_base == "nf4",
+        head_groups=request.settings.attention_head_groups,
         machines=machines,
     )
     obstacles = {each: bounds.obstacle(each) for each in asked}
@@ -232,6 +230,8 @@ class _Bounds(NamedTuple):
     """The keys that attention keeps; None: all."""
     is_packed: bool
     """True if the model is frozen in NF4."""
+    head_groups: int = 1
+    """Groups of key/value heads that attention goes in."""
     machines: int = 1
     """Machines that were named; 1 where none were."""
 
@@ -247,6 +247,13 @@ class _Bounds(NamedTuple):
             return "FSDP1 keeps no copies of its shards"
         if self.is_packed and asked.copies < asked.gpus:
             return "a model in nf4 is not sharded, each GPU has a copy"
+        if asked.ring > 1 and self.head_groups > 1:
+            return "a ring passes on all heads at once, and attention in head groups does not"
+        if self.shape.kv_heads % (asked.ulysses * self.head_groups) and self.head_groups > 1:
+            return (
+                f"{asked.ulysses} GPUs do not share the {self.shape.kv_heads} key/value heads in "
+                f"{self.head_groups} equal groups"
+            )
         if asked.ring > 1:
             why = ring_obstacle(self.shape, self.longest_tokens)
             if why is not None:
@@ -286,11 +293,6 @@ class _Bounds(NamedTuple):
         degrees = product(divisors, rings, divisors)
         every = (_Degrees(gpus, *each, machines=self.machines) for each in degrees)
         return (each for each in every if self.obstacle(each) is None)
-
-
-def _asked(request: Request, counts: tuple[int, ...], machines: int) -> Iterator[_Degrees]:
-    for each in product(counts, request.ulysses or (1,), request.ring, request.copies):
-        yield _Degrees(*each, machines=machines)
 
 
 def _offers(

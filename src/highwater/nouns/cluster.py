@@ -25,7 +25,7 @@ from highwater.units import GIB, binary_size, format_bytes, parse_bytes
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
-"""What follows the number of machines: the GPUs of each, and their kind."""
+"""Text after the number of machines: the GPUs of each, and their kind."""
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 _DIGITS = 9
 _COUNT_BEHIND = re.compile(r"((?!\d+[xX])\D.*|\d{4}):(\d+)")
@@ -129,7 +129,7 @@ class _Named(NamedTuple):
 
     machines: int = 1
     gpus: int | None = None
-    """Of all machines together; None where no number was typed."""
+    """Number on all machines together; None where no number was typed."""
     kind: str | None = None
 
 
@@ -335,7 +335,7 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 
 def own_memory(name: str, gpus: str = "") -> str:
-    """What to type of a GPU whose memory no catalog has: never more than it has. A card of 48 GB
+    """A hint to type for a GPU whose memory no catalog has: never more than it has. A card of 48 GB
     may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells. ``gpus`` are flags in
     front.
     """

@@ -45,7 +45,7 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
     long_documents: LongDocuments = "truncate"
     """Fate of a document of more tokens: its beginning, all of it in pieces, or nothing is kept."""
     trained: TrainedTokens = "responses"
-    """What is trained on: the responses, where a document has prompts; ``all``: every token."""
+    """Tokens that are trained: the responses, if a document has prompts; ``all``: every token."""
     reward: str | None = None
     """``module:function`` that gives a response's reward to a prompt; None: the data has it."""
 
@@ -83,7 +83,7 @@ class Corpus(Record, frozen=True, kw_only=True):
     documents: int
     """Sequences that are trained: of a pair two, of a document in pieces its pieces."""
     units: int
-    """What a step has all of or nothing: a document, a pair, a group of rollouts."""
+    """Unit that a step has all of or nothing: a document, a pair, a group of rollouts."""
     tokens: int
     trained_tokens: int
     longest_tokens: int
@@ -100,14 +100,14 @@ class Corpus(Record, frozen=True, kw_only=True):
     tokenizer: str = "bytes"
     """Name of the tokenizer's class, or ``bytes``."""
     notes: tuple[str, ...] = ()
-    """What a user should know of it, in sentences."""
+    """Notes on it for its user, in sentences."""
 
 
 NOT_MONOTONE = (
     "with a token budget a shorter length may pack more tokens and not fit: an answer is about "
     "its own two lengths, the longest that fit and the next, which did not"
 )
-"""What a reader of an answer with a token budget should know."""
+"""A note for readers of an answer with a token budget."""
 
 
 def packed_tokens(question: Question, cell: Cell, index: int) -> int:

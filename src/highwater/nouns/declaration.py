@@ -85,7 +85,7 @@ class Setting:
     help: str
     """One line, for ``--help`` and for the schema of configuration files."""
     kind: ValueKind | None = None
-    """What the value is; None: one of a fixed list, which is the type of the setting's field."""
+    """Kind of the value; None: one of a fixed list, which is the type of the setting's field."""
     _: KW_ONLY
     name: str = ""
     """Field of ``Request``, key of a file, keyword; with dashes the flag. Empty: its own name."""
@@ -113,11 +113,11 @@ class Setting:
     told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
     """A value in a column and at a sentence's end, for values that a label is too short for."""
     says_what: bool = False
-    """Whether it says what is trained; else how, or where."""
+    """True if it says what is trained; else how, or where."""
     moves_loss: bool = False
     """True if the loss of a training's steps depends on it."""
     range: Any = None
-    """What a number may be (nouns/hyperparameters.py); None: nothing is bounded here."""
+    """Bounds of a number (nouns/hyperparameters.py); None: nothing is bounded here."""
     part: Any = None
     """The part of the loss that a number belongs to (nouns/hyperparameters.py); None: none."""
     any_other: str = ""
@@ -239,7 +239,7 @@ class Spelling:
     setting: Callable[[str, Any], str]
     """A setting with a value."""
     where: str = ""
-    """What stands before a problem: the file."""
+    """Text before a problem: the file."""
     is_typed: bool = False
 
     def name(self, setting: str) -> str:

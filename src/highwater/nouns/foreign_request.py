@@ -245,15 +245,13 @@ def config_digest(path: Path) -> str:
 def _content(path: Path) -> bytes:
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        what, why = "the trainer's own file", str(error)
+        if isinstance(error, OSError):
+            what, why = "a file that is there", str(error.strerror)
         raise UsageError(
-            f"the trainer's configuration {path} cannot be read: {error.strerror}",
-            hint="name a file that is there: `--trainer-config base.yaml`",
-        ) from error
-    except ValueError as error:
-        raise UsageError(
-            f"the trainer's configuration {path} cannot be read: {error}",
-            hint="name the trainer's own file: `--trainer-config base.yaml`",
+            f"the trainer's configuration {path} cannot be read: {why}",
+            hint=f"name {what}: `--trainer-config base.yaml`",
         ) from error
 
 

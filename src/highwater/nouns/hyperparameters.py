@@ -105,7 +105,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         topic="objective",
         commands=TRAINED,
     )
-    """How it is estimated from one sampled token."""
+    """Estimate of it from one sampled token."""
     kl_coefficient: float = _number(
         *(0.001, "WEIGHT", _NOT_NEGATIVE),
         "grpo: weight of that divergence (verl's kl_loss_coef, TRL's beta)",
@@ -128,7 +128,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
         "ppo with a critic: how far a value may move (verl's cliprange_value)",
         _VALUES,
     )
-    """How far from the one before the update before its gradient stops."""
+    """Distance from the one before the update before its gradient stops."""
     value_coefficient: float = _number(
         0.5, "WEIGHT", _NOT_NEGATIVE, "ppo with a critic: weight of its squared error", _VALUES
     )

@@ -45,13 +45,13 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     """``tokens``: log-probabilities of tokens, from logits that are whole or in chunks. ``scalar``:
     one number in the place of the vocabulary, and no logits."""
     reference: Reference = "none"
-    """What a frozen copy of the policy is for, whose log-probabilities are computed before the
+    """Use of a frozen copy of the policy, whose log-probabilities are computed before the
     update: a divergence from it at each trained token, or the margin by which it prefers the chosen
     document of a pair. ``none``: there is no copy."""
     critic: bool = False
     """A second model of token values may be trained along, its values known before the update."""
     advantages: Advantages = "none"
-    """What weighs the clipped ratio of new to old probability: a document's reward against those of
+    """Weight of the clipped ratio of new to old probability: a document's reward against those of
     its group, or an advantage of each token. ``none``: no ratio is in the loss, nor an entropy."""
 
     @property
@@ -138,7 +138,7 @@ class OptimizerTraits(NamedTuple):
     is_exact: bool
     """True if its update is AdamW's in float32."""
     package: str | None = None
-    """What has to be installed for it."""
+    """Package to be installed for it."""
     eager_bytes: int = 0
     """Bytes that an update which is not compiled makes for each number that it moves at once: read
     of trainings on the CPU of models of 9, 20 and 33 million parameters."""
@@ -185,7 +185,7 @@ LoraBase = Literal["bf16", "nf4"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
 BASE_PREFIX = "base_layer."
-"""What peft puts into the name of a layer's own parameters where it has an adapter."""
+"""Words that peft puts into the name of a layer's own parameters where it has an adapter."""
 _FUSED = {
     "phi3": {
         "q_proj": "qkv_proj",
@@ -211,7 +211,7 @@ class Lora(Record, frozen=True, kw_only=True):
     targets: str = ALL_LINEAR
     """``all-linear``, or names of linear layers with commas between them: ``q_proj,v_proj``."""
     base: LoraBase = "bf16"
-    """What the frozen model is in: what it computes in, or its linear layers in NF4."""
+    """Numbers of the frozen model: the dtype it computes in, or its linear layers in NF4."""
 
     @property
     def scale(self) -> float:

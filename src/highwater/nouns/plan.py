@@ -218,6 +218,7 @@ def plan(
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
+    _refuse_head_groups(request.settings.attention_head_groups, model)
     if request.settings.parameters == "bf16" and max(request.copies) > 1:
         # FSDP2 keeps sums over copies in float32 for longer: how much at a peak is not known
         raise UsageError(
@@ -422,6 +423,31 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
             "a memory-only trial cuts dense attention into pieces, and block-sparse attention is "
             "no longer than its blocks",
             hint=_NO_PROOF if request.proof == "memory" else "leave `--attention-depth` out",
+        )
+
+
+_IN_HEAD_GROUPS = (
+    *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+)
+"""Model types whose attention goes in head groups, and is predicted so."""
+
+
+def _refuse_head_groups(groups: int, model: Model) -> None:
+    """Raise errors for a family whose attention does not go in head groups, and for a number that
+    does not divide the key/value heads.
+    """
+    heads, family = model.shape.kv_heads, model.shape.model_type
+    if groups > 1 and family not in _IN_HEAD_GROUPS:
+        raise ModelError(
+            f"{model.name} is of the family {family}, whose attention does not go in head groups",
+            hint="leave `--attention-head-groups` out",
+        )
+    if heads % groups:
+        works = max(each for each in range(1, min(groups, heads) + 1) if heads % each == 0)
+        raise UsageError(
+            f"{groups} head groups, and {model.name} has {heads} key/value heads, which {groups} "
+            "does not divide",
+            hint=f"use `--attention-head-groups {works}`",
         )
 
 

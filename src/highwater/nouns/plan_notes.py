@@ -70,6 +70,8 @@ def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> 
 
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     """Say what offload does not do here, for who would expect it; nothing where it does all."""
+    if settings.activations == "host" and device == "cpu":
+        return ("on the CPU activations are in host memory in any case",)
     if not (settings.offloads_model or settings.offloads_states):
         return ()
     if device == "cpu":

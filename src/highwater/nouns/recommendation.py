@@ -45,7 +45,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     risk: Risk | None = None
     """Predicted: how sure it is that it fits; None: by the prediction itself it does not."""
     source: Source
-    """Who says whether it fits."""
+    """Source of the word that it fits, or not."""
     found_in: str
     """The study's file, or the command that predicts it."""
     is_memory_only: bool = False
@@ -100,7 +100,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     label: str | None = None
     """The simplest cell that fits then; None: nothing here is known to."""
     cell: Cell | None = None
-    """That cell."""
+    """The cell that does."""
     headroom_bytes: int | None = None
     host_bytes: int | None = None
     """Host memory that it takes."""
@@ -137,11 +137,11 @@ class Recommendation(Record, frozen=True, kw_only=True):
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
     alternatives: tuple[Alternative, ...] = ()
-    """What would train the length; empty where a candidate fits."""
+    """Changes that would train the length; empty where a candidate fits."""
     accuracy: str
-    """What is known of the errors of what is predicted."""
+    """Known errors of such predictions, in words."""
     unlike: tuple[str, ...] = ()
-    """What is predicted and no recorded trial had."""
+    """Settings that are predicted, and no recorded trial had."""
     not_modelled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

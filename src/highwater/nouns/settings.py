@@ -228,6 +228,14 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     """1 is all at once. None: with recomputation, where they cost no time, tiles of a fixed size;
     without it no tiles."""
+    attention_head_groups: int = kinds.COUNT(
+        1,
+        "groups of key/value heads whose attention is computed one after the other in a recomputed "
+        "layer, for less memory; 1: all heads at once",
+        example=4,
+        other_label="head-groups-{}",
+    )
+    """Queries, keys and values are projected once more (engine/models/fused/head_groups.py)."""
     rope: Rope = setting(
         "auto",
         "auto: YaRN past the native length, unless the model scales itself; yarn: all the same",
@@ -351,6 +359,11 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.offload == "states"
 
     @property
+    def uses_host(self) -> bool:
+        """Whether states or activations are in host memory."""
+        return self.offload is not False or self.activations == "host"
+
+    @property
     def optimizer_traits(self) -> OptimizerTraits:
         """What the optimizer keeps, and needs."""
         return OPTIMIZERS[self.optimizer]
@@ -396,7 +409,7 @@ RUNG_ROWS = {row.rung_field: row for row in Settings.declared}
 """The settings of a rung, by field."""
 _FIRST_IN_A_LABEL = (
     *("allocator", "offload", "activations", "loss", "entropy", "recompute", "mlp_tiles"),
-    "attention",
+    *("attention_head_groups", "attention"),
     *(*PATTERN_FIELDS, "lora", "lora_alpha", "lora_targets", "lora_base"),
 )
 """Settings that a label tells first; the first two as in the published guides: "Env + Offload"."""
@@ -436,6 +449,21 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         lambda s: s.mlp_tiles is not None and s.mlp_tiles < 1,
         "{s.mlp_tiles} MLP tiles",
         "use `--mlp-tiles 1` or more, or leave it out",
+    ),
+    (
+        lambda s: s.attention_head_groups < 1,
+        "{s.attention_head_groups} head groups",
+        "use `--attention-head-groups 1` or more, or leave it out",
+    ),
+    (
+        lambda s: s.attention_head_groups > 1 and s.recompute == "none",
+        "head groups are computed again in the backward pass, and nothing else is recomputed",
+        "use `--recompute layer`, or leave `--attention-head-groups` out",
+    ),
+    (
+        lambda s: s.attention_head_groups > 1 and s.pattern is not None,
+        "block-sparse attention does not go in head groups",
+        "leave `--attention-head-groups` out, or `--attention`",
     ),
     (
         lambda s: s.critic and not s.traits.critic,

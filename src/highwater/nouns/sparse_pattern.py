@@ -83,7 +83,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
     global_tokens: int = 64
     """First tokens of the sequence, which ``global_local`` lets every later token see."""
     seed: int = 0
-    """Of ``random``'s draws."""
+    """Seed of ``random``'s draws."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for a pattern that there is not, and for numbers that cannot be."""

@@ -327,6 +327,11 @@ class RecordedTrial(Record, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """The time limit under which the trial ended, where the question has one."""
 
+    @property
+    def cell(self) -> Cell:
+        """The cell that it is a trial of."""
+        return Cell(layout=self.spec.layout, settings=self.spec.settings)
+
     def ran_out_of_less_than(self, timeout_s: float) -> bool:
         """True if the trial timed out under a shorter limit than this one."""
         is_late = self.result is not None and self.result.outcome is Outcome.TIMEOUT
@@ -407,8 +412,7 @@ class Study(Record, frozen=True, kw_only=True):
 
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
-        place = cell.layout, cell.settings
-        return tuple(t for t in self.trials if (t.spec.layout, t.spec.settings) == place)
+        return tuple(trial for trial in self.trials if trial.cell == cell)
 
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
         """The cell's longest fit so far by this outcome; None: by any, and where there is none."""

@@ -30,7 +30,7 @@ ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl",
 TriedTrainer = Literal[
     "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
 ]
-"""What ``find --trainer`` takes: this package's engine, or a foreign trainer."""
+"""Names that ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
 Target = Literal[
@@ -57,7 +57,7 @@ class Registered(NamedTuple):
     title: str
     """Its name as its users write it."""
     module: str
-    """What is known of it, below ``highwater.trainers``."""
+    """Module of what is known of it, below ``highwater.trainers``."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -248,7 +248,7 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     has_run_on_gpus: bool = True
     """True if its trials were tried on GPUs; else only on the CPU."""
     loss: Loss = "full"
-    """What its rungs say of the logits: ``chunked`` where its own loss never holds them whole."""
+    """Loss of its rungs: ``chunked`` where its own loss never holds them whole."""
 
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it cannot be told, sorted."""
@@ -282,7 +282,7 @@ BY_COMMAND: Mapping[str, str] = {
 """Titles of trainers that ``emit`` writes for and that a command of the user's alone starts, by the
 name that somebody may give to ``--trainer``: nobody has seen a step of theirs on the CPU."""
 PAGE = "docs/other_trainers.md"
-"""Where those commands are."""
+"""Place of those commands."""
 
 
 def foreign_name(name: str) -> ForeignName | None:
@@ -295,7 +295,7 @@ _INSTEAD: Mapping[str, str] = {
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
 }
-"""What to do in the place of a refused setting, where it is not the engine's alone."""
+"""A hint in the place of a refused setting, where it is not the engine's alone."""
 
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:

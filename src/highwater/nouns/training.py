@@ -66,7 +66,7 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
     and ``micro_batches`` in it say nothing here."""
     corpus: Corpus
     evaluation: Corpus | None = None
-    """What is evaluated and never trained; None: nothing is."""
+    """Corpus that is evaluated and never trained; None: nothing is."""
     steps: int
     """Optimizer steps of the whole run."""
     micro_batches: int
@@ -135,12 +135,12 @@ _WORDS = {
     "sequences": "--sequences-per-micro-batch",
     "steps": "--steps, on which the schedule depends",
 }
-"""How users name what has another name than its flag."""
+"""Users' names of values that have another name than their flag."""
 _FOLLOWS = {
     **dict.fromkeys(("lora_alpha", "lora_targets", "lora_base"), "lora"),
     "steps": "schedule",
 }
-"""What need not be said where this changed, too."""
+"""Values that need not be told where this other one changed, too."""
 _OF_SETTINGS = tuple(name for name, row in RUNG_ROWS.items() if row.moves_loss)
 _USUAL: Mapping[str, Any] = {
     **DEFAULTS,
@@ -242,7 +242,7 @@ class TrainingProgress(Record, frozen=True, kw_only=True):
     steps: int = 0
     loss: float | None = None
     evaluation_loss: float | None = None
-    """Of the latest evaluation; None: there was none since this process began."""
+    """Loss of the latest evaluation; None: there was none since this process began."""
     evaluation_step: int | None = None
     """Steps that were done before that evaluation."""
     tokens: int = 0

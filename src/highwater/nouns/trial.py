@@ -121,7 +121,7 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     memory_snapshots: SnapshotOrder | None = None
     """The snapshots of its memory that this launch records; None: none. Not in its key."""
     statistics: StatisticsFiles | None = None
-    """Where this launch writes statistics; None: nowhere. Not in its key."""
+    """Files into which this launch writes statistics; None: nowhere. Not in its key."""
     foreign: ForeignTrainer | None = None
     """The trainer that runs it; None: this package's engine."""
 
@@ -242,7 +242,7 @@ class AliveMemory(Record, frozen=True, kw_only=True):
     communication_bytes: int | None = None
     """Parameters that FSDP had gathered, and its buffers."""
     unattributed_bytes: int | None = None
-    """What has no name: of a pass only what was there between two steps already."""
+    """Memory without a name: of a pass only what was there between two steps already."""
     allocated_bytes: int | None = None
     """All of it."""
     reserved_bytes: int | None = None
@@ -284,7 +284,7 @@ class Failure(Record, frozen=True, kw_only=True):
     """The decoder layer that the rank was in, the first is 0; None for none, or where nothing told:
     a backward pass tells where layers are recomputed."""
     alive: AliveMemory | None = None
-    """What was allocated, where memory ran out."""
+    """Memory that was allocated, where it ran out."""
 
 
 class Save(Record, frozen=True, kw_only=True):
@@ -473,7 +473,7 @@ class Runner(Protocol):
 
 
 PHASE_FILE = "phase"
-"""Where a job, or the first rank of a trial, says in words what it is doing, while it runs."""
+"""File in which a job, or a trial's first rank, says in words what it is doing, while it runs."""
 REFUSED_FILE = "refused.json"
 Order = TypeVar("Order", bound=Record)
 

@@ -122,8 +122,8 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
         edge = format_tokens(answer.likely_edge_tokens)
         said += f" Up to {edge} may fit, with nothing to spare."
     cells = prediction.cells
-    on_gpus = [each.capacity_tokens for each in cells if each.cell.settings.offload is False]
-    if answer.cell.settings.offload is not False and any(on_gpus):
+    on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
+    if answer.cell.settings.uses_host and any(on_gpus):
         said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
     return said
 
@@ -172,7 +172,9 @@ def _lacking(prediction: Prediction) -> str:
     nearest = min(prediction.cells, key=lambda cell: (cell.binding == "host", _lacking_bytes(cell)))
     lacks_bytes = _lacking_bytes(nearest)
     if nearest.binding == "host":
-        lacks_bytes = nearest.footprint.host_bytes - (prediction.memory_limit.host_bytes or 0)
+        lacks_bytes = nearest.footprint.host_needed_bytes - (
+            prediction.memory_limit.host_bytes or 0
+        )
     how = settings_in_words(nearest.cell.settings, nearest.cell.layout)
     return (
         f"Nearest is {how}, which lacks {format_bytes(lacks_bytes)} "
@@ -208,8 +210,8 @@ def _figures(
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
-    """Say, where states live there, how much host memory is assumed, or that nobody said."""
-    if settings.offload is False or machine == THIS_MACHINE:
+    """Say, where something lives there, how much host memory is assumed, or that nobody said."""
+    if not settings.uses_host or machine == THIS_MACHINE:
         return ""
     if host_bytes is None:
         return " (how much there is nobody said: `--host-memory`)"

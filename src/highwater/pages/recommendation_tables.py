@@ -153,6 +153,8 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         said.append(f"another training: adapters beside a frozen model{base}")
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
+    if settings.activations == "host":
+        said.append("activations in host memory, copied while layers compute")
     if settings.offloads_model or settings.offloads_states:
         size = candidate.host_bytes
         host = "" if size is None else f"{format_bytes(size)} of it, "

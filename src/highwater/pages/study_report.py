@@ -235,8 +235,7 @@ def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> S
     results = [trial.result for trial in study.trials if trial.result is not None]
     numbered: dict[Cell, list[tuple[int, RecordedTrial]]] = {}
     for number, trial in enumerate(study.trials, 1):
-        cell = Cell(layout=trial.spec.layout, settings=trial.spec.settings)
-        numbered.setdefault(cell, []).append((number, trial))
+        numbered.setdefault(trial.cell, []).append((number, trial))
     return StudyReport(
         label=study.question.figures,
         is_complete=study.complete,
@@ -320,7 +319,7 @@ def _trial(
     spec, result = recorded.spec, recorded.result
     started = TrialReport(
         number=number,
-        cell=Cell(layout=spec.layout, settings=spec.settings).label_on(study.question.device),
+        cell=recorded.cell.label_on(study.question.device),
         rung=short_settings(spec.settings),
         **{name: getattr(spec.layout, name) for name in _OF_A_LAYOUT},
         length_tokens=spec.length_tokens,

@@ -36,6 +36,7 @@ MOST_GPUS_TRIED = 64
 _LORA_RANK = 32
 _RESTRICTIONS = (
     *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
+    "attention_head_groups",
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
 
@@ -161,7 +162,7 @@ def _needed_technique(goal: Goal) -> Alternative:
     size = format_bytes(largest.bytes)
     what = f"one that shrinks `{largest.name}`, {size} of the nearest; none here does"
     if nearest.binding == "host" and goal.memory_limit.usual_host is None:
-        least = min(each.footprint.host_bytes for each in cells if each.binding == "host")
+        least = min(each.footprint.host_needed_bytes for each in cells if each.binding == "host")
         needs = f"{format_bytes(least)} at least"
         what = f"more host memory than `--host-memory` says: {needs}"
     return Alternative(kind="technique", what=what)

@@ -195,7 +195,7 @@ def _candidate(
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     lacks_bytes = None
     if not fits and predicted.binding == "host":
-        lacks_bytes = host_bytes - (goal.memory_limit.host_bytes or 0)
+        lacks_bytes = predicted.footprint.host_needed_bytes - (goal.memory_limit.host_bytes or 0)
     elif not fits:
         lacks_bytes = predicted.lacks_bytes
     return Candidate(
@@ -253,7 +253,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     return shlex.join((*words, *cell.layout.degree_flags))
 
 
-_RECOMMENDED = ("allocator", "loss", "offload")
+_RECOMMENDED = ("allocator", "loss", "offload", "activations")
 """Settings that differ among what is recommended."""
 _ASKED = {
     row.rung_field: row

@@ -13,6 +13,7 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
+from highwater.nouns.activation_plan import Activations
 from highwater.nouns.cluster import Cluster, cluster
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import Machine, hardware_of
@@ -81,14 +82,19 @@ def _others(left: Sequence[Cell]) -> Iterator[str]:
     """A note on the settings that are predicted and not tried, with the flags that try them."""
     if not left:
         return
-    kinds: dict[Offload, list[int]] = {}
+    kinds: dict[tuple[Offload, Activations], list[int]] = {}
     for cell in left:
-        kinds.setdefault(cell.settings.offload, []).append(cell.layout.ulysses_degree)
+        kind = cell.settings.offload, cell.settings.activations
+        kinds.setdefault(kind, []).append(cell.layout.ulysses_degree)
     flags: list[str] = []
-    for offload, degrees in kinds.items():
+    for (offload, activations), degrees in kinds.items():
         named: dict[str, object] = {"ulysses": sorted(set(degrees))}
+        if offload is not False or activations == "host":
+            named["allocator"] = "expandable"
         if offload is not False:
-            named |= {"allocator": "expandable", "offload": offload}
+            named["offload"] = offload
+        if activations == "host":
+            named["activations"] = activations
         flags.append(f"`{' '.join(words_of(named))}`")
     yield (
         f"of the settings that `highwater predict --all` knows the simplest and the longest are "

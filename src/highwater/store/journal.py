@@ -138,7 +138,7 @@ class Journal:
             return True
         if trial.result.outcome is Outcome.CRASHED:
             return not self._retry_crashed
-        return Cell(layout=trial.spec.layout, settings=trial.spec.settings) in self._decided
+        return trial.cell in self._decided
 
     def has_given_up(self, cell: Cell) -> bool:
         """True if a cell is answered although a trial only crashed, and it is not retried."""

@@ -334,7 +334,7 @@ class JournalContent:
         trial = RecordedTrial(spec=line.spec, attempt=line.attempt, repeat=line.repeat)
         self._keys[line.spec_key] = line.spec.key
         key = (line.spec.key, line.attempt, line.repeat)
-        for trials in (self._trials, self._trials_of.setdefault(_cell_of(trial), {})):
+        for trials in (self._trials, self._trials_of.setdefault(trial.cell, {})):
             trials.setdefault(key, trial)
 
     def _finish(self, line: FinishedLine) -> None:
@@ -344,7 +344,7 @@ class JournalContent:
         before = self._trials[key]
         limit_s = self.question.timeout_s
         trial = msgspec.structs.replace(before, result=line.result, timeout_s=limit_s)
-        cell = _cell_of(trial)
+        cell = trial.cell
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:
                 del trials[key]  # run again: it moves to the end
@@ -419,10 +419,6 @@ class JournalContent:
             "expectations": tuple(expected[cell] for cell in cells if cell in expected),
             "environments": self.environments,
         }
-
-
-def _cell_of(trial: RecordedTrial) -> Cell:
-    return Cell(layout=trial.spec.layout, settings=trial.spec.settings)
 
 
 def parse(full_lines: bytes, *, path: Path) -> JournalContent:

@@ -16,7 +16,7 @@ where, or a setting that was named. How states are shared is the user's too, if 
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
@@ -43,6 +43,7 @@ from highwater.trainers.foreign import (
     OUTPUT,
     ForeignCommand,
     HasFlash,
+    TrialFiles,
     TrialHome,
     TrialStart,
     own_file,
@@ -295,13 +296,6 @@ ENDS: Mapping[str, Any] = {
 """Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
 
 
-class LauncherFile(NamedTuple):
-    """Accelerate's file for one trial, and what a reader should know of it."""
-
-    values: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-
 def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
     """Raise UsageError for settings that accelerate, or ``name`` above it, does not launch with."""
     settings, layout = spec.settings, spec.layout
@@ -334,7 +328,7 @@ def refuse_unlaunched(spec: TrialSpec, *, name: str) -> None:
 
 def launcher_file(
     spec: TrialSpec, shape: ModelShape, base: Mapping[str, Any], *, source: str
-) -> LauncherFile:
+) -> TrialFiles:
     """Accelerate's file for a trial, over the user's own, ``source``; UsageError for conflicts."""
     refuse_unlaunched(spec, name="accelerate")
     if spec.layout.ulysses_degree > 1:
@@ -351,9 +345,11 @@ def launcher_file(
     if spec.device == "cpu":  # one process, which shares nothing; what else the user has stays
         kept = {name: value for name, value in kept.items() if name not in _SHARED}
         fixed = {name: value for name, value in ON_THE_CPU.items() if name != "mixed_precision"}
-        return LauncherFile(
+        return TrialFiles(
             {**ON_THE_CPU, **kept, **fixed},
-            ("on the CPU accelerate starts one process: FSDP and its recomputation are on GPUs",),
+            notes=(
+                "on the CPU accelerate starts one process: FSDP and its recomputation are on GPUs",
+            ),
         )
     own: dict[str, Any] = {**_ONE_MACHINE, "num_processes": spec.layout.gpus}
     theirs = kept.get("distributed_type") or "FSDP"
@@ -362,7 +358,7 @@ def launcher_file(
         kept.pop("parallelism_config", None)
         note = f"states are shared by {source}'s {theirs}, not by FSDP"
         values = {**kept, **own}
-        return LauncherFile(values, (note, *_changed(base, values, source)))
+        return TrialFiles(values, notes=(note, *_changed(base, values, source)))
     for name in _SHARED:
         kept.pop(name, None)
     ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, shape)))
@@ -380,7 +376,7 @@ def launcher_file(
         )
     if fsdp and not is_theirs and spec.settings.strategy == Settings().strategy:
         notes.append(f"FSDP2 shards, where {source} has FSDP1: `--strategy fsdp` keeps that")
-    return LauncherFile(values, tuple(notes))
+    return TrialFiles(values, notes=tuple(notes))
 
 
 def over_fsdp(
@@ -466,7 +462,7 @@ def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) ->
 def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:
     """The command of a trial that accelerate launches, whose file is written into its folder."""
     found = _launcher_file(spec, foreign)
-    write_files({FILE: found.values}, found.notes, home.folder)
+    write_files({FILE: found.config}, found.notes, home.folder)
     model = home.prepared(None) if _opens_model(foreign) else None
     program, words = launched_command(foreign.command)
     filled = filled_command((program, *words), spec, home.folder / OUTPUT, model=model)
@@ -479,7 +475,7 @@ def _check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tup
     return _launcher_file(spec, foreign).notes
 
 
-def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> LauncherFile:
+def _launcher_file(spec: TrialSpec, foreign: ForeignTrainer) -> TrialFiles:
     own = own_file(foreign, "name the file that `accelerate config` wrote")
     shape = load_model(spec.model_directory).shape
     return launcher_file(spec, shape, own.config, source=own.source if own.config else FILE)

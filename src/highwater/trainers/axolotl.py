@@ -36,13 +36,12 @@ from highwater.trainers.emitted import (
 from highwater.trainers.files import (
     DOCUMENTS,
     Finetuner,
-    FinetunerFiles,
     FinetunerTrial,
     FineTuning,
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.19.0"
@@ -248,12 +247,12 @@ class _Axolotl(Finetuner):
 
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """FSDP's section over the user's own, and one of both recomputes; on the CPU no FSDP."""
         recomputes = of_recomputation(launched, base)
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
-            return FinetunerFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
+            return TrialFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
         usual, settings = Settings(), launched.spec.settings
         ours: dict[str, Any] = config["fsdp_config"]
         if config.get("load_in_4bit"):
@@ -272,7 +271,7 @@ class _Axolotl(Finetuner):
         own = {"fsdp_config": {**ours, **kept}}
         # as the user's file has it: a mode of Axolotl's own, too
         own |= {_RECOMPUTES: config[_RECOMPUTES] if recomputes else None}
-        return FinetunerFiles({**config, **own})
+        return TrialFiles({**config, **own})
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
         """Its own command, without the launcher's file that ``accelerate config`` may have left."""

@@ -188,6 +188,11 @@ class Dialect(NamedTuple):
                 f"--recompute all-but-attention: {self.name} recomputes whole layers, which takes "
                 "less memory and more time"
             )
+        groups = settings.attention_head_groups
+        if groups > 1:
+            said.append(
+                f"--attention-head-groups {groups}: {self.name} attends with all heads at once"
+            )
         if settings.mlp_tiles is not None:
             tiles = settings.mlp_tiles
             said.append(f"--mlp-tiles {tiles}: {self.name} has no tiles over the tokens")

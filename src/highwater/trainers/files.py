@@ -44,6 +44,7 @@ from highwater.trainers.foreign import (
     ForeignCommand,
     HasFlash,
     OwnFile,
+    TrialFiles,
     TrialHome,
     TrialStart,
     own_file,
@@ -117,15 +118,6 @@ class FinetunerTrial(NamedTuple):
     def has_named_recomputation(self) -> bool:
         """True if somebody named how to recompute, as far as that shows: it is not the default."""
         return self.spec.settings.recompute != Settings().recompute
-
-
-class FinetunerFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
-
-    config: dict[str, Any]
-    beside: Mapping[str, Any] = MappingProxyType({})
-    """Files that it names, by name: JSON, or YAML by their names' ends."""
-    notes: tuple[str, ...] = ()
 
 
 class Finetuner(ABC):
@@ -239,7 +231,7 @@ class Finetuner(ABC):
     @abstractmethod
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """The files from all fields together, where some exclude each other."""
 
     @abstractmethod
@@ -247,7 +239,7 @@ class Finetuner(ABC):
         """The command of a trial, by the words of its program."""
 
 
-def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> FinetunerFiles:
+def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     """The files of a trial, over the user's; UsageError, with another way, for the untried."""
     _refuse_untried(trainer, launched)
     _refuse_base(trainer, base)

@@ -93,6 +93,15 @@ class OwnFile(NamedTuple):
     """Fields of accelerate's file, which it names."""
 
 
+class TrialFiles(NamedTuple):
+    """The files of a trial, and what a reader should know of them."""
+
+    config: dict[str, Any]
+    beside: Mapping[str, Any] = MappingProxyType({})
+    """Files that it names, by name: JSON, or YAML by their names' ends."""
+    notes: tuple[str, ...] = ()
+
+
 def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:
     """The user's own configuration; UsageError, with this hint, for what is no YAML of fields."""
     content = base_config(foreign)

@@ -38,12 +38,11 @@ from highwater.trainers.files import (
     COUNTED,
     DOCUMENTS,
     Finetuner,
-    FinetunerFiles,
     FinetunerTrial,
     FineTuning,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.9.5"
@@ -209,7 +208,7 @@ class _LlamaFactory(Finetuner):
         launched: FinetunerTrial,
         config: dict[str, Any],
         base: OwnFile,  # noqa: ARG002
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """The data's description, and on GPUs accelerate's file, beside the configuration."""
         config.setdefault("template", "empty")
         described = {_DATASET: {"file_name": DOCUMENTS, "columns": {"response": "text"}}}
@@ -220,7 +219,7 @@ class _LlamaFactory(Finetuner):
                 launcher["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] = False
             # 0: a free port, not that of a trial beside this one
             beside[LAUNCHER] = launcher | {"main_process_port": 0, "use_cpu": False}
-        return FinetunerFiles(config, beside)
+        return TrialFiles(config, beside)
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
         """Its own command on the CPU; on GPUs accelerate's, as its examples with FSDP have it."""

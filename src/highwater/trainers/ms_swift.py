@@ -37,13 +37,12 @@ from highwater.trainers.files import (
     COUNTED,
     DOCUMENTS,
     Finetuner,
-    FinetunerFiles,
     FinetunerTrial,
     FineTuning,
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile
+from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "4.6.0"
@@ -214,7 +213,7 @@ class _MsSwift(Finetuner):
 
     def settled(
         self, launched: FinetunerTrial, config: dict[str, Any], base: OwnFile
-    ) -> FinetunerFiles:
+    ) -> TrialFiles:
         """FSDP2's file, and one of both that recompute; on the CPU one process without FSDP."""
         recomputes = of_recomputation(launched, base)
         left = (*ALLOCATOR_VARIABLES, *_OF_A_LAUNCH)
@@ -223,7 +222,7 @@ class _MsSwift(Finetuner):
         own: dict[str, Any] = {_VARIABLES: variables, _RECOMPUTES: recomputes}
         notes = _known_by(launched, base)
         if launched.is_on_cpu:
-            return FinetunerFiles({**config, **own, "fsdp": None}, notes=notes)
+            return TrialFiles({**config, **own, "fsdp": None}, notes=notes)
         sharding = _sharding(launched.spec.settings)
         section = mapping_in(sharding, "fsdp_config")
         section["activation_checkpointing"] = section["activation_checkpointing"] and not recomputes
@@ -231,7 +230,7 @@ class _MsSwift(Finetuner):
             section["cpu_ram_efficient_loading"] = False
         variables[_PROCESSES] = launched.spec.layout.gpus
         beside = {SHARDING: {**sharding, "fsdp_config": section}}
-        return FinetunerFiles({**config, **own}, beside, notes)
+        return TrialFiles({**config, **own}, beside, notes)
 
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
         return (*words, "sft", str(launched.place.folder / FILE))

@@ -77,7 +77,9 @@ OF_ALL = frozenset(
     )
 )
 OF_LORA = {"lora", "lora_alpha", "lora_targets"}
-OF_THE_ENGINE = OF_ALL | {"loss", "recompute", "mlp_tiles", "micro_batches", "ring", "copies"}
+OF_THE_ENGINE = OF_ALL | {
+    *("loss", "recompute", "mlp_tiles", "attention_head_groups", "micro_batches", "ring", "copies"),
+}
 
 TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 """The trainers, by the name that ``highwater emit --for`` takes."""

@@ -195,10 +195,15 @@ class EngineLauncher(TrialLauncher):
                 ending = ranks.end(timeout_s=limit_s, is_late=code is None)
         raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
+        if spec.is_memory_only:  # figures that would pass for a training's
+            untrained = partial(
+                msgspec.structs.replace, losses=(), gradient_norms=(), step_times_s=()
+            )
+            reports = tuple(map(untrained, reports))
         result = TrialResult(
             outcome=outcome,
             reason=reason,
-            ranks=tuple(map(_without_training, reports)) if spec.is_memory_only else reports,
+            ranks=reports,
             launch_to_first_step_s=_until_first_step_s(reports, began_unix),
             exit_code=ending.exit_code,
         )
@@ -260,11 +265,6 @@ def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> f
     found = (report.first_step_at_unix_s for report in reports)
     last = max((at_unix_s for at_unix_s in found if at_unix_s is not None), default=None)
     return None if last is None else last - began_unix
-
-
-def _without_training(report: RankReport) -> RankReport:
-    """The report of a memory-only trial, without figures that would pass for a training's."""
-    return msgspec.structs.replace(report, losses=(), gradient_norms=(), step_times_s=())
 
 
 def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:

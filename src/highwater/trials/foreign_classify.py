@@ -179,7 +179,8 @@ def _of_stream(
                 continue
             in_traceback = False
             following = lines[number + 1 : number + 1 + _LONGER_LINES]
-            error = _error(stream, at, *raised, line, following, device)
+            error = LoggedError(stream, at, *raised, None, is_uncaught=line.is_uncaught)
+            error = _judged(error, following, device)
             cause = found[-1] if is_caused and found else None
             if cause is not None and cause.memory is not None:
                 error = error._replace(kind=cause.kind, text=cause.text, memory=cause.memory)
@@ -204,20 +205,14 @@ def _raised(text: str, *, in_traceback: bool) -> tuple[str, str] | None:
     return None if found is None else (found["kind"], (found["text"] or "").strip())
 
 
-def _error(
-    stream: str,
-    at: int,
-    kind: str,
-    text: str,
-    line: LogLine,
-    following: Sequence[tuple[int, LogLine]],
-    device: Device,
+def _judged(
+    error: LoggedError, following: Sequence[tuple[int, LogLine]], device: Device
 ) -> LoggedError:
-    whole = " ".join((text, *_until_other(following)))
-    memory = logged_memory(kind, whole, device=device)
-    after = _OF_ANOTHER.search(kind) or _AFTER_ANOTHER.search(whole)
-    is_consequence = memory is None and after is not None
-    return LoggedError(stream, at, kind, text, memory, is_consequence, line.is_uncaught)
+    """Tell what an error is about, by its text and the lines that go on with it."""
+    whole = " ".join((error.text, *_until_other(following)))
+    memory = logged_memory(error.kind, whole, device=device)
+    after = _OF_ANOTHER.search(error.kind) or _AFTER_ANOTHER.search(whole)
+    return error._replace(memory=memory, is_consequence=memory is None and after is not None)
 
 
 def _until_other(lines: Sequence[tuple[int, LogLine]]) -> Iterator[str]:

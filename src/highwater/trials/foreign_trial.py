@@ -31,14 +31,13 @@ from highwater.memory.formula.constants import context_bytes, outside_terms
 from highwater.model.model import load_model
 from highwater.nouns.codec import open_regular
 from highwater.nouns.control_group import kernel_kills
-from highwater.nouns.corpus import DocumentOrder, missing_files
+from highwater.nouns.corpus import missing_files
 from highwater.nouns.environment import ALLOCATOR_MODES, ALLOCATOR_VARIABLES
 from highwater.nouns.foreign_request import command_of
 from highwater.nouns.request import Request
 from highwater.nouns.trainer import foreign_name
 from highwater.nouns.trial import (
     MemoryBudget,
-    OnPhase,
     Outcome,
     RankMemory,
     RankReport,
@@ -142,7 +141,10 @@ class SampledPeak:
 
     def _sample_processes(self) -> None:
         alive: set[int] = set()
-        for process in _under(self._reaper):
+        processes: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            processes = psutil.Process(self._reaper).children(recursive=True)
+        for process in processes:
             with suppress(psutil.Error), process.oneshot():
                 if process.status() == psutil.STATUS_ZOMBIE:
                     continue
@@ -190,13 +192,6 @@ def _sample(peak: SampledPeak, gpus: Sequence[int], over: Event) -> None:
     if handles:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-
-
-def _under(reaper: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(reaper).children(recursive=True)
-    except psutil.Error:
-        return []
 
 
 def check_foreign(specs: Iterable[TrialSpec]) -> tuple[str, ...]:
@@ -338,7 +333,7 @@ class ForeignLauncher(TrialLauncher):
             foreign = foreign.as_typed(self.command)
         with private_folder(Path(log.name).parent, kind="trial-") as folder:
             (folder / OUTPUT).mkdir()
-            prepared = partial(_prepared, spec, ended, on_phase)
+            prepared = partial(prepared_model, spec, ended, on_phase)
             home = TrialHome(folder, _has_flash, prepared)
             command = TRIALS[foreign.trainer].prepare(spec, foreign, home)
             environment = _environment(spec, command, gpus)
@@ -361,7 +356,8 @@ class ForeignLauncher(TrialLauncher):
             is_stuck=watch.is_stuck,
             kernel_kills=kernel_kills() - kills_before,
         )
-        ranks = _with_budget(spec, peak.ranks())
+        budget = memory_budget(spec)
+        ranks = tuple(msgspec.structs.replace(rank, budget=budget) for rank in peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
         if is_cut:
@@ -387,13 +383,6 @@ def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLa
         logit_range=request.logit_range,
         across=across(request),
     )
-
-
-def _prepared(
-    spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None
-) -> Path:
-    refuse_full_disk(spec)
-    return prepared_model(spec, ended, on_phase, documents=documents)
 
 
 class _StuckError(Exception):
@@ -464,9 +453,3 @@ def _environment(
             environment[name] = os.environ[name]
     environment |= bounded_allocator(spec, gpus)
     return environment | dict(command.environment)
-
-
-def _with_budget(spec: TrialSpec, ranks: tuple[RankReport, ...]) -> tuple[RankReport, ...]:
-    """The reports with the bound that the trial was given, if any."""
-    budget = memory_budget(spec)
-    return tuple(msgspec.structs.replace(rank, budget=budget) for rank in ranks)

@@ -65,12 +65,13 @@ def tokenised(
 
 
 def prepared_model(
-    spec: TrialSpec, ended: Event, on_phase: OnPhase, *, documents: DocumentOrder | None = None
+    spec: TrialSpec, ended: Event, on_phase: OnPhase, documents: DocumentOrder | None = None
 ) -> Path:
     """The directory to train from, after the documents are written, if any are asked for. No
     process is started where it is there already and none are. Raises what the preparation refused,
-    and MachineError where it failed.
+    and MachineError where it failed or has no room.
     """
+    refuse_full_disk(spec)
     there = _there(spec)
     if there is not None and documents is None:
         return there

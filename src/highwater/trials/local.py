@@ -155,7 +155,8 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
 
     def _has_room(self, spec: TrialSpec) -> bool:
         running = self._running
-        if len(running) >= self._most_at_once(spec):
+        most = 1 if spec.device == "cpu" else len(self._machine.gpus)
+        if len(running) >= (most if self._most_trials is None else self._most_trials):
             return False
         if spec.device == "cuda" and len(self._free_gpus()) < spec.layout.machine_gpus:
             return False
@@ -163,11 +164,6 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
             return False
         taken_bytes = sum(each.host_bytes for each in running)
         return taken_bytes + host_bytes(spec) <= self._machine.host_memory_available_bytes
-
-    def _most_at_once(self, spec: TrialSpec) -> int:
-        if self._most_trials is not None:
-            return self._most_trials
-        return 1 if spec.device == "cpu" else len(self._machine.gpus)
 
     def _free_gpus(self) -> list[Gpu]:
         """GPUs that no trial has: of the first one's kind, those that others use last."""

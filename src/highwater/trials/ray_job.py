@@ -275,12 +275,13 @@ def _nodes(needs: Needs) -> Iterator[Node]:
 def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
     """Hold a trial from its place on a node to its end there; SIGTERM ends it."""
     from ray.exceptions import RayError
+    from ray.util import placement_group_table
 
     ended, began, node_id, log_path = Event(), time.monotonic(), None, Path(trial.log_path)
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # only now: Ray has taken it in ``init``
     try:
         group = _place(trial.wanted, ended)
-        node_id = _node_of(group)
+        node_id = str(placement_group_table(group)["bundles_to_node_id"][0])
         end = _run_on(group, trial, model, folder, ended)
         if isinstance(end.left, Refused):
             raise end.left.error()
@@ -337,12 +338,6 @@ def _place(wanted: Wanted, ended: Event) -> Any:
             remove_placement_group(group)
             group, until = on(*wanted.any_of), float("inf")
     return group
-
-
-def _node_of(group: Any) -> str:
-    from ray.util import placement_group_table
-
-    return str(placement_group_table(group)["bundles_to_node_id"][0])
 
 
 def _run_on(

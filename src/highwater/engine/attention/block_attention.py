@@ -342,20 +342,32 @@ def kept_in_recompute(
     """Return two contexts for ``torch.utils.checkpoint``, for a layer's forward pass and
     recomputation: attention outputs are kept in the first and given back in the second.
     """
-
-    def keep(attend: Callable[[], Attended]) -> Attended:
-        found = attend()
-        layer.keep(found)
-        return found
-
-    def give(_: Callable[[], Attended]) -> Attended:
-        return tuple(layer.take())
-
-    return _with(keep), _with(give)
+    return keeping(layer.keep), giving(lambda: tuple(layer.take()))
 
 
 @contextmanager
-def _with(kept: Keeping) -> Generator[None]:
+def keeping(keep: Callable[[Attended], None]) -> Generator[None]:
+    """Context manager: hand what attention returns to ``keep``. A context around this one keeps it
+    too, or gives it.
+    """
+    outer = _KEPT.get()
+
+    def kept(attend: Callable[[], Attended]) -> Attended:
+        found = attend() if outer is None else outer(attend)
+        keep(found)
+        return found
+
+    with _set(kept):
+        yield
+
+
+def giving(take: Callable[[], Attended]) -> AbstractContextManager[None]:
+    """Return a context in which attention is not computed, but taken from ``take``."""
+    return _set(lambda _: take())
+
+
+@contextmanager
+def _set(kept: Keeping) -> Generator[None]:
     token = _KEPT.set(kept)
     try:
         yield

@@ -39,6 +39,7 @@ from highwater.engine.attention.branch_attention import Sharing, branch_attentio
 from highwater.engine.attention.branch_kernel import branches_obstacle
 from highwater.engine.attention.branches import Branch
 from highwater.engine.attention.dense import attend
+from highwater.engine.attention.mixed_lengths import attend_mixed
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.parallel.collectives import Attend, attend_sharded
@@ -209,6 +210,7 @@ def register(
         *,
         scaling: float | None = None,
         sequence_layout: SequenceLayout | None = None,
+        asks_keeper: bool = False,
         **features: Any,
     ) -> tuple[Tensor, None]:
         callers.add(module)
@@ -241,7 +243,7 @@ def register(
                 _refuse_in_ring(module, pattern, longest=longest)
             in_pieces = depth is not None and _layers_from_the_end(module) > depth
             how = {"kernel": kernel, "in_pieces": in_pieces}
-            ours = _attend(sequence_layout, shared, pattern=pattern, **how)
+            ours = _attend(sequence_layout, shared, pattern=pattern, asks_keeper=asks_keeper, **how)
         if shared is not None and shared.ulysses is not None:
             ours = partial(attend_sharded, group=shared.ulysses, attend=ours)
         return ours(query_BHSD, key_BKSD, value_BKSD), None
@@ -252,9 +254,17 @@ def register(
 
 
 def _attend(
-    layout: SequenceLayout, shared: SequenceGroups | None, *, pattern: Pattern, **how: Any
+    layout: SequenceLayout,
+    shared: SequenceGroups | None,
+    *,
+    pattern: Pattern,
+    asks_keeper: bool,
+    **how: Any,
 ) -> Attend:
-    """Return the attention of this rank's heads over its share of each document: BHSD to BSHD."""
+    """Return the attention of this rank's heads over its share of each document: BHSD to BSHD.
+
+    With ``asks_keeper`` all that it computes is a function's of ours, which asks ``attended``.
+    """
     ring, ulysses = (None, None) if shared is None else (shared.ring, shared.ulysses)
     if ulysses is not None:
         pattern = pattern.of_heads(dist.get_rank(ulysses), dist.get_world_size(ulysses))
@@ -266,8 +276,13 @@ def _attend(
         # padding joins the last document, so that a row of one document stays one call
         *others, last = layout.document_lengths
         lengths = (*others, last + sum(layout.padded_lengths) - layout.tokens)
-        return partial(attend, document_lengths=lengths, scaling=pattern.scaling, **how)
-    documents = Documents(lengths=layout.padded_lengths, pattern=pattern, **how)
+        is_whole = len(set(lengths)) == 1
+        if not asks_keeper or not is_whole:
+            dense = attend_mixed if asks_keeper else attend
+            return partial(dense, document_lengths=lengths, scaling=pattern.scaling, **how)
+    else:
+        lengths = layout.padded_lengths
+    documents = Documents(lengths=lengths, pattern=pattern, **how)
     return lambda *tensors: attend_in_pattern(*tensors, documents=documents).output_BSHD
 
 

@@ -22,6 +22,7 @@ from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.models.fused.nf4 import pack, scale_table
+from highwater.engine.models.fused.rotary_attention import RotaryAttention
 from highwater.engine.models.requirements import (
     prove_head,
     prove_rows,
@@ -69,6 +70,7 @@ def build(
     strategy: Strategy = "fsdp2",
     offload: bool = False,
     mlp_tiles: int | None = None,
+    head_groups: int = 1,
     master_dtype: torch.dtype = torch.float32,
     lora: Lora | None = None,
     host: HostActivations | None = None,
@@ -82,9 +84,10 @@ def build(
     never holds more than its own shards; FSDP1 cuts one layer after the other
     (engine/parallel/fsdp1.py), and its model is a wrapper that has every attribute of the model.
     ``attention`` is what registry.register returned. ``mlp_tiles`` None: MLPs are tiled if that
-    costs no time. With ``lora`` the model is frozen in ``master_dtype``, or its linear layers in
-    NF4; its adapters, and a ScalarModel's head, are trained in float32 or wider. With ``host`` what
-    recomputed layers keep lies in host memory.
+    costs no time. ``head_groups`` divide the key/value heads of every layer. With ``lora`` the
+    model is frozen in ``master_dtype``, or its linear layers in NF4; its adapters, and a
+    ScalarModel's head, are trained in float32 or wider. With ``host`` what recomputed layers keep
+    lies in host memory.
     """
     model = build_on_meta(config, attention=attention, loss=loss, master_dtype=master_dtype)
     wide = master_dtype if lora is None else torch.promote_types(master_dtype, torch.float32)
@@ -94,6 +97,7 @@ def build(
     # Tiles compute products twice. With recomputation that is free, else done only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
+    group_heads(model, head_groups)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:
         saved = files and files.renamed(names_in_model(model.causal_lm, files.names))
@@ -185,3 +189,19 @@ def tile_mlps(model: Decoder, tiles: int | None) -> None:
             f"which is what goes in tiles",
             hint="leave `--mlp-tiles` out",
         )
+
+
+def group_heads(model: Decoder, groups: int) -> None:
+    """Have every layer's attention go by groups of heads; ModelError if some layer's cannot."""
+    ours = [module for module in model.layers.modules() if isinstance(module, RotaryAttention)]
+    if groups > 1 and len(ours) < len(model.layers):
+        raise ModelError(
+            f"{model.causal_lm.config.model_type} has an attention of its own in "
+            f"{len(model.layers) - len(ours)} of {len(model.layers)} layers, which does not go in "
+            "head groups",
+            hint="leave `--attention-head-groups` out",
+        )
+    for attention in ours:
+        heads = cast(nn.Linear, attention.k_proj).out_features // attention.head_dim
+        assert heads % groups == 0, "groups of as many heads each"
+        attention.groups = groups

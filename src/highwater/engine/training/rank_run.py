@@ -147,6 +147,7 @@ def _built(spec: TrialSpec, context: RankContext, **how: Any) -> Decoder:
         compute_dtype=compute_dtype(context.device),
         recompute=settings.recompute,
         mlp_tiles=settings.mlp_tiles,
+        head_groups=settings.attention_head_groups,
         **how,
     )
 

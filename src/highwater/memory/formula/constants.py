@@ -122,12 +122,15 @@ class Footprint(Record, frozen=True, kw_only=True):
         """Bytes that the machine's memory has to have."""
         return sum(term.bytes for term in self.host)
 
-    def fits_host(self, host_bytes: int | None) -> bool:
-        """Whether a machine's memory holds them, activations in their share; None: without end."""
+    @property
+    def host_needed_bytes(self) -> int:
+        """Bytes that the machine's memory has to have for activations to be in their share."""
         activations = sum(term.bytes for term in self.host if term.name == HOST_ACTIVATIONS)
-        if host_bytes is None:
-            return True
-        return self.host_bytes <= host_bytes and activations <= HOST_SHARE * host_bytes
+        return max(self.host_bytes, math.ceil(activations / HOST_SHARE))
+
+    def fits_host(self, host_bytes: int | None) -> bool:
+        """Whether a machine with this memory holds them; None: it has no end."""
+        return host_bytes is None or self.host_needed_bytes <= host_bytes
 
 
 def present(*terms: Term) -> tuple[Term, ...]:

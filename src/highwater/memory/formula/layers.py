@@ -20,6 +20,7 @@ from highwater.memory.formula.moments import (
     families,
     products,
 )
+from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
@@ -35,9 +36,6 @@ keys as they are rotated; what attention returns is copied for its output. Sourc
 OUTPUT_NORMS = ("olmo2", "olmo3")
 """Model types whose layers norm what attention and MLP return, not what they are given: that is the
 residual stream itself. They rotate queries and keys in float32, by operators of PyTorch's."""
-TWO_ATTENTIONS = ("diffllama",)
-"""Model types whose layers attend twice, with one half of the values each time, and keep what both
-return where recomputation leaves attention out."""
 NUMBER_BYTES = 4
 """A number of statistics: of rows and heads that are normed, of attention, of routers."""
 
@@ -325,10 +323,7 @@ def kept_bytes(layer: Layer) -> int:
     settings, element = layer.step.settings, layer.step.element
     hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
     if settings.recompute != "none":
-        returned = element * layer.query + NUMBER_BYTES * layer.kind.attention.query_heads
-        attentions = 2 if layer.step.shape.model_type in TWO_ATTENTIONS else 1
-        attentions = 0 if settings.recompute == "layer" else attentions
-        return element * hidden + attentions * returned
+        return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
@@ -437,12 +432,33 @@ def _attention_bytes(layer: Layer) -> int:
     stream = layer.kind.hidden_size * (1 if layer.has_output_norms else 2)
     tensors = element * (stream + layer.before_norm + 2 * (query + 2 * attended) + 2 * query)
     of_heads = 3 * NUMBER_BYTES * layer.kind.attention.query_heads
+    if step.settings.attention_head_groups > 1:
+        return _grouped_bytes(layer)
     is_alone = step.layout.ring_degree == 1
     if step.settings.attention == "block_sparse" and step.device == "cuda" and is_alone:
         return tensors + of_heads
     for_every_head = 2 * element * query if attended != query else 0
     of_call = tensors + NUMBER_BYTES * query + for_every_head + of_heads
     return of_call if is_alone else of_call + _ring_bytes(layer)
+
+
+def _grouped_bytes(layer: Layer) -> int:
+    """Bytes per token while the attention goes backward in head groups: the input and the
+    residual's gradient; what attention returned; the groups' gradients of q, k and v. Beside them
+    one group has the gradient of what attention returned, q and k before their rotation and after,
+    v, and what the kernel takes; in the end there are q's gradients side by side, or the input's
+    gradient. Of Ulysses there is a copy of what attention returned, and of a group's v and both
+    gradients. Source: engine/models/fused/head_groups.py, traces.
+    """
+    step, hidden, attention = layer.step, layer.kind.hidden_size, layer.kind.attention
+    query, attended, element = layer.query, layer.attended_key, step.element
+    heads, is_shared = query + 2 * attended, step.layout.ulysses_degree > 1
+    tensors = 2 * query + layer.key + heads + (attended + 2 * query if is_shared else 0)
+    for_every_head = 2 * element * query if attended != query else 0
+    of_group = element * tensors + NUMBER_BYTES * query + for_every_head
+    most = max(of_group // step.settings.attention_head_groups, element * max(hidden, query))
+    kept = element * (2 * hidden + (2 if is_shared else 1) * query + heads)
+    return kept + most + 3 * NUMBER_BYTES * attention.query_heads
 
 
 def _ring_bytes(layer: Layer) -> int:
@@ -477,9 +493,11 @@ def _attention_kept(layer: Layer) -> int:
     is_copied = layer.step.layout.ulysses_degree > 1
     is_copied |= layer.step.shape.model_type in FUSED_HEADS
     copy = query if is_copied else 0
-    heads = (query + 2 * layer.attended_key) + query + copy
-    tensors = 3 * layer.kind.hidden_size + layer.before_norm + heads
+    heads = layer.before_norm + (query + 2 * layer.attended_key) + query + copy
     normed_heads = attention.query_heads + attention.kv_heads if layer.before_norm else 0
+    if layer.step.settings.attention_head_groups > 1:  # q, k and v are projected again
+        heads, normed_heads = query + copy, 0
+    tensors = 3 * layer.kind.hidden_size + heads
     numbers = 2 + attention.query_heads + normed_heads
     return layer.step.element * tensors + NUMBER_BYTES * numbers
 

@@ -21,6 +21,7 @@ from highwater.memory.formula.formula import (
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
+from highwater.nouns.activation_plan import Activations
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import EventLog
 from highwater.nouns.layout import Layout
@@ -69,6 +70,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     objective: Objective
     ring: bool = False
     copies: bool = False
+    activations: Activations = "gpu"
     one_micro_batch: bool = False
     attention: AttentionMethod = "dense"
     lora: bool = False
@@ -113,6 +115,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
+        Trait("activations", settings.activations, "activations in host memory"),
         Trait("one_micro_batch", not settings.accumulates, "one micro-batch a step"),
         Trait("lora", settings.lora is not None, "LoRA"),
         Trait("attention", settings.attention, f"{settings.attention} attention"),

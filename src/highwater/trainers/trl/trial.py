@@ -41,6 +41,7 @@ from highwater.trainers.foreign import (
     ForeignCommand,
     HasFlash,
     OwnFile,
+    TrialFiles,
     TrialHome,
     own_file,
     refuse_no_program,
@@ -84,14 +85,6 @@ _OF_THE_STRATEGY = (*SHARDING, "fsdp_state_dict_type")
 """FSDP's keys that are never the user's: sharding, and saving no whole model at the end."""
 _FROM_A_RECOMMENDATION = ("packing", "packing_strategy", "attn_implementation")
 """Fields that are emitted where the user has no configuration, and TRL's where there is one."""
-
-
-class TrialFiles(NamedTuple):
-    """The files of a trial, and what a reader should know of them."""
-
-    config: dict[str, Any]
-    launcher: dict[str, Any]
-    notes: tuple[str, ...]
 
 
 class TrialBatch(NamedTuple):
@@ -185,7 +178,7 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
         launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
     return TrialFiles(
         config={name: value for name, value in config.items() if value not in ({}, None)},
-        launcher=launcher,
+        beside={FILE: launcher},
         notes=(*_notes(base, own), *said),
     )
 
@@ -204,12 +197,10 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
     """Emit these settings, as far as they are not left to TRL."""
-    spec = launched.spec
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    sharing = sharing_of(spec.layout, launched.shape)
+    spec, sharing = launched.spec, sharing_of(launched.spec.layout, launched.shape)
     values: dict[str, Any] = trl_values(
         TrlTraining(
-            cell=cell,
+            cell=launched.cell,
             length_tokens=spec.length_tokens,
             sharing=sharing,
             model_path=str(launched.place.model_directory),
@@ -267,8 +258,8 @@ def _launcher(
     spec = launched.spec
     if spec.device == "cpu":
         return dict(ON_THE_CPU), ()
-    cell = Cell(settings=spec.settings, layout=spec.layout)
-    ours: dict[str, Any] = nested(launched_values(cell, sharing_of(spec.layout, launched.shape)))
+    sharing = sharing_of(spec.layout, launched.shape)
+    ours: dict[str, Any] = nested(launched_values(launched.cell, sharing))
     ours |= {"main_process_port": 0, "use_cpu": False}  # 0: not the port of a trial beside this one
     theirs, mode = base.get("distributed_type"), ours["distributed_type"]
     if theirs in (None, "NO", "MULTI_GPU", mode):
@@ -314,7 +305,7 @@ def prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> Foreig
     trial = launched(spec, place, has_flash=home.has_flash(words[0]))
     files = trial_files(trial, base)
     said = (*missing_files(Path(spec.model_directory)).notes, *files.notes)
-    write_files({CONFIG: files.config, FILE: files.launcher}, said, folder)
+    write_files({CONFIG: files.config, **files.beside}, said, folder)
     step_tokens = batch_of(spec, base.config).sequences * spec.length_tokens
     subcommand = COMMANDS[spec.settings.objective].name
     return ForeignCommand(

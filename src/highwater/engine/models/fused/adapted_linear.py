@@ -9,6 +9,7 @@ A weight's gradient may be summed over parts of the tokens, as exactly as in one
 Shapes:  T tokens, or those of one part  I inputs  O outputs  R rank
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,6 +82,13 @@ class AdaptedLinear(nn.Module):
         return out_TO.view(*x.shape[:-1], out_TO.shape[-1])
 
 
+def parts_of(projection: Any) -> tuple[nn.Linear, Adapter | None]:
+    """Split a projection into its linear layer and its adapter, None if it has none."""
+    if isinstance(projection, AdaptedLinear):
+        return cast(nn.Linear, projection.base_layer), projection.adapter
+    return projection, None
+
+
 def adapted_product(
     x_TI: Tensor, weight_OI: Weight, bias_O: Tensor | None, adapter: Adapter | None
 ) -> Tensor:
@@ -113,21 +121,42 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, a_RI, b_OR = ctx.saved_tensors
-        gradient_TO = gradients[0]
-        of_input, of_weight, of_bias = ctx.needs_input_grad[:3]
-        of_product_TR = (gradient_TO @ b_OR).mul_(ctx.scale)
-        x_gradient_TI = None
-        if of_input:
-            weight_OI = whole(ctx.packed) if weight_OI is None else weight_OI
-            x_gradient_TI = (gradient_TO @ weight_OI).addmm_(of_product_TR, a_RI)
-        return (
-            x_gradient_TI,
-            gradient_TO.T @ x_TI if of_weight else None,
-            gradient_TO.sum(dim=0) if of_bias else None,
-            of_product_TR.T @ x_TI,
-            (gradient_TO.T @ (x_TI @ a_RI.T)).mul_(ctx.scale),
-            None,
-        )
+        weight_OI = ctx.packed if weight_OI is None else weight_OI
+        adapter = Adapter(a_RI, b_OR, ctx.scale)
+        needed = ctx.needs_input_grad[:3]
+        return *product_backward(gradients[0], x_TI, weight_OI, adapter, needed=needed), None
+
+
+def product_backward(
+    gradient_TO: Tensor,
+    x_TI: Tensor,
+    weight_OI: Weight,
+    adapter: Adapter | None,
+    *,
+    needed: Sequence[bool],
+    before_TI: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias, each None unless needed, and of A and B. The
+    input's is added to ``before``, in place, if there is one.
+    """
+    of_input, of_weight, of_bias = needed
+    of_product_TR = None if adapter is None else (gradient_TO @ adapter.b_OR).mul_(adapter.scale)
+    x_gradient_TI = before_TI
+    if of_input:
+        whole_OI = whole(weight_OI)
+        if before_TI is None:
+            x_gradient_TI = gradient_TO @ whole_OI
+        else:
+            before_TI.addmm_(gradient_TO, whole_OI)
+        if adapter is not None and x_gradient_TI is not None and of_product_TR is not None:
+            x_gradient_TI.addmm_(of_product_TR, adapter.a_RI)
+    return (
+        x_gradient_TI,
+        gradient_TO.T @ x_TI if of_weight else None,
+        gradient_TO.sum(dim=0) if of_bias else None,
+        None if of_product_TR is None else of_product_TR.T @ x_TI,
+        None if adapter is None else (gradient_TO.T @ (x_TI @ adapter.a_RI.T)).mul_(adapter.scale),
+    )
 
 
 class AdapterGradient:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.models.fused.adapted_linear import (
-    AdaptedLinear,
     Adapter,
     AdapterGradient,
     WeightGradient,
     adapted_product,
+    parts_of,
 )
 from highwater.engine.models.fused.nf4 import Weight, as_tensor, halves, weight_of, whole
 from highwater.nouns.layout import TILE_BYTES
@@ -60,9 +60,9 @@ class GatedMlp(nn.Module):
 
     def _weights(self) -> tuple["_Weights", float]:
         """Return the tensors of its projections, and the scale of their adapters."""
-        down, down_adapter = _parts(self.down_proj)
+        down, down_adapter = parts_of(self.down_proj)
         if hasattr(self, "gate_up_proj"):
-            fused, adapter = _parts(self.gate_up_proj)
+            fused, adapter = parts_of(self.gate_up_proj)
             gate, up = halves(weight_of(fused))
             has_bias = "bias" in dict(fused.named_parameters())
             gate_bias, up_bias = fused.bias.chunk(2) if has_bias else (None, None)
@@ -70,8 +70,8 @@ class GatedMlp(nn.Module):
             if adapter is not None:  # one A, and a half of B each
                 gate_adapter, up_adapter = (adapter._replace(b_OR=b) for b in adapter.b_OR.chunk(2))
         else:
-            gate_layer, gate_adapter = _parts(self.gate_proj)
-            up_layer, up_adapter = _parts(self.up_proj)
+            gate_layer, gate_adapter = parts_of(self.gate_proj)
+            up_layer, up_adapter = parts_of(self.up_proj)
             gate, gate_bias = weight_of(gate_layer), gate_layer.bias
             up, up_bias = weight_of(up_layer), up_layer.bias
         adapters = (gate_adapter, up_adapter, down_adapter)
@@ -80,13 +80,6 @@ class GatedMlp(nn.Module):
         scale = next((adapter.scale for adapter in adapters if adapter is not None), 1.0)
         biases = (gate_bias, up_bias, down.bias)
         return _Weights(gate, up, weight_of(down), *biases, *matrices), scale
-
-
-def _parts(projection: Any) -> tuple[nn.Linear, Adapter | None]:
-    """Split a projection into its linear layer and its adapter, None if it has none."""
-    if isinstance(projection, AdaptedLinear):
-        return cast(nn.Linear, projection.base_layer), projection.adapter
-    return projection, None
 
 
 def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None) -> int:

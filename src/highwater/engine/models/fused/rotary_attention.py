@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from highwater.engine.kernels import rotary as rotary_kernels
+from highwater.engine.models.fused.adapted_linear import parts_of
+from highwater.engine.models.fused.head_groups import attention_in_groups
+from highwater.engine.parallel.sequence_layout import SequenceLayout
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MOST_NUMBERS = 2**31
+"""Queries of one call have fewer numbers: some kernels count offsets in 32 bits, and nobody has
+shown that all are right beyond. An 8B has as many in 524,288 tokens."""
 NORMS = ("q_norm", "k_norm")
 """Norms of the query and key heads; a family has both or none."""
 
@@ -37,6 +43,8 @@ class RotaryAttention(nn.Module):
         self.attention_dropout: float = own.attention_dropout
         self.is_causal = True
         self.features = features
+        self.groups = 1
+        """Groups of key/value heads that are computed one after the other (head_groups.py)."""
 
     def forward(
         self,
@@ -52,6 +60,10 @@ class RotaryAttention(nn.Module):
                 "training keeps no keys and values from one forward pass to the next"
             )
         own: Any = self
+        groups = self._groups(hidden_states.shape[1], features.get("sequence_layout"))
+        if groups > 1:
+            how = {**features, "attention_mask": attention_mask, "asks_keeper": True}
+            return self._in_groups(groups, hidden_states, position_embeddings, how), None
         query, key = (
             self._rotated(
                 getattr(own, f"{name}_proj")(hidden_states),
@@ -65,6 +77,47 @@ class RotaryAttention(nn.Module):
         told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
         out, weights = attend(self, query, key, value, attention_mask, **told, **features)
         return own.o_proj(out.flatten(2)), weights
+
+    def _in_groups(
+        self, groups: int, hidden: Tensor, positions: tuple[Tensor, Tensor], how: dict[str, Any]
+    ) -> Tensor:
+        """Return the output, (B, T, E), by groups of heads; ``how`` is what attention is told."""
+        own: Any = self
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]  # pyright: ignore[reportPrivateUsage]
+        told = {"dropout": self.attention_dropout if self.training else 0.0, **self.features}
+
+        def attend_group(*heads_TO: Tensor) -> Tensor:
+            """From queries, keys, values and the norms' weights to what attention returns."""
+            *heads_TXD, value_TKD = (
+                each.unflatten(-1, (-1, self.head_dim)) for each in heads_TO[:3]
+            )
+            rotated_TXD = (
+                _Rotate.apply(each, weight, 0.0 if norm is None else norm.eps, *positions_TD)
+                for each, weight, norm in zip(heads_TXD, heads_TO[3:], norms, strict=True)
+            )
+            by_heads = (each.transpose(0, 1)[None] for each in (*rotated_TXD, value_TKD))
+            # An index in the place of squeeze would fill a tensor of zeros going backward.
+            return attend(self, *by_heads, **told, **how)[0].flatten(2).squeeze(0)
+
+        norms = [getattr(own, name, None) for name in NORMS]
+        positions_TD = [each[0] for each in positions]
+        weights = [None if norm is None else norm.weight for norm in norms]
+        projections = [getattr(own, name) for name in PROJECTIONS]
+        return attention_in_groups(hidden, weights, projections, attend_group, groups=groups)
+
+    def _groups(self, tokens: int, layout: SequenceLayout | None) -> int:
+        """Groups to compute: more than were asked for where the queries of one would have too many
+        numbers for kernels, if some number of groups helps.
+        """
+        keys = parts_of(self.k_proj)[0].out_features
+        shared = 1 if layout is None else layout.ulysses_degree
+        heads, numbers = keys // self.head_dim // shared, tokens * keys * self.num_key_value_groups
+        works = (
+            groups
+            for groups in range(self.groups, heads + 1)
+            if heads % groups == 0 and numbers < groups * MOST_NUMBERS
+        )
+        return next(works, self.groups)
 
     def _rotated(
         self, projected: Tensor, norm: nn.RMSNorm | None, cosines: Tensor, sines: Tensor
