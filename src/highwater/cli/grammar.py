@@ -14,6 +14,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
+from highwater.cli import foreign_words
 from highwater.cli.flags import TRAINING, CommandFlags
 from highwater.errors import UsageError
 from highwater.nouns.declaration import REQUIRED, SWITCH, Setting, Topic
@@ -29,6 +30,10 @@ _WRONG_VALUE = re.compile(
     re.DOTALL,
 )
 """A message of argparse's about a value that is not of the flag's type, or not one of its words."""
+_MISTYPED = 0.8
+"""Similarity (0 to 1) from which a flag is offered for another one: less is another word."""
+PROGRAM = "search_context_length_capacity"
+"""The published script, whose flags are other words: none of others is told there."""
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -153,16 +158,19 @@ def parse_strictly(
             )
     arguments, unknown = (whole or parser).parse_known_args(words)
     if unknown:
-        raise _unknown(unknown[0], parser)
+        raise _unknown(unknown[0], parser, words)
     return arguments
 
 
-def _unknown(word: str, parser: Parser) -> UsageError:
+def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     if not word.startswith("-"):
         return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
-    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
-    meant = f"did you mean `{flags[near[0]]}`?" if near else None
+    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
+    following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
+    value = None if following.startswith("-") else following
+    meant = foreign_words.meant(word, value, flags.values()) if parser.prog != PROGRAM else None
+    meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
     hint = meant or f"`{parser.prog} --help` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
 
