@@ -50,7 +50,7 @@ def test_what_has_no_flag_says_who_does_it(word):
 
 @pytest.mark.parametrize("word", ["--foo", "--loader", "--epsilon-greedy", "--x"])
 def test_no_flag_is_guessed_from_another_word(word):
-    assert hint_of("find", "Qwen3-8B", word, "1") == "`highwater find --help` lists every flag"
+    assert hint_of("find", "Qwen3-8B", word, "1") == "`highwater find --help-all` lists every flag"
 
 
 @pytest.mark.parametrize(

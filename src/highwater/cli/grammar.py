@@ -9,6 +9,7 @@ Each example is run by tests/cli/test_help.py, on names that it makes: ``study.j
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -45,14 +46,25 @@ class Parser(argparse.ArgumentParser):
         *,
         examples: Sequence[str],
         groups: Mapping[str, Sequence[str]] | None = None,
+        first: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """``examples``: commands for the end of the help, the first one for hints.
-        ``groups``: headings, each with those commands of it that its help lists.
+        ``groups``: headings, each with those commands of it that its help lists. ``first``: the
+        flags that its help lists, the others by ``--help-all``; empty: all.
         """
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples = tuple(examples)
         self._groups = groups
+        self._first = first
+        self.sections: dict[str, Any] = {}
+        """The groups of flags, by the word that ``--help=WORD`` takes."""
+        with_group: dict[str, Any] = {"nargs": "?", "metavar": "GROUP"} if first else {"nargs": 0}
+        of_group = ", or that of a group of flags" if first else ""
+        self.add_argument(
+            "-h", "--help", action=_Help, help=f"show this help{of_group}", **with_group
+        )
+        self.add_argument("--help-all", action=_Help, nargs=0, help=argparse.SUPPRESS)
 
     @property
     def example(self) -> str:
@@ -65,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         if wrong is not None:
             raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
         raise UsageError(
-            message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag"
+            message, hint=f"for example `{self.example}`; `{self.prog} --help-all` lists every flag"
         )
 
     def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
@@ -77,7 +89,7 @@ class Parser(argparse.ArgumentParser):
             what = _KINDS.get(kind, f"a {kind}")
             return UsageError(
                 f"{name} takes {what}, and {value!r} is none",
-                hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag",
+                hint=f"for example `{self.example}`; `{self.prog} --help-all` lists every flag",
             )
         (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
         words = [str(each) for each in action.choices or ()]
@@ -85,6 +97,11 @@ class Parser(argparse.ArgumentParser):
         return UsageError(
             f"{name} {value!r} is not one of {', '.join(words)}", hint=f"use `{name} {near[0]}`"
         )
+
+    def exit_with(self, text: str) -> NoReturn:
+        """Print a text, and end the program as argparse does."""
+        self._print_message(text, sys.stdout)
+        self.exit()
 
     @property
     def arguments(self) -> list[argparse.Action]:
@@ -105,7 +122,40 @@ class Parser(argparse.ArgumentParser):
         """The help: commands below their headings, flags, examples. No example is folded: it is
         pasted.
         """
-        text = super().format_help() if self._groups is None else self._grouped_help(self._groups)
+        if self._groups is not None:
+            return self._with_examples(self._grouped_help(self._groups))
+        return self._with_examples(self._short_help() if self._first else super().format_help())
+
+    def help_of(self, section: str | None) -> str:
+        """The help with every flag, or of one section alone; UsageError for another one."""
+        if section is None:
+            return self._with_examples(super().format_help())
+        if section not in self.sections:
+            names = ", ".join(self.sections) or "no groups"
+            hint = f"`{self.prog} --help`" + (f"; the groups are {names}" if self.sections else "")
+            raise UsageError(f"the help has no group {section!r}", hint=hint)
+        group, formatter = self.sections[section], self._get_formatter()
+        formatter.start_section(group.title)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _short_help(self) -> str:
+        """The flags that most people want, and how to see the others."""
+        formatter = self._get_formatter()
+        formatter.add_usage(f"{self.prog} [MODEL] [FLAGS]", [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("flags")
+        shown = {f"--{name}" for name in (*self._first, "help")}
+        formatter.add_arguments(
+            each for each in self._actions if shown & {*each.option_strings} or each.dest == "model"
+        )
+        formatter.end_section()
+        sections = ", ".join(f"--help={name}" for name in self.sections)
+        formatter.add_text(f"All {len(self.flags())} flags: --help-all; groups: {sections}.")
+        return formatter.format_help()
+
+    def _with_examples(self, text: str) -> str:
         examples = "".join(f"  {example}\n" for example in self.examples)
         return f"{text}\nexamples:\n{examples}"
 
@@ -136,6 +186,22 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action.choices, Mapping):  # as those of subparsers are
                 return action.choices
         return {}
+
+
+class _Help(argparse.Action):
+    """Prints the help, all of it or a section, and ends the program."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)  # noqa: S101 (it is nobody else's)
+        section = values if isinstance(values, str) else None
+        is_first = option_string != "--help-all" and section is None
+        parser.exit_with(parser.format_help() if is_first else parser.help_of(section))
 
 
 class _Line(argparse.Action):
@@ -171,7 +237,7 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     value = None if following.startswith("-") else following
     meant = foreign_words.meant(word, value, flags.values()) if parser.prog != PROGRAM else None
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
-    hint = meant or f"`{parser.prog} --help` lists every flag"
+    hint = meant or f"`{parser.prog} --help-all` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
 
 
@@ -289,6 +355,21 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
     "train": {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
+_SECTIONS = {
+    **dict(zip(_NUMBERS, ("optimizer", "objective"), strict=True)),
+    "where trials run": "machines",
+    "the step": "trial",
+}
+"""What ``--help=`` calls a heading, where that is not its last word."""
+_FIRST = {
+    "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
+    "budget headroom study trainer",
+    "try": "config json length gpus ulysses memory device dry-run lora objective loss allocator "
+    "offload activations recompute trainer",
+    "train": "config json data length steps output settings gpus device lora objective "
+    "learning-rate rows eval-data save-every resume-from",
+}
+"""The flags of a command's short help: what most people want."""
 
 
 def _read(text: str) -> Iterator[tuple[str, CommandHelp]]:
@@ -353,11 +434,17 @@ def grammar() -> Parser:
     for name, command in COMMANDS.items():
         described = f"{name}: {command.help}"
         own = subparsers.add_parser(
-            name, help=command.help, description=described, examples=command.examples
+            *(name,),
+            help=command.help,
+            description=described,
+            examples=command.examples,
+            first=_FIRST.get(name, "").split(),
         )
         _add_flags(own, name, _own_flags(name))
         for heading, rows in _sections(name):
-            _add_flags(own.add_argument_group(heading), name, rows)
+            group = own.add_argument_group(heading)
+            _add_flags(group, name, rows)
+            own.sections[_SECTIONS.get(heading, heading.split()[-1])] = group
     return parser
 
 
