@@ -116,12 +116,9 @@ def test_an_example_of_the_published_script_is_understood(example, run):
 def test_a_help_has_about_15_flags_and_says_how_to_see_the_others(highwater, command):
     parser = commands()[command]
     short = highwater(command, "--help").stdout
-    shown = {
-        flag
-        for flag in parser.flags()
-        if re.search(rf"^  (-h \[GROUP\], )?{flag}\b(?!-)", short, re.M)
-    }
-    assert 12 <= len(shown - {"--help"}) <= 17
+    lines = short.splitlines()
+    shown = [flag for flag in parser.flags() if any(f"  {flag} " in f"{each} " for each in lines)]
+    assert 12 <= len(shown) <= 17
     assert f"All {len(parser.flags())} flags: --help-all" in short
     whole = highwater(command, "--help-all").stdout
     assert all(flag in whole for flag in parser.flags())
