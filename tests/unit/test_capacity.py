@@ -5,7 +5,7 @@ import pytest
 
 import highwater
 from highwater.api.prediction import predict_against
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
@@ -339,3 +339,37 @@ def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(text + '"max_position_embeddings": 4096}')
     with pytest.raises(ModelError, match="family mamba"):
         highwater.predict(str(tmp_path), gpus="H200-141GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "kind"),
+    [
+        ("4090", 1, "RTX-4090"),
+        ("2x3090", 2, "RTX-3090"),
+        ("H100:8", 8, "H100-80GB"),
+        ("4090:2", 2, "RTX-4090"),
+        ("A40", 1, "A40-48GB"),
+        ("4xL40", 4, "L40-48GB"),
+        ("GB200", 1, "GB200-186GB"),
+    ],
+)
+def test_gpus_are_read_by_number_with_the_count_behind_and_by_new_names(text, gpus, kind):
+    found = cluster(text, gpu_memory_bytes=None, machine=None)
+    assert (found.gpus, found.device_name) == (gpus, kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "hints"),
+    [
+        ("A100:4", ("4xA100-80GB", "4xA100-40GB")),
+        ("8xA100", ("8xA100-80GB", "8xA100-40GB")),
+        ("910B", ("--gpu-memory 60GiB",)),
+        ("2xAscend-910B", ("--gpus 2 --gpu-memory 60GiB",)),
+        ("DGX Spark", ("--gpu-memory 119GiB",)),
+        ("4xGaudi3", ("--gpus 4 --gpu-memory 60GiB",)),
+    ],
+)
+def test_what_is_not_read_names_those_that_are_near_or_the_memory(text, hints):
+    with pytest.raises(UsageError) as error:
+        cluster(text, gpu_memory_bytes=None, machine=None)
+    assert all(hint in error.value.hint for hint in hints)
