@@ -57,10 +57,12 @@ class Parser(argparse.ArgumentParser):
         self.examples = tuple(examples)
         self._groups = groups
         self._first = first
+        self.whole = "--help-all" if first else "--help"
+        """What lists every flag."""
         self.sections: dict[str, Any] = {}
         """The groups of flags, by the word that ``--help=WORD`` takes."""
         with_group: dict[str, Any] = {"nargs": "?", "metavar": "GROUP"} if first else {"nargs": 0}
-        of_group = ", or that of a group of flags" if first else ""
+        of_group = ", or that of a group of flags" if first else " message and exit"
         self.add_argument(
             "-h", "--help", action=_Help, help=f"show this help{of_group}", **with_group
         )
@@ -77,7 +79,8 @@ class Parser(argparse.ArgumentParser):
         if wrong is not None:
             raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
         raise UsageError(
-            message, hint=f"for example `{self.example}`; `{self.prog} --help-all` lists every flag"
+            message,
+            hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
         )
 
     def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
@@ -89,7 +92,7 @@ class Parser(argparse.ArgumentParser):
             what = _KINDS.get(kind, f"a {kind}")
             return UsageError(
                 f"{name} takes {what}, and {value!r} is none",
-                hint=f"for example `{self.example}`; `{self.prog} --help-all` lists every flag",
+                hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
             )
         (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
         words = [str(each) for each in action.choices or ()]
@@ -237,7 +240,7 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     value = None if following.startswith("-") else following
     meant = foreign_words.meant(word, value, flags.values()) if parser.prog != PROGRAM else None
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
-    hint = meant or f"`{parser.prog} --help-all` lists every flag"
+    hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
 
 

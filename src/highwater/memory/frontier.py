@@ -1,7 +1,7 @@
 """Frontier: the cells of a prediction that no other beats, and the simplest at the native length.
 
 One cell beats another that trains no longer, or hardly so, and takes as much time or more for a
-token (docs/decisions/049).
+token (docs/decisions/003).
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 """Tried settings: the cells that a search tries where nobody names any, which are the simplest and
-the longest of each number of GPUs by prediction (docs/decisions/049); and a dry run's memory law.
+the longest of each number of GPUs by prediction (docs/decisions/003); and a dry run's memory law.
 """
 
 from collections.abc import Iterator, Sequence
