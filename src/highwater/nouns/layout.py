@@ -200,6 +200,8 @@ products."""
 TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
 """One product of a tile where an MLP goes in tiles, of which three are alive, by device: tokens
 enough for efficient matrix products."""
+EXPERT_TILE_TOKENS: Mapping[str, int] = {"cuda": 32_768, "cpu": 128}
+"""Tokens of a tile of experts at the least, by device: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
 """One number of activations, logits, gathered weights and saved Hugging Face weights, by device:
 bfloat16 on a GPU, float32 on the CPU."""
