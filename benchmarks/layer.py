@@ -247,10 +247,12 @@ def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
 
 
 def training_of(model: Decoder, mesh: DeviceMesh) -> Training:
+    """The training of a model whose optimizer changes nothing to speak of."""
     return Training(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
 
 
 def batch_of(tokens: int) -> Batch:
+    """A document of so many random tokens."""
     ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(tokens))
     return pack([Document(ids, ids)])
 
