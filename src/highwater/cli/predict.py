@@ -18,7 +18,7 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import request_from, taken_by, trial_flags
+from highwater.nouns.request import OF_THE_GRID, request_from, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
@@ -43,7 +43,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return _against(arguments)
     prediction = _predicted(arguments)
     limit = prediction.memory_limit
-    is_bound = any(cell.binding == "host" for cell in prediction.cells)
+    is_said = prediction.answer is not None  # which says what host memory is taken for there
+    is_bound = not is_said and any(cell.binding == "host" for cell in prediction.cells)
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     console.notes((*prediction.notes, *host))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
@@ -191,9 +192,12 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     refused = {"model", *(FOREIGN[foreign].refused(typed_values(arguments)) if foreign else ())}
     typed = {n: value for n, value in typed_values(arguments).items() if n not in refused}
     typed |= {"trainer": foreign} if foreign else {}
-    of_the_mark: dict[str, object] = dict(prediction.explained.cell.layout.degree_settings)
-    if settings.offload is not False:  # which a search looks for only where it is asked to
-        of_the_mark |= {"allocator": settings.allocator, "offload": settings.offload}
+    of_the_mark: dict[str, object] = {}
+    if foreign or any(name in typed for name in OF_THE_GRID):  # else a search tries the mark itself
+        of_the_mark |= prediction.explained.cell.layout.degree_settings
+        on_host = {"offload": settings.offload, "activations": settings.activations}
+        on_host = {name: value for name, value in on_host.items() if value not in (False, "gpu")}
+        of_the_mark |= {"allocator": settings.allocator, **on_host} if on_host else {}
     words = ("--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
     return shlex.join(("highwater", "find", model, *words))
 

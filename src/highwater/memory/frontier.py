@@ -36,11 +36,11 @@ def with_frontier(
         )
 
     times = {cell.cell: _token_s(question, cell.cell) for cell in pool}
-    kept: list[CellPrediction] = []
+    kept, longest = list[CellPrediction](), max(pool, key=reach)
     for each in sorted(pool, key=lambda c: (times[c.cell], -reach(c), simplicity(c.cell))):
         if not kept or reach(each) > max(reach(kept[-1]), _GAIN * reach(kept[-1])):
             kept.append(each)
-    frontier = {each.cell for each in kept}
+    frontier = {each.cell for each in (*kept, longest)}
     return tuple(
         msgspec.structs.replace(cell, is_on_frontier=cell.cell in frontier) for cell in cells
     )

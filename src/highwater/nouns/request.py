@@ -11,6 +11,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
+from highwater.nouns.activation_plan import Activations
 from highwater.nouns.declaration import (
     IN_A_STEP,
     KEYWORDS,
@@ -67,7 +68,7 @@ _SMALLEST_MEMORY_BYTES = 64 * MIB
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
 with it."""
-_OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
+OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
 """Settings that a search chooses itself unless one of them is named."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
@@ -158,6 +159,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     loss: Loss | None = None
     allocator: Allocator | None = None
     offload: Offload | None = None
+    activations: Activations | None = None
     sequences_per_micro_batch: int | None = None
 
 
@@ -395,7 +397,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     def names_grid(self) -> bool:
         """Whether it names what a search of the simplest and the longest settings chooses."""
         usual = {each.name: each.default for each in msgspec.structs.fields(Request)}
-        return any(getattr(self, name) != usual[name] for name in _OF_THE_GRID)
+        return any(getattr(self, name) != usual[name] for name in OF_THE_GRID)
 
     @property
     def on_ray(self) -> bool:

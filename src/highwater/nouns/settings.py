@@ -603,6 +603,8 @@ def short_settings(settings: Settings) -> str:
     """
     told = _told(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
+    if "activations" in told and settings.offload is not False:  # both on the host: said once
+        first[-1] = f"{first[-1].removesuffix(' on host')}, {told.pop('activations')}"
     return ", ".join((*other_training(settings), *first, *told.values())) or NOTHING_SET
 
 

@@ -238,8 +238,8 @@ def caveat(
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
     if here:
         says = (
-            f"nobody has measured this with {plain(listed(here))} yet: try it before you rely "
-            "on it; `--explain` says more"
+            f"not measured yet with {plain(listed(here))}: try it before you rely on it; "
+            "`--explain` says more"
         )
     if answer is not None and answer.risk is not None:
         says = _OF_A_RISK.get(answer.risk, says)
@@ -321,8 +321,8 @@ def prediction_table(
         ("SP", "cell.layout.sharing"),
         *reach,
         ("a step", "step.time_s") if is_timed else None,
-        ("tokens/s", "step.tokens_per_s") if is_timed else None,
-        ("headroom", "headroom_bytes") if is_wide or at_length or not is_timed else None,
+        ("tokens/s", "step.tokens_per_s") if is_timed and is_wide else None,
+        ("headroom", "headroom_bytes") if is_wide or at_length else None,
         ("host memory", "footprint.host_bytes") if is_wide else None,
         ("ended by", ended) if is_explained else None,
         ("GPU memory", _device_memory) if is_explained else None,

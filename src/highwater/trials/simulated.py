@@ -15,7 +15,7 @@ from functools import cache
 import msgspec
 
 from highwater.memory.capacity import MemoryLimit
-from highwater.memory.formula.constants import context_bytes, outside_terms
+from highwater.memory.formula.constants import Term, context_bytes, outside_terms
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration
@@ -182,7 +182,7 @@ class SimulatedRunner(OneByOne):
         """Bytes of the context with all else that the law has outside the allocator; of NCCL."""
         if not isinstance(self._law, FormulaLaw):
             return context_bytes(spec.device, gpus=spec.layout.gpus), 0
-        terms = outside_terms(self._law.shape_of(spec), spec.settings, spec.layout, spec.device)
+        terms = self._law.outside_terms(spec)
         nccl_bytes = sum(term.bytes for term in terms if "NCCL" in term.name)
         return sum(term.bytes for term in terms) - nccl_bytes, nccl_bytes
 
@@ -200,6 +200,10 @@ class FormulaLaw:
         step = Step(shape, settings, layout, spec.length_tokens, spec.device, spec.prompt_tokens)
         needed = footprint(step)
         return needed.needed_bytes - needed.outside_bytes
+
+    def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:
+        """Bytes of a GPU that its allocator does not hold."""
+        return outside_terms(self.shape_of(spec), spec.settings, spec.layout, spec.device)
 
     def shape_of(self, spec: TrialSpec) -> ModelShape:
         """The shape of a trial's model."""
@@ -224,6 +228,10 @@ class PredictedLaw(FormulaLaw):
         if not peak.footprint.fits_host(self.limit.host_bytes):
             return Outcome.HOST_OUT_OF_MEMORY
         return peak.needed_bytes - peak.footprint.outside_bytes
+
+    def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:
+        """Bytes of a GPU that its allocator does not hold, at the trial's length."""
+        return self._predictor(spec).at(spec.length_tokens).footprint.outside
 
     def room_bytes(self, spec: TrialSpec) -> int:
         """Bytes of a GPU that the prediction may take, so that its pessimistic end fits too."""
