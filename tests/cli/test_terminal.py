@@ -169,7 +169,9 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
     live = [line for frame in REDRAWN.split(shown)[:-1] for line in lines_of(frame)]
     cells = [re.split(" {2,}", line) for line in live]
     assert ["settings", "GPUs", "SP", "now", "that fit", "trials"] in cells
-    assert ["expandable", "4", "2", "done: 430,080*", "430,080", "2"] in cells
+    done = [row for row in cells if row[:3] == ["expandable", "4", "2"] and "done" in row[3]]
+    assert all(row[3] == f"done: {row[4]}*" and int(row[5]) > 1 for row in done)
+    assert done
     chunked = max(n for n, row in enumerate(cells) if row[:3] == ["expandable,", "4", "2"])
     assert cells[chunked : chunked + 2] == [
         ["expandable,", "4", "2", "done:", "1,044,480", "1"],
@@ -222,7 +224,7 @@ def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater
 
 def test_a_terminal_gets_a_drawn_table_and_the_next_command(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
-    assert "\n------------------------  " in shown
+    assert re.search(r"\n-{24,}  ", shown)
     assert "high-water mark: " in shown
     assert shown.splitlines()[-1].startswith("next: highwater find ")
     assert "trying 71,680 tokens" not in shown  # lines are for pipes

@@ -13,6 +13,7 @@ from rank_steps import each, of_all
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_attention as kept
 from highwater.engine.attention import ring
 from highwater.engine.attention.plain_block import reference_attention
@@ -136,7 +137,7 @@ def _kept(
     ring.pass_on = counted
     try:
         found_BTHD = checkpoint(
-            attend, *own, use_reentrant=False, context_fn=kept.kept_in_recompute
+            attend, *own, use_reentrant=False, context_fn=lambda: kept.kept_in_recompute(Kept())
         )
         got = torch.autograd.grad(found_BTHD, own, upstream)
     finally:

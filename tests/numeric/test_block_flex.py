@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
+from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_flex, branch_kernel, flex_tiles
 from highwater.engine.attention import branch_attention as branch_attention_module
 from highwater.engine.attention.block_flex import (
@@ -217,7 +218,7 @@ def test_a_proof_within_a_recomputed_layer_leaves_no_trace(monkeypatch, keeps):
         return torch.nn.functional.silu(x * x)
 
     x = torch.randn(4, requires_grad=True)
-    contexts = {"context_fn": register("flash").kept_in_recompute} if keeps else {}
+    contexts = {"context_fn": lambda: register("flash").kept_in_recompute(Kept())} if keeps else {}
     checkpoint(layer, x, use_reentrant=False, **contexts).sum().backward()
     assert found == [None, None]
     recomputed, x.grad = x.grad, None

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from closeness import deviation
+from highwater.engine.activations.host import Kept
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.registry import Attention, register
@@ -194,7 +195,7 @@ def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
     plain = both()
     once = len(passes)
     assert once == 1, "documents no longer than the window are the dense kernel's"
-    kept = both(use_reentrant=False, context_fn=attention.kept_in_recompute)
+    kept = both(use_reentrant=False, context_fn=lambda: attention.kept_in_recompute(Kept()))
     upstream = torch.randn_like(plain)
     wanted = torch.autograd.grad(plain, own, upstream)
     found = torch.autograd.grad(kept, own, upstream)

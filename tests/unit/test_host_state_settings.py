@@ -73,7 +73,7 @@ def test_states_are_never_taken_for_the_whole_model(offload, model, states, labe
 @pytest.mark.parametrize("command", ["find", "try --length 4k", "predict", "recommend --length 4k"])
 def test_a_flag_that_may_stand_alone_leaves_the_model_alone(command, words, offload):
     typed = typed_values(parse(shlex.split(f"{command} {words}")))
-    assert request_from(typed).offload == offload
+    assert request_from(typed).settings.offload == offload
     assert typed["model"] == ("./states" if "./" in words else MODEL)
 
 
@@ -84,7 +84,8 @@ def test_a_file_and_python_name_it_as_the_flags_do(offload):
     assert request_from(asked, keywords=True) == of_a_file
     assert of_a_file.settings.offload == offload
     flags = setting_flags(of_a_file.settings)
-    assert request_from(typed_values(parse(["find", MODEL, *flags]))).offload == offload
+    again = request_from(typed_values(parse(["find", MODEL, *flags])))
+    assert again.settings.offload == offload
 
 
 @pytest.mark.parametrize(

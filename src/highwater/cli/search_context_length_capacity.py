@@ -35,7 +35,7 @@ from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, igno
 from highwater.nouns.hardware import Machine, cpu_memory
 from highwater.nouns.plan import CEILING_TOKENS, Plan, grid_of
 from highwater.nouns.request import DECLARED, Request, request_from, values_of
-from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.settings import RUNG_ROWS, Allocator, Settings
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent
 from highwater.trials.probe import probe
 from highwater.units import format_bytes, format_tokens
@@ -148,6 +148,7 @@ _LEFT_OUT = (
 _RING = re.compile(r"`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )| --ring 1(?=[ `])")
 """Words about a ring, which the original does not know: alternatives with one, and that there is
 none."""
+_OF_A_RUNG = {row.name: row.default for row in RUNG_ROWS.values()}
 _USUAL = Request(model=".")
 _IN_THE_FILE = " in the file of `--config`"
 
@@ -392,7 +393,8 @@ def _said_here(found: re.Match[str], typed: Collection[str], where: str) -> str:
         if row is None or (is_left_out and flag in typed):
             flags += [f"--{flag or typed_name}", *map(str, values)]
         elif is_left_out:
-            keys.append(as_key(name, getattr(_USUAL, name)))
+            usual = getattr(_USUAL, name)
+            keys.append(as_key(name, _OF_A_RUNG.get(name) if usual is None else usual))
         elif flag and (not values or switched in (None, *values)):
             flags += [f"--{flag}", *(map(str, values) if switched is None else ())]
         else:

@@ -28,7 +28,7 @@ from highwater.engine.models.fused.adapted_linear import (
 )
 from highwater.engine.models.fused.nf4 import Weight, as_tensor, weight_of, whole
 
-Attend = Callable[..., Tensor]
+AttendHeads = Callable[..., Tensor]
 """From a group's queries, keys and values as they were projected, TO, and the weights of the norms
 of query and key heads, D or None, to what attention returns, TO; it asks ``attended``."""
 
@@ -37,7 +37,7 @@ def attention_in_groups(
     hidden_BTE: Tensor,
     norms_D: Sequence[Tensor | None],
     projections: Sequence[Any],
-    attend: Attend,
+    attend: AttendHeads,
     *,
     groups: int,
 ) -> Tensor:
@@ -57,7 +57,7 @@ class _Plan(NamedTuple):
     groups: int
     scale: float
     """Scale of the adapters."""
-    attend: Attend
+    attend: AttendHeads
 
     def share(self, group: int, size: int) -> slice:
         """A group's place among all heads, in a dimension of this size."""
@@ -156,7 +156,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _backward(
-    attend: Attend,
+    attend: AttendHeads,
     heads_TO: Iterator[Tensor],
     norms_D: Sequence[Tensor | None],
     gradient_TO: Tensor,
