@@ -120,7 +120,7 @@ def test_a_command_in_a_document_runs(command, document, run):
     grids = not {"--length", "--proof", "--print-config"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
-        assert re.search(r" trains? up to [\d,]+ tokens on |^No: ", first)
+        assert re.search(r" trains? (up to|its native) [\d,]+ tokens on |^No: ", first)
     if words[0] == "find" and grids:
         assert "high-water mark" in done.stdout
 
