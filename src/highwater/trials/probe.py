@@ -54,7 +54,7 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
         unreadable_gpus=unreadable,
         driver_version=driver_version,
         cpu_cores=len(os.sched_getaffinity(0)),
-        host_memory_total_bytes=host_memory_bytes(),
+        host_memory_total_bytes=memory.total,
         host_memory_available_bytes=min(memory.available, host_memory_bytes()),
         versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )

@@ -100,23 +100,23 @@ def experts_output(
     width = experts.down_proj.shape[1 if experts.is_transposed else 2]
     least = EXPERT_TILE_TOKENS[hidden_TE.device.type]
     width *= chosen_TK.shape[1]
-    how = _How(
+    how = _Tiling(
         experts,
         tile_rows(hidden_TE, width, tiles=experts.tiles, least=least),
         (gate_up_scale, down_scale),
     )
     # Two functions, so that the kept tensors, at which a recomputation ends, come before the
     # products are computed.
-    kept_TE: Tensor = _Keep.apply(hidden_TE, chosen_TK, weights_TK, how, *tensors)
+    kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, how, *tensors)
     detached = (None if each is None else each.detach() for each in tensors)
     routed = (chosen_TK, weights_TK.detach())
-    return cast(Tensor, _Compute.apply(kept_TE, *routed, how, *detached))
+    return cast(Tensor, _ComputeExperts.apply(kept_TE, *routed, how, *detached))
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_output)
 
 
-class _How(NamedTuple):
+class _Tiling(NamedTuple):
     experts: Any
     """The family's module, for its gate."""
     rows: int
@@ -136,7 +136,7 @@ class _Tensors(NamedTuple):
     down_b: Tensor | None = None
 
 
-class _Keep(torch.autograd.Function):
+class _KeepExperts(torch.autograd.Function):
     """Autograd function that passes its input on, and computes all gradients: its backward pass is
     given the gradient of the experts' *output*.
     """
@@ -147,7 +147,7 @@ class _Keep(torch.autograd.Function):
         x_TE: Tensor,
         chosen_TK: Tensor,
         weights_TK: Tensor,
-        how: _How,
+        how: _Tiling,
         *tensors: Tensor | None,
     ) -> Tensor:
         ctx.how = how
@@ -157,11 +157,11 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TE, chosen_TK, weights_TK, *kept = ctx.saved_tensors
-        how, tensors = cast(_How, ctx.how), _Tensors(*kept)
+        how, tensors = cast(_Tiling, ctx.how), _Tensors(*kept)
         gradient_TE = gradients[0].contiguous()
         x_gradient_TE, weights_gradient_TK = torch.empty_like(x_TE), torch.empty_like(weights_TK)
         into, out = _products(how, tensors)
-        sums = _Sums(how, tensors, ctx.needs_input_grad[4:])
+        sums = _ExpertSums(how, tensors, ctx.needs_input_grad[4:])
         whole = (x_TE, chosen_TK, weights_TK, gradient_TE, x_gradient_TE, weights_gradient_TK)
         for tile in zip(*(each.split(how.rows) for each in whole), strict=True):
             # in a function, so that a tile's products are freed before the next one's are made
@@ -169,7 +169,7 @@ class _Keep(torch.autograd.Function):
         return x_gradient_TE, None, weights_gradient_TK, None, *sums.totals()
 
 
-class _Compute(torch.autograd.Function):
+class _ComputeExperts(torch.autograd.Function):
     """Autograd function that computes the output, keeps nothing, and passes the gradient on."""
 
     @staticmethod
@@ -178,7 +178,7 @@ class _Compute(torch.autograd.Function):
         x_TE: Tensor,
         chosen_TK: Tensor,
         weights_TK: Tensor,
-        how: _How,
+        how: _Tiling,
         *tensors: Tensor | None,
     ) -> Tensor:
         out_TE = torch.empty_like(x_TE)
@@ -247,7 +247,7 @@ class _Product:
         return x_gradient_SI
 
 
-def _products(how: _How, tensors: _Tensors) -> tuple[list[_Product], _Product]:
+def _products(how: _Tiling, tensors: _Tensors) -> tuple[list[_Product], _Product]:
     """Return the products with a token, gate and up or both in one, and the one that leads out."""
     experts, (into_scale, out_scale) = how.experts, how.scales
     parts = 2 if experts.is_plain else 1
@@ -266,12 +266,12 @@ def _products(how: _How, tensors: _Tensors) -> tuple[list[_Product], _Product]:
     return into, _Product(down, tensors.down_bias, adapter)
 
 
-class _Sums:
+class _ExpertSums:
     """Gradients of all tensors that have one, summed over tiles in float32: a tile's share is
     rounded as one of all tokens is.
     """
 
-    def __init__(self, how: _How, tensors: _Tensors, needed: Sequence[bool]) -> None:
+    def __init__(self, how: _Tiling, tensors: _Tensors, needed: Sequence[bool]) -> None:
         self._how, self._dtype = how, tensors.down.dtype
         wide = torch.promote_types(self._dtype, torch.float32)
         self._sums = _Tensors(
@@ -328,7 +328,7 @@ class _Sums:
 
 
 def _tile_forward(
-    how: _How, tile: tuple[Tensor, ...], into: Sequence[_Product], out: _Product
+    how: _Tiling, tile: tuple[Tensor, ...], into: Sequence[_Product], out: _Product
 ) -> None:
     """Write the output of one tile."""
     x_tE, chosen_tK, weights_tK, out_tE = tile
@@ -350,7 +350,11 @@ def _tile_forward(
 
 
 def _tile_backward(
-    how: _How, tile: tuple[Tensor, ...], into: Sequence[_Product], out: _Product, sums: _Sums
+    how: _Tiling,
+    tile: tuple[Tensor, ...],
+    into: Sequence[_Product],
+    out: _Product,
+    sums: _ExpertSums,
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again."""
     x_tE, chosen_tK, weights_tK, gradient_tE, x_gradient_tE, weights_gradient_tK = tile
@@ -386,7 +390,7 @@ def _tile_backward(
 
 
 def _gate_backward(
-    how: _How, products: list[Tensor], gradient_SF: Tensor
+    how: _Tiling, products: list[Tensor], gradient_SF: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """Return what the gate gives, and the gradients of its inputs; a plain gate overwrites all."""
     if how.experts.is_plain:
