@@ -154,7 +154,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the bytes of a token at the peak; ``layer_bytes_per_token`` are one layer's."""
     with process_mesh.alone(torch.device(device, 0)):
-        model, mesh = model_of(name, torch.device(device, 0), mlp_tiles, head_groups)
+        model, mesh = _model(name, torch.device(device, 0), mlp_tiles, head_groups)
         peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
     inputs = 2 * model.causal_lm.config.hidden_size * LAYERS
     return {
@@ -190,7 +190,7 @@ def table(row: dict[str, Any]) -> str:
     return "\n".join(lines + items)
 
 
-def model_of(
+def _model(
     name: str, device: torch.device, mlp_tiles: int | None, head_groups: int = 1
 ) -> tuple[Decoder, DeviceMesh]:
     """The engine's model with real widths, and FSDP2 around it as around any other."""
@@ -225,8 +225,8 @@ def model_of(
 
 
 def _peak_of_tokens(model: Decoder, mesh: DeviceMesh) -> Peak:
-    batch = batch_of(CPU_TOKENS)
-    training = training_of(model, mesh)
+    batch = _batch(CPU_TOKENS)
+    training = _training(model, mesh)
     with StorageRecorder(CPU_TOKENS) as recorder:
         backward_of(training, [batch], enter=recorder.enter)
     return recorder.peak
@@ -234,9 +234,9 @@ def _peak_of_tokens(model: Decoder, mesh: DeviceMesh) -> Peak:
 
 def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
     peaks: list[int] = []
-    training = training_of(model, mesh)
+    training = _training(model, mesh)
     for tokens in GPU_TOKENS:
-        batch = batch_of(tokens)
+        batch = _batch(tokens)
         backward_of(training, [batch])  # compiles kernels, and allocates the gradients
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -246,13 +246,11 @@ def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
     return Peak((peaks[1] - peaks[0]) / (GPU_TOKENS[1] - GPU_TOKENS[0]))
 
 
-def training_of(model: Decoder, mesh: DeviceMesh) -> Training:
-    """The training of a model whose optimizer changes nothing to speak of."""
+def _training(model: Decoder, mesh: DeviceMesh) -> Training:
     return Training(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
 
 
-def batch_of(tokens: int) -> Batch:
-    """A document of so many random tokens."""
+def _batch(tokens: int) -> Batch:
     ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(tokens))
     return pack([Document(ids, ids)])
 

@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from msgspec.structs import replace
-from transformers import AutoConfig, AutoModelForCausalLM
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = (str(TESTS / "numeric"), str(TESTS))
 
 from traces import trace, trial
 
-from highwater.engine.models.fused.fused import fuse_mlps
 from highwater.memory.formula.constants import WORKSPACES
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
@@ -58,7 +55,6 @@ from highwater.nouns.events import (
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.traced import fullest_rank
-from tiny_models import write_model
 
 LAYERS = 2
 MORE = 4
@@ -131,7 +127,7 @@ def main() -> None:
         has_tiles = goes_in_tiles(family)
         layers = {
             kind_name(**kind._asdict(), is_recomputed=is_recomputed): learned(
-                family, kind, settings(family, kind, is_recomputed, has_tiles), has_tiles
+                family, kind, settings(is_recomputed, has_tiles)
             )
             for kind in kinds(family)
             for is_recomputed in (True, False)
@@ -164,32 +160,31 @@ def mlps(family: str) -> list[str]:
     return [*alone, *beside, *([DENSE] if dense != (None, 0) else [])]
 
 
-def settings(family: str, kind: Kind, is_recomputed: bool, has_tiles: bool) -> Settings:
+def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
     """What layers are traced with."""
     if not is_recomputed:
         return Settings(loss="chunked", recompute="none")
-    has_experts = family_row(family).experts is not None and kind.mlp != DENSE
-    return Settings(loss="chunked", mlp_tiles=TILES if has_tiles or has_experts else None)
+    return Settings(loss="chunked", mlp_tiles=TILES if has_tiles else None)
 
 
 def goes_in_tiles(family: str) -> bool:
-    """Whether the family's MLP can, that every token goes through."""
-    with tempfile.TemporaryDirectory() as folder:
-        # the last kind: of a mixture layers without experts, or with an MLP beside them
-        write_model(Path(folder), config(family, random.Random(0), kinds(family)[-1]))
-        plain = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plain)
-    return fuse_mlps(model, tiles=None) > 0
+    """Whether the family's MLP can."""
+    try:
+        sample(family, kinds(family)[0], settings(True, True), number=0)
+    except AssertionError as error:  # the trace says why
+        if "has no MLP of the form" not in str(error):
+            raise
+        return False
+    return True
 
 
-def learned(family: str, kind: Kind, settings: Settings, has_tiles: bool) -> dict[str, Any]:
+def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
     """Moments of a layer, and what it keeps, as bytes for each product of sizes."""
     samples = list[Sample]()
     alike, names = samples, list[str]()
     while len(alike) < len(names) + MORE:
         assert len(samples) < MOST_SAMPLES, f"no {len(names) + MORE} of {MOST_SAMPLES} are alike"
-        samples.append(sample(family, kind, settings, has_tiles, number=len(samples)))
+        samples.append(sample(family, kind, settings, number=len(samples)))
         alike = most_alike(samples)
         names = names_of(alike)
     name = kind_name(**kind._asdict(), is_recomputed=settings.recompute != "none")
@@ -207,7 +202,7 @@ def learned(family: str, kind: Kind, settings: Settings, has_tiles: bool) -> dic
         "kept": whole(names, kept),
         "moments": [
             whole(names, moments[number]) | sums[number]
-            for number in largest(names, moments, sums, family, kind, settings)
+            for number in largest(names, moments, sums, family, kind)
         ],
     }
 
@@ -249,9 +244,7 @@ def whole(names: list[str], numbers: Any) -> dict[str, int]:
     return {name: int(number) for name, number in found if number and name not in ROWS}
 
 
-def sample(
-    family: str, attends: Kind, settings: Settings, has_tiles: bool, *, number: int
-) -> Sample:
+def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sample:
     """One trace of a model of random sizes."""
     drawn = random.Random(number)
     with tempfile.TemporaryDirectory() as name:
@@ -288,7 +281,7 @@ def sample(
     ]
     events = [each for each in events if each[2] or not each[0].startswith(UNEVEN)]
     return Sample(
-        sizes=sizes_of(kind, spec, family, has_tiles=has_tiles),
+        sizes=sizes_of(kind, spec, family, has_tiles=settings.mlp_tiles is not None),
         kept_bytes=kept,
         alive=tuple((name.split(":")[0], size) for name, size, _ in events),
         sums=tuple(sums for _, _, sums in events),
@@ -312,14 +305,8 @@ def sums_of(name: str, kind: LayerKind, tokens: int) -> frozenset[str]:
 def sizes_of(kind: LayerKind, spec: TrialSpec, family: str, *, has_tiles: bool) -> dict[str, int]:
     """Products of sizes, rows of weights too."""
     tokens, hidden, mlp = spec.length_tokens, kind.hidden_size, kind.mlp
-    is_tiled = spec.settings.mlp_tiles is not None
-    found = products(
-        kind,
-        tokens=tokens,
-        attended_key=kind.attention.key_size,
-        tile=-(-tokens * mlp.plain_width // TILES) if is_tiled and has_tiles else None,
-        expert_tokens=-(-tokens // TILES) if is_tiled else tokens,
-    )
+    tile = -(-tokens * mlp.plain_width // TILES) if has_tiles else None
+    found = products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=tile)
     rows = {"one": 1, "D": kind.attention.head_dim, "E": hidden}
     if family in BIASED:
         attention = kind.attention
@@ -442,12 +429,7 @@ def _always_slides(family: str) -> bool:
 
 
 def largest(
-    names: list[str],
-    moments: Any,
-    sums: list[dict[str, int]],
-    family: str,
-    attends: Kind,
-    settings: Settings,
+    names: list[str], moments: Any, sums: list[dict[str, int]], family: str, attends: Kind
 ) -> list[int]:
     """Numbers of the moments that are the largest for some shape as models have them."""
     drawn, found = random.Random(0), set[int]()
@@ -470,7 +452,6 @@ def largest(
                 shared_width=width // 4 * drawn.choice((1, 2, 4)) if attends.mlp == SHARED else 0,
             )
         tokens = int(10 ** drawn.uniform(3.5, 6))
-        tiles = 1 if settings.mlp_tiles is None else drawn.choice((1, 1, 4, 16))
         if attends.is_capped:
             window = drawn.choice((512, 1024, 4096)) if attends.is_windowed else None
             attention = replace(attention, window_tokens=window, soft_cap=CAP)
@@ -478,13 +459,7 @@ def largest(
         of_shape = {
             **dict.fromkeys(ROWS, 0),
             **of_scores(attention, tokens),
-            **products(
-                kind,
-                tokens=tokens,
-                attended_key=attention.key_size,
-                tile=None,
-                expert_tokens=-(-tokens // tiles),
-            ),
+            **products(kind, tokens=tokens, attended_key=attention.key_size, tile=None),
         }
         sizes = moments @ np.array([float(of_shape[name]) for name in names])
         for number in with_sums:

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.errors import HighwaterError
-from highwater.model.families import family_row
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 
@@ -50,8 +49,6 @@ LONGEST_DOCUMENT = max(LENGTHS)
 MICRO_BATCHES = 2
 LONGEST = 64
 VOCABULARY = 128
-TILES = 3
-"""Tiles that experts go in, and MLPs beside them."""
 
 
 def main() -> None:
@@ -159,9 +156,6 @@ def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> Step:
         loss="chunked",
         # What is recomputed runs outside of the mode that lifts casts.
         recompute="none" if dtype == torch.float64 else layout.get("recompute", "none"),
-        mlp_tiles=TILES
-        if family_row(load_model(str(directory)).shape.model_type).experts
-        else None,
     )
     return first_step(model, (mesh, shared), own)
 

@@ -167,16 +167,6 @@ TRIALS: dict[str, dict[str, Any]] = {
     "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
     "wide experts": {"config": WIDE},
     "wide experts, longer": {"config": WIDE, "length_tokens": 32_768},
-    "experts, 2 tiles": {"config": EXPERTS, "length_tokens": 65_536, "mlp_tiles": 2},
-    "experts, 4 tiles": {"config": EXPERTS, "length_tokens": 131_072, "mlp_tiles": 4},
-    "experts, tiles asked for": {"config": WIDE, "recompute": "none", "mlp_tiles": 5},
-    "experts, no tiles": {"config": WIDE, "recompute": "none"},
-    "experts, shared": {"config": EXPERTS, **SHARED},
-    "experts, heavy weights": {
-        "config": EXPERTS | {"moe_intermediate_size": 1024, "num_experts": 32},
-        "mlp_tiles": 32,
-        **TWO,
-    },
 }
 LENGTH = 16_384
 USUAL = {"config": TINY, "length_tokens": LENGTH}
@@ -224,16 +214,14 @@ from highwater.engine.training.step import backward_of
 from highwater.engine.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))
-layer.VOCABULARY = 128  # else the peak is the logits'
-model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), 1)
+model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
 trainer = layer._training(model, mesh)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if "mlp.gate." in name:
             parameter.mul_(float(sys.argv[2]))
 peaks = []
-# The first makes the gradients. What a pass leaves is freed in the next: each follows a short one.
-for tokens in (256, 3072, 256, 4096):
+for tokens in (256, 3072, 4096):  # the first makes the gradients
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         backward_of(trainer, [layer._batch(tokens)])
@@ -244,7 +232,7 @@ for tokens in (256, 3072, 256, 4096):
         alive += event.nbytes()
         most = max(most, alive)
     peaks.append(most)
-print((peaks[3] - peaks[1]) / 1024)
+print((peaks[2] - peaks[1]) / 1024)
 """
 """Bytes per token at the peak, by what the CPU's allocator tells the profiler: nothing watches the
 operators."""
@@ -412,29 +400,38 @@ def test_a_copy_to_the_host_that_is_waited_for_frees_what_other_streams_used(log
     assert 1 <= most <= 4
 
 
-def test_experts_hold_copies_of_a_tiles_tokens_alone_and_none_of_their_gradients(specs, logs):
+def test_experts_hold_copies_of_each_token_and_none_of_their_gradients(specs, logs):
     shape = shape_of(specs["experts"])
     hidden, width, chosen = shape.hidden_size, shape.intermediate_size, shape.experts_per_token
-    # Gradients of what comes out; gate and up, the product's gradient, and a copy of it.
-    copies = 2 * chosen * (hidden + 4 * width)
-    beside = 2 * (10 * hidden + 3 * (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
-    assert copies < experts_bytes_per_token(logs) < copies + beside
-    one, two = (peak_bytes(logs[f"experts, {tiles} tiles"]) for tiles in (2, 4))
-    assert (two - one) / (131_072 - 65_536) < beside
+    # The copy, gate and up, the activation, its product with up, what comes out, its gradient, and
+    # that times weight and output.
+    copies = 2 * chosen * (hidden + 2 * width + width + width + hidden + hidden + 2 * hidden)
+    logprob_gradient = experts_bytes_per_token(logs)
+    assert (
+        copies
+        < logprob_gradient
+        < copies + 2 * (10 * hidden + 3 * (shape.query_heads + 2 * shape.kv_heads) * shape.head_dim)
+    )
     assert "aten.index_put.default" not in logs["experts"].operators, (
         "a gradient is added up in place"
     )
 
 
-def test_wide_experts_hold_their_products_and_the_gradient_of_one(specs, logs):
+def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
+    """And what a GPU computes in one kernel is not taken apart because this PyTorch has none for
+    it.
+    """
     shape = shape_of(specs["wide experts"])
-    products = 2 * 4 * shape.experts_per_token * shape.intermediate_size
-    assert products < experts_bytes_per_token(logs, "wide experts") < 1.7 * products
+    products = 2 * 6 * shape.experts_per_token * shape.intermediate_size
+    logprob_gradient = experts_bytes_per_token(logs, "wide experts")
+    assert products < logprob_gradient < 1.5 * products
+    assert "aten.silu_backward.default" in logs["wide experts"].operators
+    assert "aten.sigmoid.default" not in logs["wide experts"].operators
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in TRIALS if "experts" in name],
+    ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"],
 )
 def test_experts_peak_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
@@ -463,21 +460,6 @@ def test_a_quadratic_attention_is_an_error_and_a_router_is_none():
         torch.softmax(torch.empty(64, 64), dim=-1)
         with pytest.raises(RuntimeError, match="tokens x tokens"):
             torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
-
-
-def test_a_token_of_qwen3_30b_a3b_takes_60_kb_of_a_layer_beside_its_attentions_kernel(tmp_path):
-    model = json.loads(Path(load_model("Qwen3-30B-A3B").directory, "config.json").read_text())
-    config = model | {"num_hidden_layers": 2, "vocab_size": 1024}
-    trials = {
-        str(length): trial(tmp_path / "model", config, length_tokens=length, loss="chunked")
-        for length in (65_536, 131_072)
-    }
-    one, two = (peak_bytes(log) for log in map(traced(trials, tmp_path).__getitem__, trials))
-    shape = load_model(str(tmp_path / "model")).shape
-    query, hidden = shape.query_heads * shape.head_dim, shape.hidden_size
-    # q's gradient in float32, and k's and v's for every query head
-    kernel, inputs = 4 * query + 2 * 2 * query, 2 * 2 * hidden
-    assert (two - one) / 65_536 - kernel - inputs < 60_000
 
 
 @pytest.mark.timeout(600)

@@ -349,6 +349,7 @@ def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_pat
 
 
 @example(limit_s=135, share=1.0, slower=1.0, method="bisect")
+@example(limit_s=519, share=1.5, slower=0.5, method="bisect")
 @given(
     limit_s=st.integers(60, 2400),
     share=st.floats(0.05, 1.5),
@@ -381,6 +382,9 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
             if capacity >= question.grid.length(1)
             else 0
         )
+    elif answer.limit == "ceiling":
+        grid = question.grid
+        assert answer.capacity_tokens == grid.length(grid.index_at_most(grid.max_tokens))
     else:
         assert answer.limit == "time"
         assert answer.does_not_fit_tokens is None

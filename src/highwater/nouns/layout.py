@@ -192,8 +192,6 @@ CHUNK_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Bytes of one chunk of logits, by device: enough rows for efficient matrix products."""
 TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
 """Bytes of one product of an MLP's tile, of which three are alive, by device."""
-EXPERT_TILE_TOKENS: Mapping[str, int] = {"cuda": 32_768, "cpu": 128}
-"""Tokens of a tile of experts at the least, by device: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
 """Bytes of a number of activations, logits, gathered and saved weights: bf16, or float32."""
 SCORES_AT_HAND = 2**23

@@ -51,6 +51,11 @@ class Kept:
         """Keep one group of tensors; numbers and None may be among them."""
         self._groups.append(tensors)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is kept."""
+        return not self._groups
+
     def take(self) -> Sequence[Any]:
         """Return the oldest group, and keep it no longer."""
         return self._groups.popleft()
@@ -113,8 +118,8 @@ class HostActivations:
             kept = self._begin(is_first=index == 0, is_on_host=is_on_host)
 
         def pack(tensor: Tensor) -> Any:
-            if (tensor.shape, tensor.dtype) != alike:
-                return tensor
+            if not kept.is_empty or (tensor.shape, tensor.dtype) != alike:
+                return tensor  # only the first argument moves, whatever else looks like it
             kept.keep((tensor,))
             return kept
 
@@ -132,10 +137,9 @@ class HostActivations:
 
     def _begin(self, *, is_first: bool, is_on_host: bool) -> "_KeptOnHost":
         """Begin a layer's forward pass: what the one before it sent has left by now."""
-        if is_first and self._waiting:  # a pass whose backward pass never came
-            self._waiting.clear()
-            self._settle()
         self._release()
+        while is_first and self._waiting:  # of a pass whose backward pass never came
+            self._waiting.pop().forget(self._memory)
         kept = _KeptOnHost(self) if is_on_host else _KeptOnHost(None)
         self._waiting.append(kept)
         return kept
@@ -156,11 +160,6 @@ class HostActivations:
         """Let go of tensors whose copies the computation now waits for."""
         if self._leaving and self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._leaving.clear()
-
-    def _settle(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
         self._leaving.clear()
 
     @torch.no_grad()
@@ -205,6 +204,13 @@ class _KeptOnHost(Kept):
                 [host.fetch(each) if isinstance(each, _OnHost) else each for each in group]
                 for group in self._groups
             )
+
+    def forget(self, memory: "PinnedPlaces") -> None:
+        """Give back the places of what has not come back and never will."""
+        for each in (each for group in self._groups for each in group):
+            if isinstance(each, _OnHost):
+                memory.give(each.place)
+        self._groups.clear()
 
 
 class _Pinned:

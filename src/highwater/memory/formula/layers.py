@@ -23,7 +23,7 @@ from highwater.memory.formula.moments import (
 from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
-from highwater.nouns.layout import ELEMENT_BYTES, EXPERT_TILE_TOKENS, TILE_BYTES, Layout
+from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
 from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
@@ -164,16 +164,14 @@ class Layer:
         return self.step.shape.model_type in OUTPUT_NORMS
 
     @property
-    def is_tiled(self) -> bool:
-        """Whatever of the MLP can go in tiles does, or in one, and keeps nothing but its input."""
-        settings = self.step.settings
-        return settings.recompute != "none" or settings.mlp_tiles is not None
-
-    @property
     def has_tiles(self) -> bool:
-        """The MLP that every token goes through goes in tiles."""
-        can = self._learned is None or self._learned.has_tiles
-        return self.kind.mlp.plain_width > 0 and self.is_tiled and can
+        """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
+        settings, learned = self.step.settings, self._learned
+        return (
+            self.kind.mlp.plain_width > 0
+            and (settings.recompute != "none" or settings.mlp_tiles is not None)
+            and (learned is None or learned.has_tiles)
+        )
 
     @property
     def tile(self) -> int:
@@ -183,17 +181,6 @@ class Layer:
         if tiles is not None:
             return -(-whole // tiles)
         return min(whole, TILE_BYTES[step.device] // step.element)
-
-    @property
-    def expert_tokens(self) -> int:
-        """Tokens that experts take at a time."""
-        step, mlp = self.step, self.kind.mlp
-        if not self.is_tiled:
-            return step.tokens
-        if (tiles := step.settings.mlp_tiles) is not None:
-            return -(-step.tokens // tiles)
-        of_bytes = TILE_BYTES[step.device] // (step.element * mlp.experts_per_token * mlp.width)
-        return min(step.tokens, max(EXPERT_TILE_TOKENS[step.device], of_bytes))
 
     @property
     def learned(self) -> LayerMoments | None:
@@ -214,13 +201,7 @@ class Layer:
         those too that are wide there, scores aside.
         """
         step, tile = self.step, self.tile if self.has_tiles else None
-        sizes = products(
-            self.kind,
-            tokens=step.tokens,
-            attended_key=self.attended_key,
-            tile=tile,
-            expert_tokens=self.expert_tokens,
-        )
+        sizes = products(self.kind, tokens=step.tokens, attended_key=self.attended_key, tile=tile)
         of_scores = capped_products(
             self.kind.attention,
             documents=step.documents,
@@ -299,12 +280,6 @@ going backward, the gradient so multiplied is one more of T x E."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
 """Per token and expert that it goes to: which one, its place among the sorted and whose row is
 there, in 8 bytes each; its weight, in float32 and sorted."""
-_ROUTED_TILE_BYTES = 8 + 2 + 2
-"""The same where experts go in tiles: which one, its weight, and going backward the gradient of
-that."""
-_SORTED_BYTES = 4 * 8 + 2
-"""Per token of a tile and expert: which one, which copy and token, and its place, in 8 bytes each;
-its weight."""
 _MOMENTS = ((0, 6, 1), (1, 3, 2), (2, 1, 3))
 """Moments of an MLP in one piece going backward, as what is alive at once: so many of T x E and of
 T x F, and gradients of so many of its three weights.
@@ -312,12 +287,6 @@ T x F, and gradients of so many of its three weights.
 The products that are kept for it (gate, up, their activation and the product) and the gradients of
 activation, product and up; that of gate, while up's is done; that of gate alone. Source: the order
 in which autograd comes to them, in traces.
-"""
-_MOMENTS_OF_EXPERT_TILES = ((1, 4, 0), (1, 3, 1), (2, 1, 0), (0, 0, 2))
-"""Moments of a tile of experts going backward, of a tile's tokens, beside the sums of all weights'
-gradients in float32: gradients of what experts gave, gate and up, the product's gradient and a copy
-of it; of these and the product one weight's share; two gradients of a token's copies, and one of
-gate; after the last tile, two weights' gradients rounded. Source: engine/models/fused/experts.py.
 """
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
 """Moments of experts going backward, in the same way, of T K x E and T K x F. All that is kept, of
@@ -357,8 +326,8 @@ def kept_bytes(layer: Layer) -> int:
         return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
     if layer.learned is not None:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
-    of_mlp = 4 * mlp.width + (2 * hidden if mlp.experts > 1 else 0)
-    experts = 0 if layer.is_tiled else mlp.experts_per_token * of_mlp
+    of_mlp = 0 if layer.has_tiles else 4 * mlp.width
+    experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
     return _attention_kept(layer) + _routing(layer) + element * (hidden + experts)
 
 
@@ -404,28 +373,15 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     step, hidden = layer.step, layer.kind.hidden_size
     # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
     beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
-    if not layer.is_tiled:
+    if not layer.has_tiles:
         return max(_mlp_moments(layer, beside))
+    tile = step.element * layer.tile
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
-    # products, of a plain MLP three; the gradients of the weights, which are summed in float32, and
-    # one of the weights that are packed.
+    # three products; the gradients of the weights, which are summed in float32, and one of the
+    # weights that are packed.
     beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
     weights = NUMBER_BYTES * layer.trained_mlp_parameters + layer.unpacked_bytes
-    tile = 3 * step.element * layer.tile if layer.has_tiles else _expert_tile_bytes(layer)
-    return step.tokens * max(0, beside) + tile + weights
-
-
-def _expert_tile_bytes(layer: Layer) -> int:
-    """Bytes of a tile of experts going backward, and of what is there of its weights' gradients
-    beside their sums.
-    """
-    hidden, mlp, parameters = layer.kind.hidden_size, layer.kind.mlp, layer.trained_mlp_parameters
-    copies = layer.expert_tokens * mlp.experts_per_token
-    most = max(
-        copies * (of_hidden * hidden + of_width * mlp.width) + count * parameters // 3
-        for of_hidden, of_width, count in _MOMENTS_OF_EXPERT_TILES
-    )
-    return layer.step.element * most + _SORTED_BYTES * copies
+    return step.tokens * max(0, beside) + 3 * tile + weights
 
 
 def _fetching_bytes(layer: Layer) -> int:
@@ -552,5 +508,4 @@ def _routing(layer: Layer) -> int:
     if mlp.experts == 1:
         return 0
     of_all = (1 + layer.step.shape.balanced_experts) * NUMBER_BYTES * mlp.experts
-    of_each = _ROUTED_TILE_BYTES if layer.is_tiled else _ROUTED_BYTES
-    return of_all + of_each * mlp.experts_per_token
+    return of_all + _ROUTED_BYTES * mlp.experts_per_token

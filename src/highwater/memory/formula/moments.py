@@ -91,15 +91,14 @@ def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
 
 
 def products(
-    kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None, expert_tokens: int
+    kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None
 ) -> Mapping[str, int]:
     """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
     query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
     width; k experts of a token, X experts, S width of the MLP beside them.
 
     ``attended_key``: K as the attention takes them. ``tile``: numbers of one product of the MLP
-    that every token goes through, where it goes in tiles. ``expert_tokens``: T of what experts are
-    given and make of it, those of one tile.
+    that every token goes through, where it goes in tiles.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -119,19 +118,15 @@ def products(
         per_token |= {
             "T*k": mlp.experts_per_token,
             "T*X": mlp.experts,
+            "T*k*E": mlp.experts_per_token * hidden,
+            "T*k*F": mlp.experts_per_token * mlp.width,
         }
         of_weights |= {"X*E*F": mlp.experts * hidden * mlp.width}
         if mlp.shared_width:
             of_weights |= {"E*S": hidden * mlp.shared_width, "T*S": plain}
     else:
         of_weights |= {"E*F": hidden * mlp.width, "T*F": plain}
-    of_copies = {"T*k*E": hidden, "T*k*F": mlp.width} if mlp.is_routed else {}
-    copies = expert_tokens * mlp.experts_per_token
-    return {
-        **{name: tokens * count for name, count in per_token.items()},
-        **{name: copies * count for name, count in of_copies.items()},
-        **of_weights,
-    }
+    return {name: tokens * count for name, count in per_token.items()} | of_weights
 
 
 def columns(kind: LayerKind) -> Mapping[str, int]:

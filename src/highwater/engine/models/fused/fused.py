@@ -14,10 +14,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from highwater.engine.kernels.gates import BLOCK_BYTES
-from highwater.engine.models.fused.experts import IMPLEMENTATION, experts_output, use_tiles
 from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
 
@@ -312,73 +311,3 @@ def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linea
     others = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}
     sizes = others.get(name, (PROOF_SIZE, inner))
     return _random(nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float64), generator)
-
-
-def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
-    """Have all experts of a model go in tiles if those equal the family's own, in place; returns
-    how many were changed. ``tiles`` is as in GatedMlp.
-    """
-    found: list[Any] = [each for each in model.modules() if _are_experts(each)]
-    if not found or not _computes_experts(found[0]):
-        return 0
-    assert len({type(each) for each in found}) == 1, "one proof is of all experts"
-    is_plain = _has_plain_gate(found[0])
-    for experts in found:
-        use_tiles(experts, tiles=tiles, is_plain=is_plain)
-    model.set_experts_implementation(IMPLEMENTATION)
-    return len(found)
-
-
-def _are_experts(module: nn.Module) -> bool:
-    """True if a module has exactly the parameters of gated experts, as transformers 5 holds them,
-    and takes experts implementations.
-    """
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    loose: Any = module
-    weights = {"gate_up_proj", "down_proj"}
-    known = names in (weights, {*weights, *(f"{name}_bias" for name in weights)})
-    return (
-        known
-        and getattr(loose, "has_gate", False)
-        and not loose.has_post_expert_norm
-        and loose.has_bias == (len(names) > len(weights))
-        and hasattr(type(loose).forward, "__wrapped__")
-    )
-
-
-def _computes_experts(module: nn.Module) -> bool:
-    """True if a few small experts of this kind compute the same in tiles, on random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    theirs: Any = copy.copy(module)
-    experts, inner, tokens = 3, PROOF_SIZE + 3, 16
-    shapes = {"gate_up_proj": (2 * inner, PROOF_SIZE), "down_proj": (PROOF_SIZE, inner)}
-    if theirs.is_transposed:
-        shapes = {name: shape[::-1] for name, shape in shapes.items()}
-    shapes |= {"gate_up_proj_bias": (2 * inner,), "down_proj_bias": (PROOF_SIZE,)}
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    theirs._parameters = {
-        name: nn.Parameter(numbers(experts, *shapes[name]), requires_grad=False)
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    theirs.num_experts = experts
-    use_tiles(theirs, tiles=3, is_plain=_has_plain_gate(module))
-    chosen = torch.randint(experts, (tokens, 2), generator=generator)
-    call = (numbers(tokens, PROOF_SIZE), chosen, numbers(tokens, 2))
-    try:
-        with torch.no_grad():
-            expected = type(theirs).forward.__wrapped__(theirs, *call)
-            ours = experts_output(theirs, *call)
-    # it needs something that ours does not give: not replaced
-    except Exception:  # noqa: BLE001
-        return False
-    return bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))
-
-
-def _has_plain_gate(experts: Any) -> bool:
-    """True if experts' gate is ``silu(gate) * up`` of the first and the second half."""
-    both = torch.randn(64, 2 * PROOF_SIZE, dtype=torch.float64, generator=torch.Generator())
-    gate, up = both.chunk(2, dim=-1)
-    return bool(torch.allclose(experts._apply_gate(both), nn.functional.silu(gate) * up))

@@ -82,14 +82,12 @@ class GatedMlp(nn.Module):
         return _Weights(gate, up, weight_of(down), *biases, *matrices), scale
 
 
-def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None, least: int = _ROWS) -> int:
-    """Return the tokens of one tile of an MLP of this width, ``least`` or more unless ``tiles`` are
-    asked for; the last tile may be smaller.
-    """
+def tile_rows(x_TE: Tensor, width: int, *, tiles: int | None) -> int:
+    """Return the tokens of one tile of an MLP of this width; the last tile may be smaller."""
     if tiles is not None:
         return max(1, -(-len(x_TE) // tiles))
     row_bytes = width * x_TE.element_size()
-    return max(least, TILE_BYTES[x_TE.device.type] // row_bytes // _ROWS * _ROWS)
+    return max(_ROWS, TILE_BYTES[x_TE.device.type] // row_bytes // _ROWS * _ROWS)
 
 
 class _Weights(NamedTuple):
