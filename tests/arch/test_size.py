@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 66_762,
+    "src_lines": 66_949,
     "src_files": 272,
     "src_small_files": 12,
     "process_starts": 1,

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from highwater.cli import foreign_words
-from highwater.cli.grammar import commands, parse
+from highwater.cli.grammar import commands, foreign_words, parse
 from highwater.errors import UsageError
 
 FLAGS = {command: set(parser.flags()) for command, parser in commands().items()}
@@ -43,7 +42,7 @@ def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, o
 def test_what_has_no_flag_says_who_does_it(word):
     hint = hint_of("train", "--" + word, "x")
     assert "did you mean" not in hint
-    assert hint == foreign_words.meant(word, "x", FLAGS["train"])
+    assert hint == foreign_words()[word]
     for flag in re.findall(r"`(--[\w-]+)", hint):
         assert flag in FLAGS["train"]
 
@@ -63,7 +62,7 @@ def test_a_mistyped_flag_is_still_offered(mistyped, flag):
 
 def test_no_word_of_others_is_a_flag_of_ours_and_every_flag_told_is_one():
     known = set().union(*FLAGS.values())
-    assert len(foreign_words.WORDS) >= 35
-    for word, said in foreign_words.WORDS.items():
+    assert len(foreign_words()) >= 35
+    for word, said in foreign_words().items():
         assert f"--{word}" not in FLAGS["find"] | FLAGS["train"]
         assert set(re.findall(r"--[a-z][\w-]*", said)) <= known, word

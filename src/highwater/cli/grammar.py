@@ -8,14 +8,15 @@ Each example is run by tests/cli/test_help.py, on names that it makes: ``study.j
 """
 
 import argparse
+import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
-from highwater.cli import foreign_words
 from highwater.cli.flags import TRAINING, CommandFlags
 from highwater.errors import UsageError
 from highwater.nouns.declaration import REQUIRED, SWITCH, Setting, Topic
@@ -63,10 +64,10 @@ class Parser(argparse.ArgumentParser):
         """The groups of flags, by the word that ``--help=WORD`` takes."""
         with_group: dict[str, Any] = {"nargs": "?", "metavar": "GROUP"} if first else {"nargs": 0}
         of_group = ", or that of a group of flags" if first else " message and exit"
-        self.add_argument(
-            "-h", "--help", action=_Help, help=f"show this help{of_group}", **with_group
-        )
-        self.add_argument("--help-all", action=_Help, nargs=0, help=argparse.SUPPRESS)
+        text = f"show this help{of_group}"
+        kept: dict[str, Any] = {"action": _Help, "default": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", help=text, **with_group, **kept)
+        self.add_argument("--help-all", nargs=0, help=argparse.SUPPRESS, **kept)
 
     @property
     def example(self) -> str:
@@ -100,11 +101,6 @@ class Parser(argparse.ArgumentParser):
         return UsageError(
             f"{name} {value!r} is not one of {', '.join(words)}", hint=f"use `{name} {near[0]}`"
         )
-
-    def exit_with(self, text: str) -> NoReturn:
-        """Print a text, and end the program as argparse does."""
-        self._print_message(text, sys.stdout)
-        self.exit()
 
     @property
     def arguments(self) -> list[argparse.Action]:
@@ -204,7 +200,8 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)  # noqa: S101 (it is nobody else's)
         section = values if isinstance(values, str) else None
         is_first = option_string != "--help-all" and section is None
-        parser.exit_with(parser.format_help() if is_first else parser.help_of(section))
+        sys.stdout.write(parser.format_help() if is_first else parser.help_of(section))
+        parser.exit()
 
 
 class _Line(argparse.Action):
@@ -237,11 +234,31 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
     near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
     following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
-    value = None if following.startswith("-") else following
-    meant = foreign_words.meant(word, value, flags.values()) if parser.prog != PROGRAM else None
+    value = "" if following.startswith("-") else following
+    meant = None if parser.prog == PROGRAM else _meant(word, value, flags.values())
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
     hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
+
+
+def foreign_words() -> dict[str, str]:
+    """What TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth call a setting, and our flag for
+    it, ``{}`` for the value that was typed; or a sentence that says who does it.
+    """
+    return json.loads((files("highwater.cli") / "foreign_words.json").read_text(encoding="utf-8"))
+
+
+def _meant(word: str, value: str, flags: Collection[str]) -> str | None:
+    """What is typed here for a word of others; None: nothing is known of the word."""
+    name, _, joined = word.lstrip("-").replace("_", "-").lower().partition("=")
+    said = foreign_words().get(name)
+    if said is None or not said.startswith("--"):
+        return said
+    typed = said.replace("{}", joined or value).strip()
+    flag = typed.split()[0]
+    if flag in flags:
+        return f"use `{typed}`"
+    return f"that is {flag} of another command: `highwater --help` lists them"
 
 
 class CommandHelp(NamedTuple):
@@ -358,12 +375,6 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
     "train": {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
-_SECTIONS = {
-    **dict(zip(_NUMBERS, ("optimizer", "objective"), strict=True)),
-    "where trials run": "machines",
-    "the step": "trial",
-}
-"""What ``--help=`` calls a heading, where that is not its last word."""
 _FIRST = {
     "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
     "budget headroom study trainer",
@@ -444,10 +455,9 @@ def grammar() -> Parser:
             first=_FIRST.get(name, "").split(),
         )
         _add_flags(own, name, _own_flags(name))
-        for heading, rows in _sections(name):
-            group = own.add_argument_group(heading)
-            _add_flags(group, name, rows)
-            own.sections[_SECTIONS.get(heading, heading.split()[-1])] = group
+        for section, heading, rows in _sections(name):
+            own.sections[section] = own.add_argument_group(heading)
+            _add_flags(own.sections[section], name, rows)
     return parser
 
 
@@ -468,15 +478,15 @@ def _own_flags(command: str) -> Iterator[Setting]:
         yield replace(row, help=f"{what_for}{row.help}", metavar=_metavar(row), **read)
 
 
-def _sections(command: str) -> Iterator[tuple[str, list[Setting]]]:
-    """The headings of a command's help, and the settings below each."""
+def _sections(command: str) -> Iterator[tuple[str, str, list[Setting]]]:
+    """What ``--help=`` calls each section of a command's help, its heading, and its settings."""
     if command == "train":
         rows = [replace(row, rung_field=TRAINING + row.name) for row in TrainingRequest.declared]
         for heading in dict.fromkeys(row.topic for row in rows):
-            yield heading, [row for row in rows if row.topic == heading]
+            yield heading.split()[-1], heading, [row for row in rows if row.topic == heading]
     for heading, topics in _TOPICS.get(command, {}).items():
         rows = [row for topic in topics for row in TOPICS[topic]]
-        yield heading, [row for row in rows if command in row.commands]
+        yield topics[-1], heading, [row for row in rows if command in row.commands]
 
 
 def _add_flags(
