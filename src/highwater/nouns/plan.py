@@ -34,7 +34,6 @@ from highwater.nouns.plan_notes import (
     memory_notes,
     offload_notes,
     own_code_notes,
-    untried_notes,
     weights_notes,
     yarn_notes,
 )
@@ -262,7 +261,7 @@ def plan(
         *of_memory,
         *(*skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
-        *(*lossy_notes(settings), *untried_notes(settings, device)),
+        *lossy_notes(settings),
         *(*offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, request.max_tokens, request.settings.rope),
         *weights_notes(model, settings, simulated=request.dry_run),
