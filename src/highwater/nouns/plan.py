@@ -427,7 +427,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
         )
 
 
-_IN_HEAD_GROUPS = (
+IN_HEAD_GROUPS = (
     *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
 )
 """Model types whose attention goes in head groups, and is predicted so."""
@@ -438,7 +438,7 @@ def _refuse_head_groups(groups: int, model: Model) -> None:
     does not divide the key/value heads.
     """
     heads, family = model.shape.kv_heads, model.shape.model_type
-    if groups > 1 and family not in _IN_HEAD_GROUPS:
+    if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(
             f"{model.name} is of the family {family}, whose attention does not go in head groups",
             hint="leave `--attention-head-groups` out",
