@@ -52,13 +52,21 @@ class Case(NamedTuple):
     """ulysses, ring or torch."""
     recompute: str
     links: str
+    activations: str = "gpu"
+    head_groups: int = 1
+
+    @property
+    def placed(self) -> str:
+        """Where its activations lie, if not on the GPU, and its head groups."""
+        grouped = f", {self.head_groups} head groups" if self.head_groups > 1 else ""
+        return (", activations on the host" if self.activations == "host" else "") + grouped
 
     @property
     def name(self) -> str:
         """The case in words."""
         return (
             f"{self.model}, {self.layers} layers, {self.length_tokens} tokens, {self.shared_by}, "
-            f"{self.recompute}, links {self.links}"
+            f"{self.recompute}{self.placed}, links {self.links}"
         )
 
 
@@ -75,12 +83,16 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="predict by trace, measure nothing")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", nargs="+", help="words, one of which a case's name has")
+    parser.add_argument("--host", action="store_true", help="also with activations on the host")
+    parser.add_argument("--apart", action="store_true", help="one after the other, not in turns")
+    parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         _serve(Case(*json.loads(arguments.run)))
         return
-    rows: dict[str, dict[str, Any]] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    file = arguments.file
+    rows: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
     for length in () if arguments.table else arguments.lengths:
         cases = _cases(arguments, length)
         of_cases = [rows.setdefault(case.name, {"case": case._asdict()}) for case in cases]
@@ -89,9 +101,12 @@ def main() -> None:
                 if case.shared_by != "torch":
                     row["predicted"] = _predicted(case)
         else:
-            for row, measured in zip(of_cases, _measured(cases, arguments.turns), strict=True):
+            together = [(case,) for case in cases] if arguments.apart else [cases]
+            done = (each for some in together for each in _measured(some, arguments.turns))
+            for row, measured in zip(of_cases, done, strict=True):
                 row["measured"] = measured
-        FILE.write_text(json.dumps(rows, indent=1) + "\n")
+                file.write_text(json.dumps(rows, indent=1) + "\n")
+        file.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
@@ -104,6 +119,11 @@ def _cases(arguments: argparse.Namespace, length: int) -> list[Case]:
     ]
     model, layers, links = arguments.model, arguments.layers, arguments.links
     cases = [Case(model, layers, length, *kind, links) for kind in kinds]
+    if arguments.host:
+        ours = [case for case in cases if case.shared_by != "torch"]
+        cases += [case._replace(activations="host") for case in ours]
+        grouped = [case for case in ours if case.shared_by == "ulysses"]
+        cases += [case._replace(activations="host", head_groups=4) for case in grouped]
     words = arguments.only or [""]
     return [case for case in cases if any(word in case.name for word in words)]
 
@@ -219,6 +239,8 @@ def spec_of(case: Case, folder: str) -> Any:
             loss="chunked",
             allocator="expandable",
             accumulates=False,
+            activations=case.activations,
+            attention_head_groups=case.head_groups,
             token_budget_tokens=case.length_tokens // layout.context_degree,  # of one sequence
         ),
         length_tokens=case.length_tokens,
@@ -240,6 +262,8 @@ def _predicted(case: Case) -> dict[str, Any]:
             ulysses=[spec.layout.ulysses_degree],
             ring=[spec.layout.ring_degree],
             recompute=case.recompute,
+            activations=case.activations,
+            attention_head_groups=case.head_groups,
             loss="chunked",
             allocator="expandable",
             micro_batches=1,
@@ -480,7 +504,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
             f"{case.length_tokens:,}",
             str(case.layers),
             case.shared_by,
-            case.recompute,
+            case.recompute + case.placed,
             case.links,
             f"{seconds:.2f}" if seconds else measured.get("failed", "-"),
             f"{median(base) / seconds:.3f}" if seconds and base else "-",

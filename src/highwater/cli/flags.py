@@ -231,6 +231,15 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     list_: bool = _flag(
         "recommend", False, "all settings that fit, with what each costs", SWITCH, name="list"
     )
+    fastest: bool = _flag(
+        "recommend",
+        False,
+        "the fastest settings that train it, in the place of the simplest",
+        SWITCH,
+    )
+    lightest: bool = _flag(
+        "recommend", False, "the settings that take the least memory of each GPU", SWITCH
+    )
     exact: bool = _flag(
         "predict",
         False,

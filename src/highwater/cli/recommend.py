@@ -15,7 +15,7 @@ from highwater.cli.flags import named_model, typed_limits, typed_values, words_a
 from highwater.cli.predict import is_tried
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.recommendation import Aim, Candidate, Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import (
     foreign_name,
@@ -74,6 +74,10 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
             "no length is named", hint=f"add one, for example `--length 64k`: `{EXAMPLE}`"
         )
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    typed = vars(arguments)
+    aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
+    if len(aims) > 1:
+        raise UsageError("the fastest and the lightest are two", hint="leave `--lightest` out")
     return recommended(
         model,
         length=arguments.length,
@@ -81,6 +85,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
         rollout_gpus=arguments.rollout_gpus,
         trainer=arguments.predicted_for,
         studies=arguments.studies,
+        aim=aims[0] if aims else "simplest",
         **typed_limits(arguments),
         **settings,
     )

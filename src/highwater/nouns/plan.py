@@ -34,7 +34,6 @@ from highwater.nouns.plan_notes import (
     memory_notes,
     offload_notes,
     own_code_notes,
-    untried_notes,
     weights_notes,
     yarn_notes,
 )
@@ -262,7 +261,7 @@ def plan(
         *of_memory,
         *(*skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
-        *(*lossy_notes(settings), *untried_notes(settings, device)),
+        *lossy_notes(settings),
         *(*offload_notes(settings, device), *own_code_notes(model)),
         *yarn_notes(model, request.max_tokens, request.settings.rope),
         *weights_notes(model, settings, simulated=request.dry_run),
@@ -428,7 +427,7 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
         )
 
 
-_IN_HEAD_GROUPS = (
+IN_HEAD_GROUPS = (
     *("granite", "llama", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
 )
 """Model types whose attention goes in head groups, and is predicted so."""
@@ -439,7 +438,7 @@ def _refuse_head_groups(groups: int, model: Model) -> None:
     does not divide the key/value heads.
     """
     heads, family = model.shape.kv_heads, model.shape.model_type
-    if groups > 1 and family not in _IN_HEAD_GROUPS:
+    if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(
             f"{model.name} is of the family {family}, whose attention does not go in head groups",
             hint="leave `--attention-head-groups` out",

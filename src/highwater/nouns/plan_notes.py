@@ -68,13 +68,6 @@ def memory_notes(request: Request, device: Device, budget_bytes: int | None) -> 
     )
 
 
-def untried_notes(settings: Settings, device: Device) -> tuple[str, ...]:
-    """Say what was compared with the plain path on the CPU alone, for who asks for it on a GPU."""
-    if settings.attention_head_groups == 1 or device == "cpu":
-        return ()
-    return ("attention in head groups has run on no GPU yet: compare a step without it first",)
-
-
 def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     """Say what offload does not do here, for who would expect it; nothing where it does all."""
     if settings.activations == "host" and device == "cpu":

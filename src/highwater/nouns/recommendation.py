@@ -13,6 +13,8 @@ from highwater.nouns.study import Cell, Risk
 from highwater.nouns.trainer import OURS, AnyTrainer, TrainerName
 from highwater.units import counted
 
+Aim = Literal["simplest", "fastest", "lightest"]
+"""What a recommendation looks for among all that trains the length."""
 AlternativeKind = Literal["more GPUs", "a larger GPU", "more host memory", "technique"]
 
 
@@ -131,6 +133,8 @@ class Recommendation(Record, frozen=True, kw_only=True):
     """Headroom that was asked for."""
     default_sequences: int
     """Sequences a micro-batch that the default token budget holds."""
+    aim: Aim = "simplest"
+    """What the candidates are sorted by."""
     chosen: Candidate | None
     """The first candidate that fits; None: none does."""
     candidates: tuple[Candidate, ...]

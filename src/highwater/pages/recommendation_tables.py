@@ -9,7 +9,13 @@ from dataclasses import replace
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import Alternative, AlternativeKind, Candidate, Recommendation
+from highwater.nouns.recommendation import (
+    Aim,
+    Alternative,
+    AlternativeKind,
+    Candidate,
+    Recommendation,
+)
 from highwater.nouns.settings import settings_in_words, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (
@@ -29,6 +35,7 @@ from highwater.units import format_bytes, format_seconds, format_tokens
 _TEMPLATE = "recommendation.txt.j2"
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
+_MORE: dict[Aim, str] = {"simplest": "simpler", "fastest": "faster", "lightest": "lighter"}
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
 
 
@@ -65,7 +72,9 @@ def recommendation_tables(
     if found.chosen is not None:
         tables.append(_chosen_table(found, found.chosen))
     if found.chosen is None or found.earlier:
-        title = "why nothing simpler" if found.chosen else f"{_title(found)}: nothing fits"
+        title = (
+            f"why nothing {_MORE[found.aim]}" if found.chosen else f"{_title(found)}: nothing fits"
+        )
         tables.append(
             table_of(
                 title, found.earlier, *_NAMES, ("why not", reason), *_BUDGET, _reach(found), names=4
@@ -153,6 +162,10 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
         said.append(f"another training: adapters beside a frozen model{base}")
     if not settings.optimizer_traits.is_exact:
         said.append("updates that are rounded: lossy")
+    if settings.recompute == "all-but-attention":
+        said.append("memory for what attention returned, which is not computed again")
+    if settings.attention_head_groups > 1:
+        said.append("queries, keys and values projected once more")
     if settings.activations == "host":
         said.append("activations in host memory, copied while layers compute")
     if settings.offloads_model or settings.offloads_states:
@@ -229,10 +242,11 @@ def _title(found: Recommendation) -> str:
     each = f", {format_bytes(found.device_bytes)} each" if found.device_bytes else ""
     where = f"{found.gpus} x {plain(found.device_name)}{each}"
     rollout = f", besides {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
+    aim = "" if found.aim == "simplest" else f", the {found.aim}"
     trainer = "" if found.trainer == OURS else f", trained by {trainer_title(found.trainer)}"
     return (
         f"{plain(found.model_name)}, {format_tokens(found.length_tokens)} tokens on "
-        f"{where}{rollout}{trainer}"
+        f"{where}{rollout}{trainer}{aim}"
     )
 
 

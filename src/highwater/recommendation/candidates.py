@@ -121,7 +121,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
         longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
         # a length that is too short for some layouts has fewer cells than the grid
         by_cell = {each.cell: each for each in longest}
-        found += (_candidate(goal, question, each, by_cell[each.cell]) for each in here)
+        found += (candidate_of(goal, question, each, by_cell[each.cell]) for each in here)
     return tuple(sorted(found, key=lambda candidate: candidate.order))
 
 
@@ -150,8 +150,16 @@ def first_fit(goal: Goal) -> Candidate | None:
             asked="fit",
         )
         if predicted.capacity_tokens:
-            return _candidate(goal, question, predicted)
+            return candidate_of(goal, question, predicted)
     return None
+
+
+def longest_of(goal: Goal, cell: Cell) -> CellPrediction:
+    """A cell with its longest length on the published grid."""
+    question, _ = goal.question(cell.settings.sequences_per_micro_batch, length_tokens=None)
+    question = msgspec.structs.replace(question, cells=(cell,))
+    (found,) = _longest(question, goal.memory_limit, goal.trainer, goal.known(question))
+    return found
 
 
 def token_budget(cell: Cell, length_tokens: int) -> int:
@@ -188,9 +196,10 @@ def _longest(
     return predict_by_formula(question, memory_limit, trainer, known, asked="longest")
 
 
-def _candidate(
+def candidate_of(
     goal: Goal, question: Question, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
+    """A predicted cell as a candidate; without ``longest`` it trains this length at least."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     lacks_bytes = None

@@ -28,7 +28,7 @@ from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.plan_notes import prompt_notes
-from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import (
@@ -40,6 +40,7 @@ from highwater.nouns.trainer import (
 )
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
 from highwater.recommendation.candidates import Goal, predicted_candidates, unknown_candidate
+from highwater.recommendation.planner import planned_candidates
 from highwater.store.journal import read_study
 from highwater.trials.probe import gpus_meant
 from highwater.units import parse_memory, parse_tokens
@@ -56,9 +57,11 @@ def recommend(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
+    aim: Aim = "simplest",
     **settings: Any,
 ) -> Recommendation:
-    """The simplest settings that train ``length`` on ``gpus``.
+    """The simplest settings that train ``length`` on ``gpus``; by ``aim`` the fastest, or those
+    that take the least memory of a GPU.
 
     It also says why simpler ones do not, and what the next would buy. ``rollout_gpus`` of the GPUs
     are set aside: the others are the trainer's, and every count is of these. ``studies`` are files
@@ -71,6 +74,11 @@ def recommend(
     HighwaterError for what cannot be asked.
     """
     known = predicted_trainer(trainer)
+    if aim != "simplest" and (studies or known is None):
+        raise UsageError(
+            f"which settings are {aim} is predicted, and studies tell of a few",
+            hint=f"leave `--study` out, or `--{aim}`",
+        )
     if known is not None:
         _check(known, studies, settings)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
@@ -88,7 +96,9 @@ def recommend(
         )
     goal = _goal(model, parse_tokens(str(length)), where, limit, known, settings)
     return _recommended(
-        goal, recorded, rollout_gpus=rollout_gpus, reserved_bytes=parse_memory(str(reserved))
+        *(goal, recorded, aim),
+        rollout_gpus=rollout_gpus,
+        reserved_bytes=parse_memory(str(reserved)),
     )
 
 
@@ -136,12 +146,15 @@ def _goal(
 
 
 def _recommended(
-    goal: Goal, studies: Sequence[Study], *, rollout_gpus: int, reserved_bytes: int
+    goal: Goal, studies: Sequence[Study], aim: Aim, *, rollout_gpus: int, reserved_bytes: int
 ) -> Recommendation:
-    """Choose the simplest candidate that fits, and list the others."""
+    """Choose the best candidate that fits, and list the others."""
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
     known = goal.known(question)
-    candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
+    if aim == "simplest":
+        candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
+    else:
+        candidates, of_studies = planned_candidates(goal, aim), ()
     if not any(candidate.fits for candidate in candidates):
         candidates = _with_one_that_may_fit(candidates, goal, question)
     chosen = next((candidate for candidate in candidates if candidate.fits), None)
@@ -163,6 +176,7 @@ def _recommended(
         usual_host=goal.memory_limit.usual_host,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
+        aim=aim,
         chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),

@@ -1,0 +1,185 @@
+"""Planner: the fastest plan that trains a length, or the one that takes the least of each GPU, by
+formula: what a search would try, each with layers recomputed or attention kept, some of the last
+layers' activations on the GPU, and attention in head groups.
+
+Two monotone facts spare most of the plans (tests/unit/test_planner.py compares with all of them).
+Each layer more whose activations stay on the GPU takes more of it, less host memory, and no more
+time; each further head group takes more time, and no more memory.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction
+from highwater.memory.trainers import predict_by_formula
+from highwater.nouns.plan import IN_HEAD_GROUPS
+from highwater.nouns.recommendation import Aim, Candidate, order
+from highwater.nouns.settings import Recompute
+from highwater.nouns.study import Cell, Question
+from highwater.nouns.trainer import OURS
+from highwater.recommendation.candidates import Goal, candidate_of, longest_of
+from highwater.speed import predicted_step, rates_of
+
+_RECOMPUTED: tuple[Recompute, ...] = ("layer", "all-but-attention")
+
+
+def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
+    """The best plan of each kind (offload, activations, recompute, layout), the best kind first;
+    kinds of which no plan fits stand where they would. Raises UsageError where nothing is known of
+    what is aimed at.
+    """
+    if goal.trainer != OURS:
+        raise UsageError(
+            f"plans are of our own step, and {goal.trainer} is asked about",
+            hint=f"leave `--{aim}` or `--trainer` out",
+        )
+    if aim == "fastest" and rates_of(goal.where.device_name) is None:
+        raise UsageError(
+            f"nobody knows how fast {goal.where.device_name} computes",
+            hint="use `--lightest`, or leave `--fastest` out",
+        )
+    found: dict[tuple[Any, ...], _Plan] = {}
+    for sequences in goal.budgets:
+        question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
+        search = _Search(goal, question)
+        for cell in chain.from_iterable(map(search.variants, question.cells)):
+            plan = search.best(cell, aim)
+            settings = plan.cell.settings
+            kind = (settings.offload, settings.activations, settings.recompute, cell.layout)
+            if kind not in found or plan.key(aim) < found[kind].key(aim):
+                found[kind] = plan
+    return tuple(plan.candidate(goal) for plan in sorted(found.values(), key=partial(_place, aim)))
+
+
+class _Plan(NamedTuple):
+    """A cell, predicted, with the time of its step whether it fits or not."""
+
+    question: Question
+    predicted: CellPrediction
+    is_lowered: bool
+
+    @property
+    def cell(self) -> Cell:
+        return self.predicted.cell
+
+    @property
+    def fits(self) -> bool:
+        return self.predicted.capacity_tokens > 0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token takes; 0 where nobody knows how fast such GPUs are."""
+        step = self.predicted.step
+        return 0.0 if step is None else 1 / step.tokens_per_s
+
+    def key(self, aim: Aim) -> tuple[Any, ...]:
+        """Sort key of plans of one kind: what fits first, and of what does not, the roomiest."""
+        if not self.fits:
+            return (1, -self.predicted.headroom_bytes)
+        return (0, *_place(aim, self))
+
+    def candidate(self, goal: Goal) -> Candidate:
+        """The plan as a candidate, with its longest length on the grid."""
+        longest = longest_of(goal, self.cell)
+        found = candidate_of(goal, self.question, self.predicted, longest)
+        return found if self.fits else msgspec.structs.replace(found, step_time=None)
+
+
+def _place(aim: Aim, plan: _Plan) -> tuple[Any, ...]:
+    """Sort key by what is aimed at, then by the other of the two, then the simplest."""
+    aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
+    simplest = order(plan.cell, is_lowered=plan.is_lowered)
+    if aim == "fastest":  # memory that is left over is worth nothing
+        return (aims[0], simplest, plan.cell.settings.layers_on_gpu)
+    return (aims[1], aims[0], simplest)
+
+
+class _Search(NamedTuple):
+    """The plans of a question's cells at its one length."""
+
+    goal: Goal
+    question: Question
+
+    def variants(self, cell: Cell) -> Iterator[Cell]:
+        """The cell with each recomputation that nobody named."""
+        yield cell
+        if "recompute" not in self.goal.settings:
+            for recompute in _RECOMPUTED:
+                if recompute != cell.settings.recompute:
+                    with suppress(UsageError):
+                        yield _with(cell, recompute=recompute)
+
+    def best(self, cell: Cell, aim: Aim) -> _Plan:
+        """The best of a cell's head groups and last layers on the GPU; the roomiest where none
+        fits.
+        """
+        plans: list[_Plan] = []
+        for groups in self._head_groups(cell):
+            plans.append(self._placed(_with(cell, attention_head_groups=groups), aim))
+            if aim == "fastest" and plans[-1].fits:
+                break
+        return min(plans, key=lambda plan: plan.key(aim))
+
+    def _head_groups(self, cell: Cell) -> Sequence[int]:
+        shape, layout = self.question.model.shape, cell.layout
+        named = "attention_head_groups" in self.goal.settings
+        if named or layout.ring_degree > 1 or shape.model_type not in IN_HEAD_GROUPS:
+            return (cell.settings.attention_head_groups,)
+        if cell.settings.recompute == "none" or cell.settings.pattern is not None:
+            return (1,)
+        heads = shape.kv_heads // layout.ulysses_degree
+        return tuple(each for each in range(1, heads + 1) if heads % each == 0) or (1,)
+
+    def _placed(self, cell: Cell, aim: Aim) -> _Plan:
+        """The best number of last layers on the GPU: the fewest that host memory allows, or, for
+        the fastest, as many more as save time and fit.
+        """
+        fewest = self._predicted(cell)
+        if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:
+            return fewest
+        counts = range(1, self.question.model.shape.layers + 1)
+        at, limit = self._with_layers(cell), self.goal.memory_limit.host_bytes
+        first = bisect_left(counts, 1, key=lambda n: at(n).predicted.footprint.fits_host(limit))
+        if first == len(counts):
+            return fewest
+        fewest = at(counts[first])
+        if aim == "lightest" or not fewest.fits:
+            return fewest
+        more = counts[first:]
+        most = at(more[bisect_left(more, 1, key=lambda n: not at(n).fits) - 1])
+        as_fast = bisect_left(more, 1, key=lambda n: at(n).token_s <= most.token_s)
+        return at(more[as_fast])
+
+    def _with_layers(self, cell: Cell) -> Any:
+        known: dict[int, _Plan] = {}
+
+        def at(layers: int) -> _Plan:
+            if layers not in known:
+                known[layers] = self._predicted(_with(cell, layers_on_gpu=layers))
+            return known[layers]
+
+        return at
+
+    def _predicted(self, cell: Cell) -> _Plan:
+        goal, question = self.goal, msgspec.structs.replace(self.question, cells=(cell,))
+        known = goal.known(question)
+        (found,) = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="fit")
+        step = predicted_step(
+            *(question.model.shape, cell.settings, cell.layout),
+            length_tokens=goal.length_tokens,
+            device_name=question.device_name,
+        )
+        is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
+        return _Plan(question, msgspec.structs.replace(found, step=step), is_lowered)
+
+
+def _with(cell: Cell, **settings: Any) -> Cell:
+    changed = msgspec.structs.replace(cell.settings, **settings)
+    return msgspec.structs.replace(cell, settings=changed)
