@@ -1,6 +1,7 @@
 """Trials at predicted edges, with no headroom: for a dozen plans the longest safe length in
-24 GiB of a GPU by formula, and the command that tries it. ``python docs/results/activations/edges.py >
-docs/results/activations/edges.json``, in a commit before any of them ran.
+24 GiB of a GPU by formula, and the command that tries it. Printed by ``python
+docs/results/activations/edges.py > docs/results/activations/edges.json``, in a commit before any of
+them ran.
 """
 
 import json
@@ -35,7 +36,13 @@ def main() -> None:
     for model, settings in PLANS:
         how = {**USUAL, "activations": "host", "offload": False, **settings}
         found = highwater.predict(
-            model, gpus="H200", gpu_memory=MEMORY, host_memory=HOST, headroom="1KiB", ulysses=[1], **how
+            model,
+            gpus="H200",
+            gpu_memory=MEMORY,
+            host_memory=HOST,
+            headroom="1KiB",
+            ulysses=[1],
+            **how,
         )
         (cell,) = found.cells
         flags = [
