@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 66_762,
-    "src_files": 272,
+    "src_lines": 67_181,
+    "src_files": 273,
     "src_small_files": 12,
     "process_starts": 1,
     "decision_records": 25,

@@ -74,6 +74,17 @@ def test_the_first_screen_is_a_sentence_a_picture_and_two_commands():
     assert "(docs/guide-h200.md)" in links
 
 
+def test_the_readme_is_short_and_its_training_learns():
+    text = DOCUMENTS[Path("README.md")]
+    assert len(text.encode()) < 5_000
+    assert len(re.findall(r"(?<!\!)\[[^]]*\]\(", text)) <= 8
+    losses = [float(loss) for loss in re.findall(r"^step \d+ of \d+: loss ([\d.]+)", text, re.M)]
+    assert len(losses) >= 3
+    assert losses == sorted(losses, reverse=True)
+    (shown,) = re.findall(r"^\$ highwater (train .*)$", text, re.MULTILINE)
+    assert parse(shlex.split(shown)).command_name == "train"
+
+
 @pytest.mark.parametrize(("command", "document"), COMMANDS.items(), ids=COMMANDS)
 def test_a_command_in_a_document_runs(command, document, run):
     program, *words = shlex.split(command)
@@ -120,7 +131,7 @@ def test_a_command_in_a_document_runs(command, document, run):
     grids = not {"--length", "--proof", "--print-config"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
-        assert re.search(r" trains? up to [\d,]+ tokens on |^No: ", first)
+        assert re.search(r" trains? (up to|its native) [\d,]+ tokens on |^No: ", first)
     if words[0] == "find" and grids:
         assert "high-water mark" in done.stdout
 

@@ -110,3 +110,26 @@ def test_an_example_of_the_published_script_is_understood(example, run):
     assert example.startswith(published.PROGRAM)
     shown = run(published.PROGRAM, "--help").stdout.partition("\nexamples:\n")[2]
     assert example in [line.strip() for line in shown.splitlines()]
+
+
+@pytest.mark.parametrize("command", ["find", "try", "train"])
+def test_a_help_has_about_15_flags_and_says_how_to_see_the_others(highwater, command):
+    parser = commands()[command]
+    short = highwater(command, "--help").stdout
+    lines = short.splitlines()
+    shown = [flag for flag in parser.flags() if any(f"  {flag} " in f"{each} " for each in lines)]
+    assert 12 <= len(shown) <= 17
+    assert f"All {len(parser.flags())} flags: --help-all" in short
+    whole = highwater(command, "--help-all").stdout
+    assert all(flag in whole for flag in parser.flags())
+    for name, group in parser.sections.items():
+        assert f"--help={name}" in short
+        told = highwater(command, f"--help={name}").stdout
+        assert all(action.option_strings[-1] in told for action in group._group_actions)
+        assert "usage" not in told
+
+
+def test_a_group_that_is_none_is_refused_with_those_that_are(highwater):
+    problem, hint = refusal(highwater("find", "--help=gpus"), 2)
+    assert "'gpus'" in problem
+    assert "trial, search, machines" in hint

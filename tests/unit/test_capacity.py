@@ -1,3 +1,4 @@
+import re
 from functools import cache
 from pathlib import Path
 
@@ -5,17 +6,17 @@ import pytest
 
 import highwater
 from highwater.api.prediction import predict_against
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_cell, predict_cells
 from highwater.memory.trace.replay import ScaledTrace
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.cluster import cluster
+from highwater.nouns.cluster import card_memory, cluster
 from highwater.nouns.hardware import gpu_catalog
 from highwater.trainers import trinity as trinity
-from highwater.units import GIB
+from highwater.units import GIB, parse_memory
 from tables import table
 
 PUBLISHED_A100 = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
@@ -339,3 +340,68 @@ def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text(text + '"max_position_embeddings": 4096}')
     with pytest.raises(ModelError, match="family mamba"):
         highwater.predict(str(tmp_path), gpus="H200-141GB")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "kind"),
+    [
+        ("4090", 1, "RTX-4090"),
+        ("2x3090", 2, "RTX-3090"),
+        ("H100:8", 8, "H100-80GB"),
+        ("4090:2", 2, "RTX-4090"),
+        ("A40", 1, "A40-48GB"),
+        ("4xL40", 4, "L40-48GB"),
+        ("GB200", 1, "GB200-186GB"),
+    ],
+)
+def test_gpus_are_read_by_number_with_the_count_behind_and_by_new_names(text, gpus, kind):
+    found = cluster(text, gpu_memory_bytes=None, machine=None)
+    assert (found.gpus, found.device_name) == (gpus, kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "hints"),
+    [
+        ("A100:4", ("4xA100-80GB", "4xA100-40GB")),
+        ("8xA100", ("8xA100-80GB", "8xA100-40GB")),
+        ("910B", ("--gpu-memory 60GiB",)),
+        ("2xAscend-910B", ("--gpus 2 --gpu-memory 60GiB",)),
+        ("DGX Spark", ("--gpu-memory 119GiB",)),
+        ("2xDGXSpark", ("--gpus 2 --gpu-memory 119GiB",)),
+        ("4xGaudi3", ("--gpus 4 --gpu-memory 60GiB",)),
+    ],
+)
+def test_what_is_not_read_names_those_that_are_near_or_the_memory(text, hints):
+    with pytest.raises(UsageError) as error:
+        cluster(text, gpu_memory_bytes=None, machine=None)
+    assert all(hint in error.value.hint for hint in hints)
+
+
+@pytest.mark.parametrize(
+    ("sold", "cards"),
+    [
+        ("24GB", ("RTX-4090", "RTX-3090", "L4-24GB")),
+        ("80 gb", ("A100-80GB", "H100-80GB")),
+        ("48G", ("L40S", "A6000-48GB")),
+        ("32GB", ("RTX-5090",)),
+    ],
+)
+def test_a_memory_that_cards_are_sold_by_names_what_their_drivers_report(sold, cards):
+    with pytest.raises(UsageError) as error:
+        highwater.predict("Qwen3-0.6B", gpus=1, gpu_memory=sold)
+    said = dict(re.findall(r"`([\d.]+GiB)` of ([\w-]+)", error.value.hint))
+    assert set(cards) <= set(said.values())
+    for size, card in said.items():
+        found = cluster(card, gpu_memory_bytes=None, machine=None)
+        assert card_memory(size) == found.device_bytes
+
+
+@pytest.mark.parametrize("size", ["24GiB", "23.64 GiB", "17GB", "24", "24TB"])
+def test_another_memory_is_read_or_refused_as_everywhere(size):
+    try:
+        known = parse_memory(size)
+    except UsageError as refused:
+        with pytest.raises(UsageError, match=re.escape(refused.problem)):
+            card_memory(size)
+    else:
+        assert card_memory(size) == known

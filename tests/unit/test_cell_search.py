@@ -158,11 +158,12 @@ def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_g
     cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
     grid = grid_of(4096, 1024**2, native=40960, beyond=10240)
     question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
-    together = answers_of(question, FormulaLaw())
+    law = FormulaLaw(shape=question.model.shape)
+    together = answers_of(question, law)
     alone = [
         answers_of(
             ask(model=model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
-            FormulaLaw(),
+            law,
         )
         for c in cells
     ]

@@ -23,6 +23,7 @@ from highwater.nouns.declaration import (
     setting,
     words_of,
 )
+from highwater.nouns.hyperparameters import DEFAULTS
 from highwater.nouns.request import DECLARED, Request, request_from, setting_flags, taken_by
 from highwater.nouns.settings import PATTERN_FIELDS, Settings
 from highwater.nouns.training import TrainingRequest
@@ -47,7 +48,8 @@ def value_of(row: Setting) -> Any:
     if row.kind is None:
         default = FIELDS[row.name].default
         return next(choice for choice in row.choices if choice != default)
-    return row.example or row.kind.example or FIELDS[row.name].default
+    default = DEFAULTS.get(row.name, FIELDS[row.name].default)
+    return row.example or row.kind.example or default
 
 
 @pytest.mark.parametrize("command", GRAMMAR)

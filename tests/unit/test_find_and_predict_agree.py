@@ -15,6 +15,7 @@ from highwater.errors import HighwaterError
 from highwater.memory.capacity import Prediction
 from highwater.nouns.cells import simplicity
 from highwater.nouns.study import Study
+from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import prediction_answer, prediction_table
 
 MODELS = (
@@ -60,6 +61,31 @@ def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
             found(model, memory, gpus, **named)
     else:
         check_alike(found(model, memory, gpus, **named), prediction)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "length", "named"),
+    [
+        ("Qwen3-8B", 4, "32k", {}),
+        ("Qwen3-8B", 4, "72k", {}),
+        ("Qwen3-8B", 8, "256k", {"ulysses": [8], "loss": "chunked", "offload": "states"}),
+        ("Llama-3.1-8B", 1, "64k", {"lora": 16, "activations": "host"}),
+        ("Qwen3-0.6B", 2, "16k", {"objective": "dpo"}),
+        ("Llama-3.1-70B", 8, "32k", {}),
+    ],
+)
+def test_one_trial_of_a_dry_run_says_what_is_predicted_of_its_length(model, gpus, length, named):
+    rung = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
+    rung |= {"ulysses": [1], **named}
+    if rung["offload"] or rung["activations"] == "host":
+        rung["allocator"] = "expandable"
+    on = {"gpus": [gpus], "device": "cuda", "memory": "80GiB", "dry_run": True}
+    trial = highwater.run_trial(model, length, **on, **rung)
+    prediction = highwater.predict(model, gpus=gpus, gpu_memory="80GiB", length=length, **rung)
+    (cell,) = prediction.cells
+    assert (trial.outcome is Outcome.FIT) == (cell.capacity_tokens > 0 or cell.risk == "tight")
+    if trial.outcome is Outcome.FIT:
+        assert trial.headroom_bytes == cell.headroom_bytes
 
 
 @pytest.mark.parametrize(

@@ -299,3 +299,42 @@ def test_a_pipe_or_a_device_in_a_models_directory_is_refused_by_its_name(name, k
         with pytest.raises(ModelError, match=f"{name} is no regular file") as refused:
             load_model(str(each))
         assert str(directory / name) in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("gemma-3-27b", "gemma-3-27b-text"),
+        ("google/gemma-3-12b-it", "gemma-3-12b-text"),
+        ("gemma-3-4b-it", "gemma-3-4b-text"),
+        ("Mixtral-8x7B", "Mixtral-8x7B-v0.1"),
+        ("llama-3-8b", "Meta-Llama-3-8B"),
+    ],
+)
+def test_a_short_name_and_the_id_of_a_larger_model_open_the_catalogs(cache, name, model):
+    place = model_place(name)
+    assert (place.name, place.opened_as) == (model, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("Qwen3.5-9B", "qwen3_5"),
+        ("Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
+        ("DeepSeek-V3-0324", "deepseek_v3"),
+        ("Llama-4-Scout-17B", "llama4"),
+        ("falcon-mamba-7b", "falcon_mamba"),
+    ],
+)
+def test_a_family_that_is_not_supported_says_so_by_name(cache, name, family):
+    with pytest.raises(
+        ModelError, match=f"of the family {family}, which is not supported"
+    ) as error:
+        model_place(name)
+    assert "`highwater models` lists the catalog" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["qwen9", "Phi-5", "gitter-1b", "mptron"])
+def test_no_family_is_told_of_a_name_that_only_begins_alike(cache, name):
+    with pytest.raises(ModelError, match="not in the catalog"):
+        model_place(name)

@@ -451,11 +451,6 @@ def local_trial(length: int = 8192, *, model: str = "Qwen3-0.6B", **fields) -> T
     return trial_of(model, length_tokens=length, **fields)
 
 
-def test_a_law_given_a_shape_does_not_read_the_models_directory():
-    spec = local_trial(model_directory="/nowhere")
-    assert FormulaLaw(shape=load_model("Qwen3-0.6B").shape)(spec) == FormulaLaw()(local_trial())
-
-
 @given(BUDGETS, st.integers(1, 200 * GIB))
 def test_a_trial_fits_exactly_when_what_the_driver_sees_is_within_the_budget(budget, needed):
     result = SimulatedRunner(lambda spec: needed).run(local_trial(memory_budget_bytes=budget))
@@ -471,7 +466,7 @@ def test_a_trial_fits_exactly_when_what_the_driver_sees_is_within_the_budget(bud
 @given(LAYOUTS, RUNGS)
 def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, rung):
     spec = local_trial(layout=layout, settings=rung, memory_budget_bytes=80 * GIB)
-    (rank, *_) = SimulatedRunner(FormulaLaw()).run(spec).ranks
+    (rank, *_) = SimulatedRunner(FormulaLaw(shape=SHAPE)).run(spec).ranks
     budget = rank.budget
     assert (budget.nccl_bytes > 0) == (layout.gpus > 1)
     assert (
@@ -514,7 +509,7 @@ def test_a_law_may_name_the_outcome(outcome):
 
 
 def test_every_result_says_that_it_is_simulated_and_measures_no_time():
-    for law in (FormulaLaw(), lambda spec: Outcome.CRASHED):
+    for law in (FormulaLaw(shape=SHAPE), lambda spec: Outcome.CRASHED):
         result = SimulatedRunner(law).run(local_trial())
         assert result.simulated
         assert (result.tokens_per_s, result.step_time_s) == (None, None)

@@ -116,7 +116,7 @@ def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers
     cells = tuple(cell(gpus, **rung) for gpus in (1, 2, 4, 8) for rung in rungs)
     sharing = ask(*cells, model=model, grid=grid, device_total_bytes=140 * GIB)
     galloping = msgspec.structs.replace(sharing, device_total_bytes=None)
-    runner = SimulatedRunner(FormulaLaw(), device_total_bytes=140 * GIB)
+    runner = SimulatedRunner(FormulaLaw(shape=sharing.model.shape), device_total_bytes=140 * GIB)
     with_hints, without = (
         [
             event.answer

@@ -1,5 +1,7 @@
 """A training: what is typed, what is refused, its settings, its folder, and what is told of it."""
 
+import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +11,12 @@ import msgspec
 import pytest
 
 import highwater
+from highwater.api.training import prepare_training
 from highwater.cli.app import main
 from highwater.cli.flags import training_request_of
 from highwater.cli.grammar import parse
 from highwater.cli.progress import training_progress
-from highwater.cli.train import training_table
+from highwater.cli.train import prediction_lines, training_table
 from highwater.errors import EXIT_USER, MachineError, UsageError
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
@@ -490,3 +493,56 @@ def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluation
         output_directory="run",
     )
     assert ("held-out loss", said) in training_table(result).rows
+
+
+@pytest.mark.parametrize(
+    ("named", "rate"),
+    [
+        ({}, 1e-5),
+        ({"lora": 4}, 1e-4),
+        ({"lora": 4, "learning_rate": 3e-5}, 3e-5),
+        ({"lora": 4, "lora_merged": True}, 1e-4),
+    ],
+    ids=str,
+)
+def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny")
+    (tmp_path / "data.jsonl").write_text('{"text": "one two three four five six seven"}\n')
+    words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}
+    request = request_from({"model": "tiny", "device": "cpu", **named})
+    with own_folder(tmp_path / "run"):
+        prepared = prepare_training(request, training_request_from(words))
+    assert prepared.spec.trial.hyperparameters.learning_rate == rate
+    (said,) = (line for line in prediction_lines(prepared) if "learning rate" in line)
+    assert f"{rate:g}" in said
+    assert (" 1e-05," in said) == (rate == 1e-5)
+    share = re.findall(r"([\d,]+) of ([\d,]+) parameters trained", said)
+    assert (share[0][0] == share[0][1]) == ("lora" not in named)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"id": 7, "messages": []},
+        {"text": None, "conversations": []},
+    ],
+    ids=str,
+)
+def test_conversations_without_a_tokenizer_are_refused_before_anything_reads_them(
+    record, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny")
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
+    words = {"data": ["chat.jsonl"], "length": 64, "steps": 2, "output": "run"}
+    phases: list[str] = []
+    with pytest.raises(UsageError, match=r"chat\.jsonl:1 is a conversation"):
+        prepare_training(
+            request_from({"model": "tiny", "device": "cpu"}),
+            training_request_from(words),
+            on_phase=phases.append,
+        )
+    assert phases == []

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from highwater.nouns.hardware import Machine, used_gpus
-from highwater.nouns.plan import Plan, plan, plan_trial
+from highwater.nouns.hardware import Machine
+from highwater.nouns.plan import Plan, alone, plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question, Study
 from highwater.nouns.trainer import OURS
@@ -31,7 +31,7 @@ from highwater.trials.nodes import across
 from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
-from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from highwater.trials.simulated import SimulatedRunner
 from highwater.trials.trial_process import LogLayout
 from highwater.units import format_seconds, parse_tokens
 
@@ -152,10 +152,7 @@ def answer(
     """
     path = study_file(request, planned.question)
     try:
-        law = FormulaLaw(shape=planned.question.model.shape)
-        if request.dry_run and log_layout == "rung":
-            law = dry_run_law(planned.question, machine_of(request))
-        runner = _runner(request, log_layout, planned.question.device_total_bytes, law)
+        runner = _runner(request, log_layout, planned.question)
         asked = partial(_search, request, planned, runner, on_event=on_event, command=command)
         if path is not None:
             return asked(path)
@@ -168,10 +165,9 @@ def answer(
 
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     """Run one prepared trial; it is recorded in no study."""
-    gpus = used_gpus(probe(), device=spec.device, count=spec.layout.gpus)
-    totals = [gpu.memory_total_bytes for gpu in gpus]
+    question = plan(alone(request, spec.length_tokens), machine_of(request)).question
     try:
-        return _runner(request, "rung", min(totals, default=None), FormulaLaw()).run(spec)
+        return _runner(request, "rung", question).run(spec)
     finally:
         ray_runner.leave()
 
@@ -261,10 +257,11 @@ def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
 
 
 def _runner(
-    request: Request, log_layout: LogLayout, device_total_bytes: int | None, law: FormulaLaw
+    request: Request, log_layout: LogLayout, question: Question
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
-        return SimulatedRunner(law, device_total_bytes=device_total_bytes)
+        law = dry_run_law(question, machine_of(request))
+        return SimulatedRunner(law, device_total_bytes=question.device_total_bytes)
     if request.on_ray:
         return ray_runner.runner_of(request, log_layout)
     at_once = request.max_concurrent_trials if request.nodes == 1 else 1

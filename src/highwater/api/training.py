@@ -10,7 +10,9 @@ print(done.losses[-1], done.model_directory)
 ```
 """
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
 from highwater.nouns.environment import SnapshotOrder
 from highwater.nouns.hardware import Machine
+from highwater.nouns.hyperparameters import ADAPTERS_RATE
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
 from highwater.nouns.request import DECLARED, Request, request_from
@@ -193,9 +196,14 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights are saved."""
-    is_merged = msgspec.structs.asdict(request)["lora_merged"]
-    return msgspec.structs.replace(request, save_hf="last") if is_merged else request
+    """The request with what a training implies: merged weights are saved, and adapters learn
+    faster than whole models.
+    """
+    named = msgspec.structs.asdict(request)
+    implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
+    if named["lora"] is not None and request.learning_rate is None:
+        implied["learning_rate"] = ADAPTERS_RATE
+    return msgspec.structs.replace(request, **implied)
 
 
 def _rows(asked: TrainingRequest) -> int | None:
@@ -235,6 +243,8 @@ def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) 
     """The order to tokenise a training's data."""
     directory = Path(trial.model_directory)
     has_tokenizer = not missing_files(directory).tokenizer
+    if not has_tokenizer:
+        _refuse_conversations(data)
     return CorpusOrder(
         data=_absolute(data),
         objective=trial.settings.objective,
@@ -245,6 +255,28 @@ def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) 
         trained=asked.train_on,
         reward=asked.reward,
     )
+
+
+_RECORD_BYTES = 1 << 20
+"""Bytes of a first record that are read to see whether it is a conversation."""
+
+
+def _refuse_conversations(data: Sequence[str]) -> None:
+    """Raise UsageError for a file that begins with a conversation, which a tokenizer would make a
+    text of: before anything starts to read it, which refuses all others.
+    """
+    for path in filter(Path.is_file, map(Path, data)):
+        record: object = None
+        with path.open("rb") as file, suppress(ValueError):
+            record = json.loads(file.readline(_RECORD_BYTES))
+        if isinstance(record, dict) and ("messages" in record or "conversations" in record):
+            raise UsageError(
+                f"{path}:1 is a conversation, and the model has no tokenizer, whose chat template "
+                "would make a text of it",
+                hint="save one that has one into the model's folder, with "
+                "`tokenizer.save_pretrained`, or write texts: "
+                '`{"prompt": "Hi", "completion": "Yes"}`',
+            )
 
 
 def _absolute(paths: Sequence[str]) -> tuple[str, ...]:

@@ -8,10 +8,13 @@ Each example is run by tests/cli/test_help.py, on names that it makes: ``study.j
 """
 
 import argparse
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.resources import files
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from highwater.cli.flags import TRAINING, CommandFlags
@@ -29,6 +32,10 @@ _WRONG_VALUE = re.compile(
     re.DOTALL,
 )
 """A message of argparse's about a value that is not of the flag's type, or not one of its words."""
+_MISTYPED = 0.8
+"""Similarity (0 to 1) from which a flag is offered for another one: less is another word."""
+PROGRAM = "search_context_length_capacity"
+"""The published script, whose flags are other words: none of others is told there."""
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -40,14 +47,27 @@ class Parser(argparse.ArgumentParser):
         *,
         examples: Sequence[str],
         groups: Mapping[str, Sequence[str]] | None = None,
+        first: Sequence[str] = (),
         **options: Any,
     ) -> None:
         """``examples``: commands for the end of the help, the first one for hints.
-        ``groups``: headings, each with those commands of it that its help lists.
+        ``groups``: headings, each with those commands of it that its help lists. ``first``: the
+        flags that its help lists, the others by ``--help-all``; empty: all.
         """
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples = tuple(examples)
         self._groups = groups
+        self._first = first
+        self.whole = "--help-all" if first else "--help"
+        """What lists every flag."""
+        self.sections: dict[str, Any] = {}
+        """The groups of flags, by the word that ``--help=WORD`` takes."""
+        with_group: dict[str, Any] = {"nargs": "?", "metavar": "GROUP"} if first else {"nargs": 0}
+        of_group = ", or that of a group of flags" if first else " message and exit"
+        text = f"show this help{of_group}"
+        kept: dict[str, Any] = {"action": _Help, "default": argparse.SUPPRESS}
+        self.add_argument("-h", "--help", help=text, **with_group, **kept)
+        self.add_argument("--help-all", nargs=0, help=argparse.SUPPRESS, **kept)
 
     @property
     def example(self) -> str:
@@ -60,7 +80,8 @@ class Parser(argparse.ArgumentParser):
         if wrong is not None:
             raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
         raise UsageError(
-            message, hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag"
+            message,
+            hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
         )
 
     def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
@@ -72,7 +93,7 @@ class Parser(argparse.ArgumentParser):
             what = _KINDS.get(kind, f"a {kind}")
             return UsageError(
                 f"{name} takes {what}, and {value!r} is none",
-                hint=f"for example `{self.example}`; `{self.prog} --help` lists every flag",
+                hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
             )
         (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
         words = [str(each) for each in action.choices or ()]
@@ -100,7 +121,40 @@ class Parser(argparse.ArgumentParser):
         """The help: commands below their headings, flags, examples. No example is folded: it is
         pasted.
         """
-        text = super().format_help() if self._groups is None else self._grouped_help(self._groups)
+        if self._groups is not None:
+            return self._with_examples(self._grouped_help(self._groups))
+        return self._with_examples(self._short_help() if self._first else super().format_help())
+
+    def help_of(self, section: str | None) -> str:
+        """The help with every flag, or of one section alone; UsageError for another one."""
+        if section is None:
+            return self._with_examples(super().format_help())
+        if section not in self.sections:
+            names = ", ".join(self.sections) or "no groups"
+            hint = f"`{self.prog} --help`" + (f"; the groups are {names}" if self.sections else "")
+            raise UsageError(f"the help has no group {section!r}", hint=hint)
+        group, formatter = self.sections[section], self._get_formatter()
+        formatter.start_section(group.title)
+        formatter.add_arguments(group._group_actions)
+        formatter.end_section()
+        return formatter.format_help()
+
+    def _short_help(self) -> str:
+        """The flags that most people want, and how to see the others."""
+        formatter = self._get_formatter()
+        formatter.add_usage(f"{self.prog} [MODEL] [FLAGS]", [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("flags")
+        shown = {f"--{name}" for name in (*self._first, "help")}
+        formatter.add_arguments(
+            each for each in self._actions if shown & {*each.option_strings} or each.dest == "model"
+        )
+        formatter.end_section()
+        sections = ", ".join(f"--help={name}" for name in self.sections)
+        formatter.add_text(f"All {len(self.flags())} flags: --help-all; groups: {sections}.")
+        return formatter.format_help()
+
+    def _with_examples(self, text: str) -> str:
         examples = "".join(f"  {example}\n" for example in self.examples)
         return f"{text}\nexamples:\n{examples}"
 
@@ -133,6 +187,23 @@ class Parser(argparse.ArgumentParser):
         return {}
 
 
+class _Help(argparse.Action):
+    """Prints the help, all of it or a section, and ends the program."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,  # noqa: ARG002
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)  # noqa: S101 (it is nobody else's)
+        section = values if isinstance(values, str) else None
+        is_first = option_string != "--help-all" and section is None
+        sys.stdout.write(parser.format_help() if is_first else parser.help_of(section))
+        parser.exit()
+
+
 class _Line(argparse.Action):
     """A line of a help that is no argument."""
 
@@ -153,18 +224,41 @@ def parse_strictly(
             )
     arguments, unknown = (whole or parser).parse_known_args(words)
     if unknown:
-        raise _unknown(unknown[0], parser)
+        raise _unknown(unknown[0], parser, words)
     return arguments
 
 
-def _unknown(word: str, parser: Parser) -> UsageError:
+def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     if not word.startswith("-"):
         return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
-    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1)
-    meant = f"did you mean `{flags[near[0]]}`?" if near else None
-    hint = meant or f"`{parser.prog} --help` lists every flag"
+    near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
+    following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
+    value = "" if following.startswith("-") else following
+    meant = None if parser.prog == PROGRAM else _meant(word, value, flags.values())
+    meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
+    hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
+
+
+def foreign_words() -> dict[str, str]:
+    """What TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth call a setting, and our flag for
+    it, ``{}`` for the value that was typed; or a sentence that says who does it.
+    """
+    return json.loads((files("highwater.cli") / "foreign_words.json").read_text(encoding="utf-8"))
+
+
+def _meant(word: str, value: str, flags: Collection[str]) -> str | None:
+    """What is typed here for a word of others; None: nothing is known of the word."""
+    name, _, joined = word.lstrip("-").replace("_", "-").lower().partition("=")
+    said = foreign_words().get(name)
+    if said is None or not said.startswith("--"):
+        return said
+    typed = said.replace("{}", joined or value).strip()
+    flag = typed.split()[0]
+    if flag in flags:
+        return f"use `{typed}`"
+    return f"that is {flag} of another command: `highwater --help` lists them"
 
 
 class CommandHelp(NamedTuple):
@@ -281,6 +375,15 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
     "train": {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
+_FIRST = {
+    "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
+    "budget headroom study trainer",
+    "try": "config json length gpus ulysses memory device dry-run lora objective loss allocator "
+    "offload activations recompute trainer",
+    "train": "config json data length steps output settings gpus device lora objective "
+    "learning-rate rows eval-data save-every resume-from",
+}
+"""The flags of a command's short help: what most people want."""
 
 
 def _read(text: str) -> Iterator[tuple[str, CommandHelp]]:
@@ -345,11 +448,16 @@ def grammar() -> Parser:
     for name, command in COMMANDS.items():
         described = f"{name}: {command.help}"
         own = subparsers.add_parser(
-            name, help=command.help, description=described, examples=command.examples
+            *(name,),
+            help=command.help,
+            description=described,
+            examples=command.examples,
+            first=_FIRST.get(name, "").split(),
         )
         _add_flags(own, name, _own_flags(name))
-        for heading, rows in _sections(name):
-            _add_flags(own.add_argument_group(heading), name, rows)
+        for section, heading, rows in _sections(name):
+            own.sections[section] = own.add_argument_group(heading)
+            _add_flags(own.sections[section], name, rows)
     return parser
 
 
@@ -370,15 +478,15 @@ def _own_flags(command: str) -> Iterator[Setting]:
         yield replace(row, help=f"{what_for}{row.help}", metavar=_metavar(row), **read)
 
 
-def _sections(command: str) -> Iterator[tuple[str, list[Setting]]]:
-    """The headings of a command's help, and the settings below each."""
+def _sections(command: str) -> Iterator[tuple[str, str, list[Setting]]]:
+    """What ``--help=`` calls each section of a command's help, its heading, and its settings."""
     if command == "train":
         rows = [replace(row, rung_field=TRAINING + row.name) for row in TrainingRequest.declared]
         for heading in dict.fromkeys(row.topic for row in rows):
-            yield heading, [row for row in rows if row.topic == heading]
+            yield heading.split()[-1], heading, [row for row in rows if row.topic == heading]
     for heading, topics in _TOPICS.get(command, {}).items():
         rows = [row for topic in topics for row in TOPICS[topic]]
-        yield heading, [row for row in rows if command in row.commands]
+        yield topics[-1], heading, [row for row in rows if command in row.commands]
 
 
 def _add_flags(

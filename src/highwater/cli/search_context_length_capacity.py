@@ -26,7 +26,7 @@ from highwater.cli.commands import exit_code, say_interrupted, say_line, with_me
 from highwater.cli.config import as_key, settings_in
 from highwater.cli.console import exit_code_of
 from highwater.cli.flags import layered
-from highwater.cli.grammar import Parser, parse_strictly
+from highwater.cli.grammar import PROGRAM, Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
@@ -40,7 +40,6 @@ from highwater.search.cell_outcomes import CellAnswered, SearchEvent
 from highwater.trials.probe import probe
 from highwater.units import format_bytes, format_tokens
 
-PROGRAM = "search_context_length_capacity"
 _MICRO_BATCHES = 4
 _SEQUENCES_PER_MICRO_BATCH = 2
 """Trinity's trial: 8 sequences per data-parallel rank, in 4 micro-batches of 2 packed sequences."""

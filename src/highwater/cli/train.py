@@ -16,6 +16,8 @@ from highwater.cli.console import exit_code_of, heeding
 from highwater.cli.flags import request_of, training_request_of, words_without
 from highwater.cli.progress import training_progress
 from highwater.errors import EXIT_ANSWERED, EXIT_TERMINATED
+from highwater.model.footprint import trained_parameters
+from highwater.model.model import load_model
 from highwater.nouns.corpus import Corpus
 from highwater.nouns.settings import Settings, short_settings
 from highwater.nouns.study import counted_ranks
@@ -118,11 +120,15 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     epochs = f"up to {tokens / max(1, corpus.tokens):.1f} epochs"
     # How many rows a step has is said beside them.
     settings = msgspec.structs.replace(trial.settings, accumulates=True)
+    shape = load_model(trial.model_directory).shape
+    trained = trained_parameters(shape, trial.settings)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
         f"{counted(spec.micro_batches, 'row')} of {row} tokens, "
         f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
         f"{trial.layout.suffix}",
+        f"learning rate {trial.hyperparameters.learning_rate:g}, "
+        f"{trained:,} of {shape.parameters:,} parameters trained",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "
         f"{corpus.longest_tokens:,}; {epochs}",
     ]

@@ -21,6 +21,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
+from highwater.model.families import REFUSED
 from highwater.nouns.codec import Record, from_builtins, read_file
 
 _OFFERED = 3
@@ -38,6 +39,9 @@ class CatalogModel(Record, frozen=True, kw_only=True):
     """Id on the Hugging Face Hub; None for a model that is not on it."""
     also: tuple[str, ...] = ()
     """Hub ids of models with exactly the same shape: instruction-tuned, renamed, distilled."""
+    aliases: tuple[str, ...] = ()
+    """Other names of it: short ones, and ids of models that read more and whose text model it is;
+    it is opened as the catalog's."""
     published_parameters: float | None = None
     """Parameters in billions, according to its card or paper."""
     source: str
@@ -95,6 +99,9 @@ def _spellings() -> dict[str, tuple[str, CatalogModel]]:
         spellings[model.name.lower()] = (model.name, model)
         spellings |= {each.lower(): (each, model) for each in model.hub_ids}
     for model in model_catalog():
+        for each in model.aliases:
+            for name in (each, each.rpartition("/")[2]):
+                spellings.setdefault(name.lower(), (model.name, model))
         for each in model.hub_ids:
             short = each.rpartition("/")[2]
             spellings.setdefault(short.lower(), (short, model))
@@ -261,7 +268,8 @@ def model_place(name: str) -> ModelPlace:
     known = catalog_model(name)
     if known is not None:
         hub_id, model = known
-        return ModelPlace(model.directory.resolve(), hub_id.rpartition("/")[2], hub_id)
+        opened_as = hub_id if is_hub_id(hub_id) else None
+        return ModelPlace(model.directory.resolve(), hub_id.rpartition("/")[2], opened_as)
     return ModelPlace(_fetched(name).resolve(), name.rpartition("/")[2], name)
 
 
@@ -321,6 +329,7 @@ def _catalog_place(name: str) -> ModelPlace:
         raise ModelError(
             f"no model {name!r}: not a directory", hint=f"the catalog calls it `{base}`"
         )
+    _refuse_by_name(name)
     raise ModelError(
         f"no model {name[:_LONGEST_NAME]!r}: not a directory, not in the catalog",
         hint=f"{_meant(near_names(name))}{_LIST}; a directory, or an id of the Hub such as "
@@ -335,9 +344,29 @@ def _fetched(hub_id: str) -> Path:
     try:
         return fetched_directory(hub_id)
     except ModelError as error:
+        _refuse_by_name(hub_id)
         base = catalog_model(hub_id.rpartition("/")[2])
         near = [base[0]] if base else near_names(hub_id)
         raise ModelError(error.problem, hint=f"{_meant(near)}{error.hint}") from error
+
+
+_LEAST_FAMILY = 4
+"""Letters of a family that a name is told by: shorter ones begin other names too."""
+
+
+def _refuse_by_name(name: str) -> None:
+    """Raise ModelError for a name that begins as a family that is not trained: ``Qwen3.5-9B``."""
+    said = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
+    families = {re.sub(r"[^a-z0-9]", "", family): family for family in REFUSED}
+    begun = [each for each in families if len(each) >= _LEAST_FAMILY and said.startswith(each)]
+    if begun:
+        family = families[max(begun, key=len)]
+        why, instead = REFUSED[family]
+        raise ModelError(
+            f"{name[:_LONGEST_NAME]} is by its name of the family {family}, which is not "
+            f"supported: {why}",
+            hint=f"{instead}; {_LIST}",
+        )
 
 
 def _meant(near: list[str]) -> str:

@@ -21,7 +21,7 @@ from highwater.nouns.hardware import (
     kind_of,
     lacking,
 )
-from highwater.units import GIB, binary_size, format_bytes, parse_bytes
+from highwater.units import GIB, binary_size, format_bytes, parse_bytes, parse_memory
 
 _NAMED = re.compile(r"(?:(\d+)\s*[xX×*]\s*)?(.+)")
 _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
@@ -31,7 +31,7 @@ _DIGITS = 9
 _COUNT_BEHIND = re.compile(r"((?!\d+[xX])\D.*|\d{4}):(\d+)")
 """A kind and then its count, as SkyPilot has them: ``A100:4``."""
 _UNLISTED = {
-    r"(nvidia )?(dgx spark|gb10)": ("has its host's memory, which no driver tells", "119GiB"),
+    r"(nvidia )?(dgx ?spark|gb10)": ("has its host's memory, which no driver tells", "119GiB"),
     r".*\b(ascend|910[abc]|gaudi ?\d?|tpu|trainium)\b.*": (
         "is of neither NVIDIA nor AMD, whose libraries alone are known",
         "60GiB",
@@ -44,6 +44,8 @@ _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
 """A word of a GPU's name that says how much memory it has: ``80GB``."""
 _SAID_SIZE = re.compile(r"\b(\d{1,3})gi?b\b")
 """The same anywhere in a name, its unit written."""
+_SOLD = re.compile(r"\s*(\d{1,3})\s*gb?\s*", re.IGNORECASE)
+"""A size of memory as cards are sold by: ``24GB``."""
 _UNKNOWN_GIB = 16
 """Memory of the example for a GPU of which nobody knows it."""
 _LEAST_BYTES = GIB
@@ -183,6 +185,26 @@ def refuse_small_gpu(memory_bytes: int) -> None:
         least = f"{format_bytes(_LEAST_BYTES)} is the least"
         problem = f"a GPU with a memory of {format_bytes(memory_bytes)}; {least}"
         raise UsageError(problem, hint="give its own, for example `--gpu-memory 80GiB`")
+
+
+def card_memory(text: str) -> int:
+    """Bytes of a GPU's memory, as ``--gpu-memory`` has them. Raises UsageError for a size that
+    cards are sold by, ``24GB``: drivers report less, each card's its own.
+    """
+    sold = _SOLD.fullmatch(text)
+    most_bytes = int(sold[1]) * GIB if sold else 0
+    cards = {
+        kind.usable_bytes: kind.name
+        for kind in reversed(gpu_catalog())
+        if kind.usable_bytes and _SAME_FROM * most_bytes <= kind.usable_bytes <= most_bytes
+    }
+    if not cards:
+        return parse_memory(text)
+    sizes = (f"`{_size(size)}` of {name}" for size, name in sorted(cards.items(), reverse=True))
+    raise UsageError(
+        f"memory size {text!r} is what cards are sold by, and their drivers report less",
+        hint=f"name the card's own: {', '.join(sizes)}",
+    )
 
 
 def nameless(device_bytes: int) -> str:

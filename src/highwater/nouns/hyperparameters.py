@@ -67,7 +67,10 @@ def _number(
 class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
     """The numbers that every rung of a search trains with; none of them changes memory."""
 
-    learning_rate: float = _number(1e-5, "RATE", _NOT_NEGATIVE, "AdamW's learning rate")
+    learning_rate: float = _number(
+        *(1e-5, "RATE", _NOT_NEGATIVE),
+        "AdamW's learning rate; default: 1e-05, and 1e-04 where adapters are trained",
+    )
     """The same at every step."""
     adam_beta1: float = _number(0.9, "BETA", _BETA, "AdamW's beta of the gradients' running mean")
     adam_beta2: float = _number(0.999, "BETA", _BETA, "AdamW's beta of the squares' running mean")
@@ -177,6 +180,9 @@ def out_of_range(name: str, value: Any) -> str | None:
     return f"{name.replace('_', ' ')} is {value}, and has to be {bounds.words}"
 
 
+ADAPTERS_RATE = 1e-4
+"""Learning rate of a training of adapters, ten times that of all parameters, unless one is named.
+Source: QLoRA, https://arxiv.org/abs/2305.14314, table 9 (1e-4 to 2e-4 at every size)."""
 NAMES: tuple[str, ...] = Hyperparameters.__struct_fields__
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Hyperparameters)}
 _ROWS = {row.name: row for row in Hyperparameters.declared}

@@ -328,7 +328,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     _refuse_an_unnamed_cpu(request, machine, length_tokens)
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
-    question = plan(_alone(request, length_tokens), machine).question
+    question = plan(alone(request, length_tokens), machine).question
     cell, *others = question.cells
     degrees = ("ulysses", "ring", "copies")
     if others or any(len(getattr(request, name) or ()) > 1 for name in degrees):
@@ -344,7 +344,7 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     return spec
 
 
-def _alone(request: Request, length_tokens: int) -> Request:
+def alone(request: Request, length_tokens: int) -> Request:
     """The search of one length on one rung."""
     return msgspec.structs.replace(
         request,

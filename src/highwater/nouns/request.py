@@ -161,6 +161,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     offload: Offload | None = None
     activations: Activations | None = None
     sequences_per_micro_batch: int | None = None
+    learning_rate: float | None = None
 
 
 _IN_OTHER_WORDS = {
@@ -358,7 +359,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
             except UsageError as error:
                 raise RefusedError(row.name, error.problem, hint=error.hint) from error
         for name, default in DEFAULTS.items():
-            why = out_of_range(name, getattr(self, name))
+            value = getattr(self, name)
+            why = None if value is None else out_of_range(name, value)
             if why is not None:
                 raise RefusedError(name, why, hint="for example `{}`", example=default)
         for name in ("gpus", "ulysses", "ring", "copies"):
@@ -391,7 +393,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     @property
     def hyperparameters(self) -> Hyperparameters:
         """What every rung trains with."""
-        return Hyperparameters(**{name: getattr(self, name) for name in DEFAULTS})
+        every = ((name, getattr(self, name)) for name in DEFAULTS)
+        return Hyperparameters(**{name: value for name, value in every if value is not None})
 
     @property
     def names_grid(self) -> bool:

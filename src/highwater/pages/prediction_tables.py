@@ -312,7 +312,7 @@ def prediction_table(
     shown = [c for c in prediction.cells if c.is_on_frontier or c.cell in kept]
     shown = prediction.cells if is_whole else sorted(shown, key=lambda c: c.capacity_tokens)
     left = len(prediction.cells) - len(shown)
-    beaten = (f"{left} other settings gain nothing: `--all`",) if left else ()
+    beaten = (f"{left} other settings gain little: `--all`",) if left else ()
     return table_of(
         f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
         shown,

@@ -63,17 +63,12 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
 
 
 def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Cluster, MemoryLimit]:
-    """So many GPUs of a machine, and the memory that training has of them."""
-    if not machine.gpus:  # of a dry run, for which a memory is named
-        where = cluster(str(gpus), gpu_memory_bytes=memory_bytes, machine=None)
-        return where, memory_limit_of(where, host_memory=None, reserved=0)
-    where = Cluster(
-        gpus=gpus,
-        device_name=machine.gpus[0].name,
-        device_bytes=min(gpu.memory_total_bytes for gpu in machine.gpus[:gpus]),
-        compute_capability=machine.gpus[0].compute_capability,
-        host_bytes=machine.host_memory_total_bytes,
-    )
+    """So many GPUs of a machine, or of a dry run, for which a memory is named; and the memory that
+    training has of them.
+    """
+    here = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus])
+    named_bytes = None if machine.gpus else memory_bytes
+    where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
     reserved_bytes = max(0, where.device_bytes - (memory_bytes or where.device_bytes))
     return where, memory_limit_of(where, host_memory=None, reserved=reserved_bytes)
 
@@ -116,5 +111,7 @@ def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
         known = calibration_of(question, OURS)
         cells = predict_by_formula(question, limit, OURS, known, asked="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)
-        return PredictedLaw(question=question, limit=limit, known=known, is_tight=is_tight)
+        return PredictedLaw(
+            shape=by_formula.shape, question=question, limit=limit, known=known, is_tight=is_tight
+        )
     return by_formula

@@ -19,13 +19,13 @@ from typing import Any
 import psutil
 
 from highwater.errors import MachineError
-from highwater.nouns.cluster import Cluster, cluster, names_no_kind
+from highwater.nouns.cluster import Cluster, card_memory, cluster, names_no_kind
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import RECORDED_VARIABLES, Environment
 from highwater.nouns.hardware import CPU_SEARCH, Gpu, Machine, UnreadableGpu
 from highwater.nouns.settings import Settings
 from highwater.trials.ranks import answered
-from highwater.units import GIB, format_bytes, parse_memory
+from highwater.units import GIB, format_bytes
 
 EMPTY_GPU_BYTES = GIB
 """Used memory up to which a GPU counts as empty. A driver reports up to about 0.6 GiB as used on an
@@ -78,7 +78,7 @@ def gpus_meant(gpus: str | int | None, gpu_memory: str | int | None) -> Cluster:
     """The GPUs that a user names, else this machine's. Raises what ``cluster`` raises."""
     text = None if gpus is None else str(gpus)
     is_here = text is None or names_no_kind(text)
-    memory_bytes = None if gpu_memory is None else parse_memory(str(gpu_memory))
+    memory_bytes = None if gpu_memory is None else card_memory(str(gpu_memory))
     return cluster(text, gpu_memory_bytes=memory_bytes, machine=probe() if is_here else None)
 
 

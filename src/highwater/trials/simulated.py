@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
 
 import msgspec
 
@@ -21,7 +20,7 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.predictor import FormulaPredictor
 from highwater.memory.trainers import MEMORY
-from highwater.model.model import ModelShape, load_model
+from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial import (
@@ -191,23 +190,17 @@ class SimulatedRunner(OneByOne):
 class FormulaLaw:
     """The law by the closed form of our engine."""
 
-    shape: ModelShape | None = None
-    """None: each trial's model is read from its directory."""
+    shape: ModelShape
 
     def __call__(self, spec: TrialSpec) -> int | Outcome:
         """Bytes that each GPU's allocator must reserve."""
-        shape, settings, layout = self.shape_of(spec), spec.settings, spec.layout
-        step = Step(shape, settings, layout, spec.length_tokens, spec.device, spec.prompt_tokens)
-        needed = footprint(step)
+        place = self.shape, spec.settings, spec.layout
+        needed = footprint(Step(*place, spec.length_tokens, spec.device, spec.prompt_tokens))
         return needed.needed_bytes - needed.outside_bytes
 
     def outside_terms(self, spec: TrialSpec) -> tuple[Term, ...]:
         """Bytes of a GPU that its allocator does not hold."""
-        return outside_terms(self.shape_of(spec), spec.settings, spec.layout, spec.device)
-
-    def shape_of(self, spec: TrialSpec) -> ModelShape:
-        """The shape of a trial's model."""
-        return self.shape or _shape(spec.model_directory)
+        return outside_terms(self.shape, spec.settings, spec.layout, spec.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +236,3 @@ class PredictedLaw(FormulaLaw):
     def _predictor(self, spec: TrialSpec) -> FormulaPredictor:
         cell = Cell(layout=spec.layout, settings=spec.settings)
         return MEMORY[OURS].by_formula(self.question, cell, self.limit)
-
-
-@cache
-def _shape(model_directory: str) -> ModelShape:
-    return load_model(model_directory).shape

@@ -1,0 +1,68 @@
+"""A word of others names the flag of ours, or who does it; and nothing else is guessed."""
+
+import re
+
+import pytest
+
+from highwater.cli.grammar import commands, foreign_words, parse
+from highwater.errors import UsageError
+
+FLAGS = {command: set(parser.flags()) for command, parser in commands().items()}
+LENGTH = {"try": ("--length", "4k")}
+
+
+def hint_of(*words: str) -> str:
+    with pytest.raises(UsageError) as error:
+        parse(words)
+    return error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "ours"),
+    [
+        ("find", "--batch-size 4", "--sequences-per-micro-batch 4"),
+        ("train", "--lr 2e-5", "--learning-rate 2e-5"),
+        ("predict", "--lora-rank 16", "--lora 16"),
+        ("predict", "--qlora", "--lora 16 --lora-base nf4"),
+        ("try", "--load-in-4bit", "--lora 16 --lora-base nf4"),
+        ("train", "--per_device_train_batch_size=2", "--sequences-per-micro-batch 2"),
+        ("predict", "--max_seq_length 8192", "--length 8192"),
+        ("find", "--gradient-accumulation-steps 8", "--micro-batches 8"),
+        ("recommend", "--cpu-offload", "--offload"),
+    ],
+)
+def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, ours):
+    beside = LENGTH.get(command, ())
+    assert hint_of(command, "Qwen3-8B", *beside, *typed.split()) == f"use `{ours}`"
+    if command not in ("train",):
+        assert parse([command, "Qwen3-8B", *beside, *ours.split()])
+
+
+@pytest.mark.parametrize("word", ["model", "dtype", "wandb", "epochs", "packing", "report-to"])
+def test_what_has_no_flag_says_who_does_it(word):
+    hint = hint_of("train", "--" + word, "x")
+    assert "did you mean" not in hint
+    assert hint == foreign_words()[word]
+    for flag in re.findall(r"`(--[\w-]+)", hint):
+        assert flag in FLAGS["train"]
+
+
+@pytest.mark.parametrize("word", ["--foo", "--loader", "--epsilon-greedy", "--x"])
+def test_no_flag_is_guessed_from_another_word(word):
+    assert hint_of("find", "Qwen3-8B", word, "1") == "`highwater find --help-all` lists every flag"
+
+
+@pytest.mark.parametrize(
+    ("mistyped", "flag"),
+    [("--ulyses", "--ulysses"), ("--dry-rn", "--dry-run"), ("--optimiser", "--optimizer")],
+)
+def test_a_mistyped_flag_is_still_offered(mistyped, flag):
+    assert hint_of("find", "Qwen3-8B", mistyped, "1") == f"did you mean `{flag}`?"
+
+
+def test_no_word_of_others_is_a_flag_of_ours_and_every_flag_told_is_one():
+    known = set().union(*FLAGS.values())
+    assert len(foreign_words()) >= 35
+    for word, said in foreign_words().items():
+        assert f"--{word}" not in FLAGS["find"] | FLAGS["train"]
+        assert set(re.findall(r"--[a-z][\w-]*", said)) <= known, word
