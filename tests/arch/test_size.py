@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_181,
+    "src_lines": 67_212,
     "src_files": 273,
     "src_small_files": 12,
     "process_starts": 1,
