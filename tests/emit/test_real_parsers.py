@@ -295,6 +295,7 @@ FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
     ),
     *((target, (("loss", "chunked"),), "chunked", True) for target in LIGERS),
     *((target, (("recompute", "none"),), "recompute", False) for target in ("axolotl", "ms-swift")),
+    ("axolotl", (("activations", "host"),), "on_host", "hidden_states"),
 ]
 """What is asked of a trainer, and the field in which its own parser has it."""
 

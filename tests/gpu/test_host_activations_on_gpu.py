@@ -25,6 +25,7 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.experience import forward_batch
 from highwater.engine.training.optimizers import make_optimizer
+from highwater.engine.training.statistics_log import divide_budget
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
@@ -112,6 +113,21 @@ def test_host_memory_has_the_size_of_what_lies_there(model):
     backward_of(training, [row(16_384)])
     wanted = (LAYERS - 1) * 16_384 * HIDDEN * 2
     assert wanted <= host.mapped_bytes <= wanted + LAYERS * 2 * MIB
+
+
+def test_the_allocator_leaves_room_for_the_page_tables_of_host_memory(model):
+    device = torch.device("cuda", 0)
+    training = trained(model, "layer", host := host_of(1))
+    fractions: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.cuda, "set_per_process_memory_fraction", lambda part, _: fractions.append(part)
+        )
+        divide_budget(device, budget_bytes=16 * GIB, nccl_bytes=0, host=host)
+        backward_of(training, [row(16_384 * 8)])
+    total = torch.cuda.mem_get_info(device)[1]
+    assert len(fractions) > 1
+    assert (fractions[0] - fractions[-1]) * total >= host.mapped_bytes / 512 - 4 * MIB
 
 
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="this is what it starts")

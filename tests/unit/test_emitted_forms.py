@@ -381,6 +381,15 @@ def test_llamafactory_recomputes_by_itself_alone():
         assert made.values["disable_gradient_checkpointing"] is (recompute == "none")
 
 
+def test_axolotls_own_recomputation_moves_inputs_to_the_host_and_fsdps_does_not():
+    for activations in ("gpu", "host"):
+        made = emitted("axolotl", length="4k", activations=activations)
+        is_moved = activations == "host"
+        assert made.values.get("activation_offloading") == ("hidden_states" if is_moved else None)
+        assert made.values.get("gradient_checkpointing", False) is is_moved
+        assert made.values["fsdp_config.activation_checkpointing"] is not is_moved
+
+
 def test_ms_swifts_file_of_fsdp2_has_its_own_names():
     known = recorded("ms-swift", ms_swift_file.VERSION)
     for offload in (False, True):

@@ -14,6 +14,7 @@ import pytest
 
 from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
+from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import CPU_SEARCH, Machine, kind_of, refuse_unfit_gpu
 from highwater.trials.probe import (
     _NEEDED,
@@ -59,6 +60,13 @@ def test_this_machine_can_be_probed_and_knows_its_versions():
     assert 0 < machine.host_memory_available_bytes <= machine.host_memory_total_bytes
     assert machine.versions["python"] == sys.version.split()[0]
     assert "highwater" in machine.versions
+
+
+def test_what_gpus_keep_on_the_host_is_bounded_by_the_control_group():
+    machine = msgspec.structs.replace(machine_with(1), host_memory_total_bytes=64 * GIB)
+    for limit, meant in ((16 * GIB, 16), (None, 64), (256 * GIB, 64)):
+        bounded = msgspec.structs.replace(machine, control_group_bytes=limit)
+        assert cluster(None, gpu_memory_bytes=None, machine=bounded).host_bytes == meant * GIB
 
 
 def test_with_every_gpu_hidden_none_is_seen():

@@ -1,7 +1,6 @@
 """Trials at predicted edges, with no headroom: for a dozen plans the longest safe length in
-24 GiB of a GPU by formula, and the command that tries it. Printed by ``python
-docs/results/activations/edges.py > docs/results/activations/edges.json``, in a commit before any of
-them ran.
+24 GiB of a GPU by formula, and the command that tries it; in a commit before any of them ran.
+``python docs/results/activations/edges.py > docs/results/activations/edges.json``
 """
 
 import json
@@ -35,15 +34,8 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for model, settings in PLANS:
         how = {**USUAL, "activations": "host", "offload": False, **settings}
-        found = highwater.predict(
-            model,
-            gpus="H200",
-            gpu_memory=MEMORY,
-            host_memory=HOST,
-            headroom="1KiB",
-            ulysses=[1],
-            **how,
-        )
+        where = {"gpus": "H200", "gpu_memory": MEMORY, "host_memory": HOST, "headroom": "1KiB"}
+        found = highwater.predict(model, ulysses=[1], **where, **how)
         (cell,) = found.cells
         flags = [
             word

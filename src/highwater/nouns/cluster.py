@@ -154,7 +154,7 @@ def _cluster(named: _Named, gpu_memory_bytes: int | None, machine: Machine | Non
         device_name=here.name,
         device_bytes=min(g.memory_total_bytes for g in machine.gpus),
         compute_capability=here.compute_capability,
-        host_bytes=machine.host_memory_total_bytes,
+        host_bytes=machine.host_bytes,
     )
 
 

@@ -5,6 +5,7 @@ the trials of a request run on; what is not there is refused.
 
 import json
 import shlex
+import sys
 from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
@@ -91,8 +92,15 @@ class Machine(Record, frozen=True, kw_only=True):
     cpu_cores: int
     host_memory_total_bytes: int
     host_memory_available_bytes: int
+    control_group_bytes: int | None = None
+    """Host memory that this process and its trials may take; None: all."""
     versions: dict[str, str]
     """Installed versions of what trials run with; a package that is missing is absent."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for what trials on GPUs keep there."""
+        return min(self.host_memory_total_bytes, self.control_group_bytes or sys.maxsize)
 
 
 @cache
@@ -327,7 +335,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
             model.shape, settings, layout=cell.layout
         ) + staged_gradient_bytes(model.shape, settings, layout=cell.layout)
         processes = cell.layout.machine_gpus * PROCESS_BYTES
-        if states and states + processes > machine.host_memory_total_bytes:
+        if states and states + processes > machine.host_bytes:
             is_offloaded = settings.offloads_model or settings.offloads_states
             flags = " ".join(words_of({"offload": settings.offload}))
             what = "offloaded states" if is_offloaded else "the reference"
@@ -335,7 +343,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
                 f"{what} of {model.name} on {counted_ranks(gpus, 'cuda')} take "
                 f"{format_bytes(states)} of host memory, "
                 f"the processes {format_bytes(processes)}, and this machine has "
-                f"{format_bytes(machine.host_memory_total_bytes)}",
+                f"{format_bytes(machine.host_bytes)}",
                 hint=f"leave `{flags}` out"
                 if is_offloaded
                 else f"use `--objective {without_reference(settings.objective)}`, which has no "

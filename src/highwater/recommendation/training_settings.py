@@ -179,7 +179,7 @@ class _Training:
             raise MachineError(problem, hint="name it: `--memory 80GiB`")
         limit = MemoryLimit(
             device_bytes=max(1, question.memory_bytes - self.rows_bytes(question)),
-            host_bytes=self.machine.host_memory_total_bytes if is_gpu else None,
+            host_bytes=self.machine.host_bytes if is_gpu else None,
         )
         if not is_gpu:
             return predict_cell(
@@ -218,7 +218,7 @@ class _Training:
             length=asked.length_tokens,
             gpus=gpus,
             reserved=max(0, total_bytes - (self.spec.memory_budget_bytes or total_bytes)),
-            host_memory=self.machine.host_memory_total_bytes,
+            host_memory=self.machine.host_bytes,
             micro_batches=1 if asked.rows and asked.rows < 2 * gpus else 2,
             **{name: getattr(request, name) for name in named_settings(request, says_what=True)},
         )

@@ -194,6 +194,7 @@ class _Axolotl(Finetuner):
             **self._lora_values(settings),
             **_rope_values(training),
             **_fused_values(training),
+            **_host_values(settings),
             **_sharding(cell),
             "datasets.0.path": DATASET,
             "datasets.0.type": "chat_template",
@@ -310,6 +311,13 @@ def _fused_values(training: FineTuning) -> dict[str, Value]:
     return {}
 
 
+def _host_values(settings: Settings) -> dict[str, Value]:
+    """Layers' inputs in host memory: by its own recomputation, in the place of FSDP's."""
+    if settings.activations == "gpu":
+        return {}
+    return {_RECOMPUTES: True, "activation_offloading": "hidden_states"}
+
+
 def _rope_values(training: FineTuning) -> dict[str, Value]:
     if training.yarn is None:
         return {}
@@ -326,7 +334,7 @@ def _sharding(cell: Cell) -> dict[str, Value]:
     settings, layout, is_second = cell.settings, cell.layout, _is_second(cell)
     fsdp: dict[str, Value] = {
         "offload_params": settings.offloads_model,
-        "activation_checkpointing": settings.recompute != "none",
+        "activation_checkpointing": settings.recompute != "none" and settings.activations == "gpu",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "state_dict_type": "SHARDED_STATE_DICT",
         # it refuses the other with a model in four bits
@@ -357,5 +365,5 @@ TARGET = EmitTarget(
         "learning rate and `gradient_accumulation_steps` there",
     ),
     predicted_for="highwater",
-    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer", "activations"},
 )

@@ -56,6 +56,7 @@ def probe(visible: Sequence[str] | None = None) -> Machine:
         cpu_cores=len(os.sched_getaffinity(0)),
         host_memory_total_bytes=memory.total,
         host_memory_available_bytes=min(memory.available, host_memory_bytes()),
+        control_group_bytes=host_memory_bytes(),
         versions={"python": platform.python_version(), **versions_of(_PACKAGES)},
     )
 

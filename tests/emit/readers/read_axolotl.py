@@ -78,6 +78,7 @@ for folder in sys.argv[1:]:
             "chunked": bool(config.liger_fused_linear_cross_entropy),
             "cut": bool(config.cut_cross_entropy),
             "optim": config.optimizer,
+            "on_host": config.activation_offloading,
             "dtype": str(config.torch_dtype).removeprefix("torch."),
             "attention": config.attn_implementation,
             "rope": model.rope_parameters,

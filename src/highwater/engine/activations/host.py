@@ -85,6 +85,10 @@ class HostActivations:
         """Bytes of host memory that are mapped."""
         return self._memory.mapped_bytes
 
+    def follow_mapping(self, mapped: Callable[[], object]) -> None:
+        """Have ``mapped`` called whenever more host memory is mapped."""
+        self._memory.mapped = mapped
+
     @property
     def preparing_s(self) -> float:
         """Seconds that mapping host memory has taken so far, which later steps do not take."""
@@ -253,6 +257,8 @@ class PinnedPlaces:
         self._free: list[_Pinned] = []
         self.mapped_bytes = 0
         self.preparing_s = 0.0
+        self.mapped: Callable[[], object] = lambda: None
+        """Called whenever more is mapped."""
 
     def take(self, size: int) -> _Pinned:
         """Return the smallest free place of at least so many bytes, or a new one.
@@ -270,6 +276,7 @@ class PinnedPlaces:
         self._unmap_free()
         memory, free = map_pinned(size, self._device, self._budget_bytes - self.mapped_bytes)
         self.mapped_bytes += len(memory)
+        self.mapped()
         self.preparing_s += time.perf_counter() - began
         return _Pinned(memory, free)
 

@@ -228,7 +228,10 @@ class RankRun(ABC):
             assert self.out_of_memory is not None
             self.out_of_memory.settle()
             budget = divide_budget(
-                context.device, budget_bytes=limit, nccl_bytes=context.nccl_bytes
+                context.device,
+                budget_bytes=limit,
+                nccl_bytes=context.nccl_bytes,
+                host=training.host,
             )
         assert self.watch is not None
         self.watch.begin()

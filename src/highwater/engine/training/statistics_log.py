@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
@@ -180,10 +181,14 @@ def allocator_settings(device: torch.device) -> dict[str, str]:
 
 
 def divide_budget(
-    device: torch.device, *, budget_bytes: int | None, nccl_bytes: int
+    device: torch.device,
+    *,
+    budget_bytes: int | None,
+    nccl_bytes: int,
+    host: HostActivations | None = None,
 ) -> MemoryBudget:
     """Bound the allocator so that device memory used stays within the budget; with None nothing but
-    the card bounds it.
+    the card bounds it. It is bound anew whenever ``host`` maps memory, which takes page tables.
 
     The bytes now outside the allocator are the context, except for ``nccl_bytes``.
 
@@ -204,8 +209,15 @@ def divide_budget(
             f"({format_bytes(context_bytes + nccl_bytes)})",
             hint=f"use `--memory {(context_bytes + nccl_bytes) // GIB + 2}GiB` or more",
         )
+
+    def bound() -> None:
+        left = max(0, budget - outside_allocator_bytes(device))
+        torch.cuda.set_per_process_memory_fraction(left / total, device)
+
     if budget_bytes is not None:
-        torch.cuda.set_per_process_memory_fraction(cap / total, device)
+        bound()
+        if host is not None:
+            host.follow_mapping(bound)
     return MemoryBudget(
         budget_bytes=budget,
         context_bytes=context_bytes,

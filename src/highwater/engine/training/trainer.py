@@ -151,6 +151,7 @@ class Trainer:
                 self.device,
                 budget_bytes=self.spec.memory_budget_bytes,
                 nccl_bytes=self._context.nccl_bytes,
+                host=self.training.host,
             )
         self._where.enter("data")
         if self.training.policy.weights == "random" and self.rank == 0:
