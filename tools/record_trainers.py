@@ -20,6 +20,7 @@ import yaml
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 ROOTS = (
+    "algorithm.",
     "trainer",
     "data",
     "actor_rollout_ref.model",
@@ -92,7 +93,8 @@ def verl(wheel: ZipFile) -> dict[str, str]:
 
 def trinity(wheel: ZipFile) -> dict[str, str]:
     fields = nested_fields("Config", classes_of(wheel.read("trinity/common/config.py").decode()))
-    kept = ("mode", "model.", "cluster.", "explorer.rollout_model.", "trainer.", "synchronizer.")
+    kept = ("mode", "algorithm.algorithm_type", "model.", "cluster.", "explorer.rollout_model.")
+    kept += ("trainer.", "synchronizer.")
     return {name: kind for name, kind in fields.items() if name.startswith(kept)}
 
 
