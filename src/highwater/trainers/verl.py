@@ -141,7 +141,7 @@ def _quoted(text: str) -> str:
 TARGET = EmitTarget(
     file="verl.sh",
     emit=verl,
-    yours=("data, reward and algorithm, as words after `./launch.sh`: `data.train_files=...`",),
+    yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
     knows=OF_ALL | OF_LORA,
 )
