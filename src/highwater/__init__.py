@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from highwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from highwater.api.data_lengths import data_lengths as data_lengths
     from highwater.api.prediction import predict as predict
     from highwater.api.search import find as find
     from highwater.api.search import open_study as open_study
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from highwater.recommendation.recommend import recommend as recommend
 
 _PUBLIC = {
+    "data_lengths": "highwater.api.data_lengths",
     "find": "highwater.api.search",
     "predict": "highwater.api.prediction",
     "run_trial": "highwater.api.search",
@@ -55,6 +57,7 @@ __all__ = [
     "MemoryProfiler",
     "SparsePatternConfig",
     "__version__",
+    "data_lengths",
     "find",
     "guide",
     "open_study",

@@ -46,7 +46,7 @@ INLINE = {
         r"`(highwater [^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     )
 }
-COMMANDS_NEEDING_MORE = ("try", "emit")
+COMMANDS_NEEDING_MORE = ("try", "emit", "data")
 """Named in a sentence, with nothing after it."""
 TRIES = ("find", "try")
 """What trains for real."""
@@ -128,7 +128,7 @@ def test_a_command_in_a_document_runs(command, document, run):
     assert done.stdout
     if command in SHOWN:
         _assert_shown(SHOWN[command], done.stdout)
-    grids = not {"--length", "--proof", "--print-config"} & set(words)
+    grids = not {"--length", "--proof", "--print-config", "--data"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
         assert re.search(r" trains? (up to|its native) [\d,]+ tokens on |^No: ", first)

@@ -1,4 +1,4 @@
-"""Twenty questions of real users, docs/results/questions: one command answers each."""
+"""Thirty questions of real users, docs/results/questions: one command answers each."""
 
 import json
 import shlex
@@ -21,9 +21,9 @@ def first_line(run: Run, command: str) -> tuple[int, str]:
     return done.returncode, (done.stdout or done.stderr).splitlines()[0]
 
 
-def test_there_are_twenty_of_all_kinds():
-    assert len(QUESTIONS) == 20
-    assert len({each["source_url"] for each in QUESTIONS}) == 20
+def test_there_are_thirty_of_all_kinds():
+    assert len(QUESTIONS) == 30
+    assert len({each["source_url"] for each in QUESTIONS}) == 30
     assert all(each["source_url"].startswith("https://github.com/") for each in QUESTIONS)
     assert {
         *("LoRA", "QLoRA", "nothing fits", "several nodes", "other trainer"),

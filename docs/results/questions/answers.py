@@ -1,4 +1,4 @@
-"""Twenty questions that people asked in public threads, each answered by one command: what the
+"""Thirty questions that people asked in public threads, each answered by one command: what the
 first line says, and how long it takes.
 
     python docs/results/questions/answers.py           # now: writes answers.json and README.md
@@ -138,7 +138,7 @@ def page(document: dict[str, list[Answer]]) -> str:
 def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
     questions = json.loads((HERE / "questions.json").read_text())
     before, after = ({each["command"]: each for each in document[when]} for when in document)
-    yield "# Twenty questions"
+    yield "# Thirty questions"
     yield ""
     late = [each for each in document["after"] if each["seconds"] >= ANSWER_S]
     said = sum(map(is_answered, document["after"]))
@@ -149,10 +149,11 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "They were written down before anything was changed for them, in our words; each has the "
-        "address of its thread. Where a thread does not say which 7B or 70B model is meant, the "
-        "command names a common one. *Before* is what the same command said at "
-        f"`{BEFORE}`. `python docs/results/questions/answers.py` asks again and writes this page."
+        "They were written down before anything was changed for them, in our words, the last ten "
+        "after all others had been answered; each has the address of its thread. Where a thread "
+        "does not say which 7B or 70B model is meant, the command names a common one. *Before* is "
+        f"what the same command said at `{BEFORE}`. `python docs/results/questions/answers.py` "
+        "asks again and writes this page."
     )
     yield ""
     yield "| | before | after |"

@@ -109,7 +109,7 @@ def _handler(name: str) -> Callable[[argparse.Namespace], int]:
             from highwater.cli import catalog as module
         case "train":
             from highwater.cli import train as module
-        case "predict":
+        case "predict" | "data":
             from highwater.cli import predict as module
         case "recommend" | "emit":
             from highwater.cli import recommend as module

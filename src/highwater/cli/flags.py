@@ -101,6 +101,12 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         place="+",
         metavar="PATH",
     )
+    documents: _Texts = _flag(
+        "data", REQUIRED, "a file of JSON lines, Parquet or text, or a folder", place="+"
+    )
+    counted_by: str | None = _flag(
+        "data", None, "whose tokenizer counts tokens; default: bytes are counted", name="model"
+    )
     shown: _Texts = _flag("show", (), _NEWEST, place="*", metavar="STUDY", rung_field="studies")
     study: str | None = _flag("report", None, _NEWEST, place="?", metavar="STUDY")
     sources: _Texts = _flag(
@@ -149,7 +155,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         },
     )
     json: bool = _flag(
-        f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench",
+        f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench data",
         False,
         "print one JSON document",
         SWITCH,
@@ -264,6 +270,16 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
         "NCCL as read there",
         kinds.FILE,
+    )
+    read_data: _Texts = _flag(
+        "predict",
+        (),
+        "files to train on: what each length keeps of them, and the time of one pass",
+        name="data",
+        metavar="FILE",
+    )
+    price: str | None = _flag(
+        "predict", None, "dollars of one GPU for an hour, 2.50: with --data what a pass costs"
     )
     all_: bool = _flag(
         "predict", False, "every setting, also those that gain nothing", SWITCH, name="all"

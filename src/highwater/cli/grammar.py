@@ -282,6 +282,10 @@ what the next would buy
     highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k --list
     highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo --length \
 128k
+  data: how long the documents of a file are, and what of them each length keeps
+    highwater data data.jsonl
+    highwater data docs/
+    highwater data data.jsonl --json
 
 try on GPUs
   find: the longest context that a model trains with here, by real trials

@@ -4,9 +4,10 @@ prediction scores.
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from highwater.api.prediction import predict as predicted
 from highwater.api.prediction import predict_against
@@ -21,16 +22,21 @@ from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import OF_THE_GRID, request_from, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
+from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
     accuracy_table,
     assumed_host,
+    data_answer,
+    data_table,
     prediction_answer,
     prediction_table,
     term_table,
 )
 from highwater.units import format_tokens
+
+if TYPE_CHECKING:
+    from highwater.api.data_lengths import DataLengths
 
 _EXAMPLE = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
 _NOT_RECOMMENDED = tuple(row.flag for row in taken_by("predict", but_not="recommend"))
@@ -41,6 +47,10 @@ def predict(arguments: argparse.Namespace) -> int:
     """Print the prediction, or the score against a table."""
     if arguments.against is not None:
         return _against(arguments)
+    if arguments.read_data:
+        return _of_data(arguments)
+    if arguments.price is not None:
+        raise UsageError("a price, and no data to train on", hint="add `--data data.jsonl`")
     prediction = _predicted(arguments)
     limit = prediction.memory_limit
     is_said = prediction.answer is not None  # which says what host memory is taken for there
@@ -58,6 +68,49 @@ def predict(arguments: argparse.Namespace) -> int:
     )
     console.next_command(_after_predict(arguments, prediction))
     return code
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print how long the documents are, and what each length keeps of them."""
+    from highwater.api.data_lengths import data_lengths
+
+    paths, model = arguments.documents, arguments.counted_by
+    found = data_lengths(paths, model, on_phase=console.talk)
+    words = ["highwater", "predict", model or "Qwen3-0.6B", "--gpus", "H100-80GB", "--data", *paths]
+    return _say_data(arguments, found, words)
+
+
+def _of_data(arguments: argparse.Namespace) -> int:
+    """Print the same with how each length is trained on GPUs, and what a pass takes there."""
+    from highwater.api.data_lengths import data_lengths
+
+    if arguments.length is not None or arguments.exact or arguments.predicted_for != OURS:
+        raise UsageError(
+            "each length of the data is predicted, by formula and for our own step",
+            hint="leave `--length`, `--exact` and `--trainer` out",
+        )
+    model, settings = named_model(arguments, [], example=_EXAMPLE)
+    found = data_lengths(
+        arguments.read_data,
+        model,
+        price=arguments.price,
+        on_phase=console.talk,
+        gpus=arguments.cluster,
+        **typed_limits(arguments),
+        **settings,
+    )
+    words = words_again(arguments, drop=_NOT_RECOMMENDED)
+    length = ("--length", str(found.enough.length_tokens))
+    return _say_data(arguments, found, ("highwater", "recommend", model, *words, *length))
+
+
+def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequence[str]) -> int:
+    console.notes(found.notes)
+    if arguments.json:
+        return console.answer_json(found)
+    console.answer_page(data_answer(found), data_table(found))
+    console.next_command(shlex.join(then))
+    return EXIT_ANSWERED
 
 
 def _instead(

@@ -4,6 +4,7 @@ cells of a known table one hits; and the caveat below them, or all notes (``pred
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import Term
@@ -23,7 +24,17 @@ from highwater.pages.page import template_lines
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
-from highwater.units import GIB, format_bytes, format_seconds, format_tokens
+from highwater.units import (
+    GIB,
+    counted,
+    format_bytes,
+    format_seconds,
+    format_share,
+    format_tokens,
+)
+
+if TYPE_CHECKING:
+    from highwater.api.data_lengths import DataLengths, KeptLength
 
 _LACKS = {"device": "of each GPU", "host": "of host memory"}
 _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
@@ -391,6 +402,63 @@ def term_table(predicted: CellPrediction) -> TextTable:
 
 def _bar(size: int, largest: int) -> str:
     return "#" * round(_LONGEST_BAR * size / largest)
+
+
+def data_answer(found: "DataLengths") -> str:
+    """Say which length keeps nearly all of the data, what the next one does, and what they take."""
+    name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
+    enough = found.enough
+    longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
+    said = (
+        f"{name}: {format_tokens(enough.length_tokens)} tokens keep {_of(enough, found)} of your "
+        f"tokens, and {enough.documents / found.documents:.0%} of "
+        f"{counted(found.documents, 'document')} whole"
+    )
+    step, next_step = (each and each.trained and each.trained.step for each in (enough, longer))
+    if longer is not None:
+        said += f"; {format_tokens(longer.length_tokens)} keep {_of(longer, found)}"
+        if step and next_step:
+            said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
+    if enough.epoch_s is not None:
+        money = "" if enough.epoch_price is None else f" and {enough.epoch_price:,.2f} dollars"
+        said += f". One pass takes about {format_seconds(enough.epoch_s)}{money}, predicted"
+    is_text = found.tokenizer != "bytes"
+    return f"{said}." if is_text else f"{said}. Bytes are counted: no tokenizer is here."
+
+
+def _of(kept: "KeptLength", found: "DataLengths") -> str:
+    """The share of the tokens that a length keeps, which is all only where nothing is cut."""
+    is_all = kept.kept_tokens == found.tokens
+    return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
+
+
+def data_table(found: "DataLengths") -> TextTable:
+    """A histogram of the documents, what each length keeps of them, and what a pass takes."""
+    before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
+    own = {each: each.documents - before.get(each, 0) for each in found.lengths}
+    is_trained = any(each.trained for each in found.lengths)
+
+    def how(each: "KeptLength") -> str:
+        cell = each.trained and each.trained.cell
+        return short_settings(cell.settings) + cell.layout.suffix if cell else "none"
+
+    return table_of(
+        f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
+        f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
+        found.lengths,
+        ("up to", "length_tokens"),
+        ("", lambda each: _bar(own[each], max(own.values()))),
+        ("documents", lambda each: f"{own[each]:,}"),
+        ("whole", lambda each: format_share(each.documents / found.documents)),
+        ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
+        ("settings", how) if is_trained else None,
+        ("a step", "trained.step.time_s") if is_trained else None,
+        ("one pass", "epoch_s") if is_trained else None,
+        ("dollars", lambda e: "-" if e.epoch_price is None else f"{e.epoch_price:,.2f}")
+        if any(each.epoch_price is not None for each in found.lengths)
+        else None,
+        names=2,
+    )
 
 
 def _tensor_table(predicted: CellPrediction, replayed: Replayed) -> TextTable:

@@ -1,0 +1,151 @@
+"""Lengths of a user's data: how long its documents are, what each length keeps of them, and what
+one pass over that takes on some GPUs, in time and in money.
+
+```python
+import highwater
+
+found = highwater.data_lengths("data.jsonl", "Qwen3-8B", gpus="8xH100-80GB", price=2.5)
+for each in found.lengths:
+    print(each.length_tokens, each.kept_tokens / found.tokens, each.epoch_s)
+```
+"""
+
+import re
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from highwater.api.prediction import predict
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction
+from highwater.model.model import load_model
+from highwater.nouns.codec import Record
+from highwater.nouns.corpus import CorpusOrder, missing_files
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import OnPhase, unheard
+from highwater.trials.inputs import tokenised
+from highwater.units import MOST_TOKENS
+
+_USUAL = 8192
+"""The shortest length that is told of data with longer documents; of others an eighth of it."""
+_BYTES = 1 << 16
+"""A vocabulary that has every byte, where no model is named."""
+
+
+class KeptLength(Record, frozen=True, kw_only=True):
+    """What a length keeps of the data, and what training there takes."""
+
+    length_tokens: int
+    documents: int
+    """Documents that are no longer, all of which is trained."""
+    kept_tokens: int
+    """Tokens that are trained where the ends of longer documents are cut."""
+    trained: CellPrediction | None = None
+    """How the length is trained; None: no GPUs were named, or nothing trains it."""
+    epoch_s: float | None = None
+    """Seconds of one pass over the kept tokens, in rows that are full of one document: tokens of
+    short ones attend to fewer, and take less. None: nobody knows."""
+    epoch_price: float | None = None
+    """Price of that pass in the unit of the price that was named."""
+
+
+class DataLengths(Record, frozen=True, kw_only=True):
+    """The documents of some data by their lengths."""
+
+    data: tuple[str, ...]
+    tokenizer: str
+    """Name of the tokenizer's class; ``bytes``: without one each byte is a token."""
+    documents: int
+    tokens: int
+    longest_tokens: int
+    lengths: tuple[KeptLength, ...]
+    """Each twice the one before; the last one keeps everything."""
+    notes: tuple[str, ...]
+
+    @property
+    def enough(self) -> KeptLength:
+        """The shortest length that keeps at least 95 % of the tokens."""
+        return next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
+
+
+def data_lengths(
+    data: str | Sequence[str],
+    model: str | None = None,
+    *,
+    price: str | float | None = None,
+    on_phase: OnPhase = unheard,
+    **asked: Any,
+) -> DataLengths:
+    """The lengths of the documents in files, by the tokenizer of ``model``; with ``gpus`` and the
+    other keywords of ``predict`` also how each length is trained, and how long one pass takes;
+    ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``. Raises HighwaterError for
+    what cannot be read, or predicted.
+    """
+    read_price = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))
+    if price is not None and read_price is None:
+        raise UsageError(f"a price of {price} an hour", hint="for example `--price 2.50`")
+    hour_price = float(read_price[1]) if read_price else None
+    paths = (data,) if isinstance(data, str) else tuple(data)
+    for path in paths:
+        if not Path(path).exists():
+            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
+    folder, vocab_size = None, _BYTES
+    if model is not None:
+        read = load_model(model)
+        vocab_size = read.shape.vocab_size
+        folder = None if missing_files(Path(read.directory)).tokenizer else read.directory
+    order = CorpusOrder(
+        data=tuple(str(Path(path).absolute()) for path in paths),
+        objective=asked.get("objective", Settings().objective),
+        length_tokens=MOST_TOKENS,
+        tokenizer=folder,
+        vocab_size=vocab_size,
+    )
+    corpus = tokenised(order, on_phase=on_phase)
+    offsets = array("q")
+    offsets.frombytes(Path(corpus.directory, "offsets.bin").read_bytes())
+    documents = sorted(after - before for before, after in pairwise(offsets))
+    length = _USUAL if documents[-1] > _USUAL else _USUAL // 8
+    lengths = [length]
+    while lengths[-1] < documents[-1]:
+        lengths.append(2 * lengths[-1])
+    may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
+    return DataLengths(
+        data=paths,
+        tokenizer=corpus.tokenizer,
+        documents=len(documents),
+        tokens=corpus.tokens,
+        longest_tokens=documents[-1],
+        lengths=tuple(
+            _kept(documents, each, model if may_cost else None, hour_price, asked)
+            for each in lengths
+        ),
+        notes=corpus.notes,
+    )
+
+
+def _kept(
+    documents: Sequence[int],
+    length_tokens: int,
+    model: str | None,
+    price: float | None,
+    asked: dict[str, Any],
+) -> KeptLength:
+    kept = sum(min(each, length_tokens) for each in documents)
+    trained, epoch_s, epoch_price = None, None, None
+    if model is not None:
+        prediction = predict(model, length=length_tokens, **asked)
+        trained = prediction.answer
+        if trained is not None and trained.step is not None:
+            epoch_s = kept / trained.step.tokens_per_s
+            epoch_price = None if price is None else price * prediction.gpus * epoch_s / 3600
+    return KeptLength(
+        length_tokens=length_tokens,
+        documents=sum(each <= length_tokens for each in documents),
+        kept_tokens=kept,
+        trained=trained,
+        epoch_s=epoch_s,
+        epoch_price=epoch_price,
+    )

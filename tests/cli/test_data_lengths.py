@@ -1,0 +1,111 @@
+"""Which length some data needs: documents by length, what a length keeps, and what a pass takes."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conftest import refusal
+
+import highwater
+from highwater.errors import HighwaterError
+
+LENGTHS = (*([500] * 60), *([3_000] * 25), *([9_000] * 10), *([20_000] * 4), 70_001)
+"""Bytes of each text, with the end of a text a token more."""
+TOKENS = sum(LENGTHS) + len(LENGTHS)
+ON = ("--gpus", "8xH100-80GB")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    texts = ["x" * length for length in LENGTHS]
+    random.Random(0).shuffle(texts)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
+    return str(path)
+
+
+def kept(length: int) -> int:
+    """What a length keeps, by the definition."""
+    return sum(min(each + 1, length) for each in LENGTHS)
+
+
+def test_each_length_keeps_what_its_definition_says_and_the_last_one_everything(data):
+    found = highwater.data_lengths(data)
+    assert (found.documents, found.tokens, found.longest_tokens) == (100, TOKENS, 70_002)
+    assert [each.length_tokens for each in found.lengths] == [8192, 16384, 32768, 65536, 131072]
+    for each in found.lengths:
+        assert each.kept_tokens == kept(each.length_tokens)
+        assert each.documents == sum(one + 1 <= each.length_tokens for one in LENGTHS)
+        assert each.trained is None
+    assert found.lengths[-1].kept_tokens == TOKENS
+    assert found.enough.kept_tokens >= 0.95 * TOKENS
+    shorter = [each for each in found.lengths if each.length_tokens < found.enough.length_tokens]
+    assert all(each.kept_tokens < 0.95 * TOKENS for each in shorter)
+
+
+def test_one_pass_takes_the_kept_tokens_at_the_predicted_speed_and_costs_the_gpus_hours(data):
+    found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", price="2.50/h", lora=16)
+    for each in found.lengths:
+        alone = highwater.predict(
+            "Qwen3-8B", gpus="8xH100-80GB", length=each.length_tokens, lora=16
+        ).answer
+        assert alone is not None
+        assert alone.step is not None
+        assert each.trained is not None
+        assert each.trained.cell == alone.cell
+        assert each.epoch_s == pytest.approx(each.kept_tokens / alone.step.tokens_per_s)
+        assert each.epoch_price == pytest.approx(2.5 * 8 * each.epoch_s / 3600)
+
+
+def test_a_command_says_the_length_that_keeps_nearly_all_first_and_draws_the_documents(
+    highwater, data
+):
+    done = highwater("data", data, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert "65,536 tokens keep 98" in first or "65,536 tokens keep 99" in first
+    assert "131,072 keep all" in first
+    assert "Bytes are counted" in first
+    drawn = [line.count("#") for line in rest if "#" in line]
+    assert drawn[0] == max(drawn) == 16
+    assert max(map(len, rest)) <= 80
+    assert json.loads(highwater("data", data, "--json").stdout)["tokens"] == TOKENS
+
+
+def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(highwater, data):
+    done = highwater("predict", "Qwen3-8B", *ON, "--data", data, "--price", "2.50")
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    assert " times as long" in first
+    assert " dollars, predicted" in first
+    assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
+    without = highwater("predict", "Qwen3-8B", *ON, "--data", data)
+    assert "dollars" not in without.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "a price, and no data", 2),
+        (("predict", "Qwen3-8B", *ON, "--data", "none.jsonl"), "there is no none.jsonl", 2),
+        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--price", "cheap"), "price of cheap", 2),
+        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--length", "8k"), "each length", 2),
+        (("data", "none.jsonl"), "there is no none.jsonl", 2),
+        (("data", "{}", "--model", "none"), "no model 'none'", 2),
+    ],
+)
+def test_what_has_no_answer_is_refused_before_the_data_is_read(highwater, data, words, said, code):
+    done = highwater(*(word.format(data) for word in words))
+    problem, hint = refusal(done, code)
+    assert said in problem
+    assert hint
+    assert "starting to read" not in done.stderr
+
+
+def test_gpus_that_train_no_length_leave_what_is_counted(data):
+    found = highwater.data_lengths(data, "Llama-3.1-405B", gpus="RTX-4090")
+    assert [each.trained for each in found.lengths] == [None] * len(found.lengths)
+    assert found.lengths[-1].kept_tokens == TOKENS
+    with pytest.raises(HighwaterError, match="price of -1"):
+        highwater.data_lengths(data, price=-1)
