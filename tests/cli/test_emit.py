@@ -146,3 +146,22 @@ def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(monke
     ):
         with pytest.raises(UsageError, match=said):
             command.emit(parse(("emit", "--for", *words)))
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (("verl",), "algorithm.adv_estimator=grpo"),
+        (("trinity", "--rollout-gpus", "2"), "algorithm_type: grpo"),
+        (("areal", "--rollout-gpus", "2"), "type: rl"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+def test_trainers_of_rollouts_are_written_for_grpo_which_may_be_named(highwater, target, said):
+    named = highwater("emit", "--for", *target, *ASKED, "--objective", "grpo")
+    assert named.returncode == 0, named.stderr
+    assert said in named.stdout
+    assert named.stdout == highwater("emit", "--for", *target, *ASKED).stdout
+    refused = highwater("emit", "--for", *target, *ASKED, "--objective", "dpo")
+    assert refused.returncode == 2
+    assert "no words for --objective dpo" in refused.stderr

@@ -12,7 +12,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.frontier import at_native, with_frontier
-from highwater.memory.trainers import MEMORY, accuracy, by_replay
+from highwater.memory.trainers import MEMORY, accuracy, by_replay, refused_settings
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
@@ -72,7 +72,7 @@ def _requests(
     moments alone and with that of everything; each again with the layers' activations on the host;
     every Ulysses degree that works.
     """
-    refused = TRAINERS[trainer].refused(settings)
+    refused = refused_settings(trainer, settings)
     if refused:
         name = refused[0].replace("_", "-")
         raise UsageError(

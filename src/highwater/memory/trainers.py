@@ -25,7 +25,13 @@ from highwater.memory.predictor import (
 )
 from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
-from highwater.nouns.trainer import OURS, TrainerName, TrainerParts, predicted_trainer
+from highwater.nouns.trainer import (
+    OURS,
+    TRAINERS,
+    TrainerName,
+    TrainerParts,
+    predicted_trainer,
+)
 from highwater.nouns.trial import TrialSpec
 from highwater.speed import predicted_step
 
@@ -86,6 +92,13 @@ class TrainerMemory:
 
 MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY")
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
+
+
+def refused_settings(trainer: TrainerName, named: Mapping[str, Any]) -> list[str]:
+    """The settings that a trainer does not take; what it always does may be named as well."""
+    always = MEMORY[trainer].fixed_fields(named)
+    refused = TRAINERS[trainer].refused(named)
+    return [name for name in refused if name not in always or named[name] != always[name]]
 
 
 def predict_by_formula(

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from highwater.errors import MachineError, UsageError
+from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import words_of
@@ -25,7 +26,6 @@ from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import (
-    TRAINERS,
     Target,
     TrainerName,
     TrainerParts,
@@ -93,7 +93,7 @@ optimizer moves it all back before the update (verl), or updates on the host (De
 def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
     """Raise UsageError naming all settings that a trainer's predicted step has not."""
     row = TARGETS[target]
-    refused = TRAINERS[row.predicted_for].refused(settings)
+    refused = refused_settings(row.predicted_for, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})

@@ -101,6 +101,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     values: dict[str, Value] = {
         "mode": "both" if found.rollout_gpus else "train",
+        "algorithm.algorithm_type": chosen.cell.settings.objective,
         "model.model_path": model_path,
         "model.max_model_len": found.length_tokens,
     }

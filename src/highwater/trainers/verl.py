@@ -47,8 +47,8 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     values = _values(found, chosen, model_path or MODEL_PATH)
     settings = chosen.cell.settings
     said = [
-        "what the rollout keeps on the GPU while the actor trains is not in it: `--reserved` says "
-        "how much"
+        "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
+        "how much; nor is the time of its generation"
     ]
     if settings.allocator == "expandable":
         said.append(
@@ -79,6 +79,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
     return {
+        "algorithm.adv_estimator": chosen.cell.settings.objective,
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": found.gpus,
         _PATH: model_path,
