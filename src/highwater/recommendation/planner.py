@@ -45,10 +45,10 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
             f"nobody knows how fast {goal.where.device_name} computes",
             hint="use `--lightest`, or leave `--fastest` out",
         )
-    found: dict[tuple[Any, ...], _Plan] = {}
+    found: dict[tuple[Any, ...], _PlannedCell] = {}
     for sequences in goal.budgets:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
-        search = _Search(goal, question)
+        search = _PlanSearch(goal, question)
         for cell in chain.from_iterable(map(search.variants, question.cells)):
             plan = search.best(cell, aim)
             settings = plan.cell.settings
@@ -58,7 +58,7 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
     return tuple(plan.candidate(goal) for plan in sorted(found.values(), key=partial(_place, aim)))
 
 
-class _Plan(NamedTuple):
+class _PlannedCell(NamedTuple):
     """A cell, predicted, with the time of its step whether it fits or not."""
 
     question: Question
@@ -92,7 +92,7 @@ class _Plan(NamedTuple):
         return found if self.fits else msgspec.structs.replace(found, step_time=None)
 
 
-def _place(aim: Aim, plan: _Plan) -> tuple[Any, ...]:
+def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
     """Sort key by what is aimed at, then by the other of the two, then the simplest."""
     aims = [round(plan.token_s, 9), plan.predicted.device_used_bytes]
     simplest = order(plan.cell, is_lowered=plan.is_lowered)
@@ -101,7 +101,7 @@ def _place(aim: Aim, plan: _Plan) -> tuple[Any, ...]:
     return (aims[1], aims[0], simplest)
 
 
-class _Search(NamedTuple):
+class _PlanSearch(NamedTuple):
     """The plans of a question's cells at its one length."""
 
     goal: Goal
@@ -116,11 +116,11 @@ class _Search(NamedTuple):
                     with suppress(UsageError):
                         yield _with(cell, recompute=recompute)
 
-    def best(self, cell: Cell, aim: Aim) -> _Plan:
+    def best(self, cell: Cell, aim: Aim) -> _PlannedCell:
         """The best of a cell's head groups and last layers on the GPU; the roomiest where none
         fits.
         """
-        plans: list[_Plan] = []
+        plans: list[_PlannedCell] = []
         for groups in self._head_groups(cell):
             plans.append(self._placed(_with(cell, attention_head_groups=groups), aim))
             if aim == "fastest" and plans[-1].fits:
@@ -137,7 +137,7 @@ class _Search(NamedTuple):
         heads = shape.kv_heads // layout.ulysses_degree
         return tuple(each for each in range(1, heads + 1) if heads % each == 0) or (1,)
 
-    def _placed(self, cell: Cell, aim: Aim) -> _Plan:
+    def _placed(self, cell: Cell, aim: Aim) -> _PlannedCell:
         """The best number of last layers on the GPU: the fewest that host memory allows, or, for
         the fastest, as many more as save time and fit.
         """
@@ -158,16 +158,16 @@ class _Search(NamedTuple):
         return at(more[as_fast])
 
     def _with_layers(self, cell: Cell) -> Any:
-        known: dict[int, _Plan] = {}
+        known: dict[int, _PlannedCell] = {}
 
-        def at(layers: int) -> _Plan:
+        def at(layers: int) -> _PlannedCell:
             if layers not in known:
                 known[layers] = self._predicted(_with(cell, layers_on_gpu=layers))
             return known[layers]
 
         return at
 
-    def _predicted(self, cell: Cell) -> _Plan:
+    def _predicted(self, cell: Cell) -> _PlannedCell:
         goal, question = self.goal, msgspec.structs.replace(self.question, cells=(cell,))
         known = goal.known(question)
         (found,) = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="fit")
@@ -177,7 +177,7 @@ class _Search(NamedTuple):
             device_name=question.device_name,
         )
         is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
-        return _Plan(question, msgspec.structs.replace(found, step=step), is_lowered)
+        return _PlannedCell(question, msgspec.structs.replace(found, step=step), is_lowered)
 
 
 def _with(cell: Cell, **settings: Any) -> Cell:
