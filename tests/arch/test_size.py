@@ -9,15 +9,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_212,
-    "src_files": 273,
+    "src_lines": 67_419,
+    "src_files": 274,
     "src_small_files": 12,
     "process_starts": 1,
     "decision_records": 25,
     "changelog_bytes": 3_000,
 }
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
-in host memory: three files; head groups: one; one answer from every command: two)."""
+in host memory: three files; head groups: one; one answer from every command: two;
+reporters: one)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 195, "files": 115},
