@@ -68,7 +68,7 @@ walk: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check --no-cache . # a cache does not see that a module it calls foreign has become ours
-	$(BIN)/codespell src benchmarks tools tests docs examples README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src benchmarks tools tests docs examples README.md CONTRIBUTING.md CHANGELOG.md SKILL.md
 	$(BIN)/deptry src
 
 types: $(READY)

@@ -16,12 +16,12 @@ GPU had is a list by rank, and says so: `n_tokens_by_rank`.
 highwater try tiny --device cpu --memory 2GiB --gpus 2 --ulysses 2 --length 301 --log-dir ./logs
 ```
 
-`--tensorboard` writes the same numbers for TensorBoard, in `model_len-4096.tensorboard` beside \
-the log; it needs `pip install tensorboard`. `--logit-range` adds the smallest and largest logit, \
-and those of a token on average: one more pass over the logits. Everything else takes nothing of \
-the GPU's memory: what a step computes of its trained tokens anyway is copied to the \
-host while it goes on, no prediction changes, and `statistics_time_s` says how long the host took. \
-Memory-only trials, whose losses mean nothing, write none.
+`train --report-to tensorboard`, `wandb`, `mlflow` or `trackio` shows the same numbers \
+[there](../guides/training.md#where-losses-are-looked-at). `--logit-range` adds the smallest and \
+largest logit, and those of a token on average: one more pass over the logits. Everything else \
+takes nothing of the GPU's memory: what a step computes of its trained tokens \
+anyway is copied to the host while it goes on, no prediction changes, and `statistics_time_s` says \
+how long the host took. Memory-only trials, whose losses mean nothing, write none.
 
 A line leaves out what its step does not have: a reward model no perplexity, the CPU no MFU. \
 `null` is a number that there was nothing for, such as a mean over no tokens, or one that JSON \

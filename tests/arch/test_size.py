@@ -18,7 +18,7 @@ CEILINGS = {
 }
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
 in host memory: three files; head groups: one; one answer from every command: two; lengths of
-data: one)."""
+data: one; reporters: one)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 195, "files": 115},

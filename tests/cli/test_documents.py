@@ -2,6 +2,7 @@
 GPU, asked as a dry run.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import refusal
+from conftest import SIMULATED, refusal
 
 from highwater.cli.grammar import commands, parse
 
@@ -128,7 +129,7 @@ def test_a_command_in_a_document_runs(command, document, run):
     assert done.stdout
     if command in SHOWN:
         _assert_shown(SHOWN[command], done.stdout)
-    grids = not {"--length", "--proof", "--print-config", "--data"} & set(words)
+    grids = not {"--length", "--proof", "--print-config", "--data", "--json"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
         assert re.search(r" trains? (up to|its native) [\d,]+ tokens on |^No: ", first)
@@ -198,3 +199,39 @@ def test_a_link_leads_to_a_file_of_the_repository(document):
     assert [
         link for link in links(DOCUMENTS[document]) if not (ROOT / document.parent / link).exists()
     ] == []
+
+
+SKILL = DOCUMENTS[Path("SKILL.md")]
+FIELDS = re.findall(r"^\| `(\w+)` \| `([\w.\[\]]+)` \|", SKILL, re.MULTILINE)
+"""A command, and a path in what it prints as JSON."""
+ANSWERED = {
+    "predict": ("Qwen3-8B", "--gpus", "8xH100-80GB"),
+    "recommend": ("Qwen3-8B", "--gpus", "8xH100-80GB", "--length", "64k"),
+    "doctor": (),
+    "find": ("Qwen3-0.6B", *SIMULATED),
+    "try": ("Qwen3-0.6B", "--length", "8k", *SIMULATED),
+}
+
+
+def test_the_skill_is_short_and_an_agent_finds_it():
+    assert len(SKILL.splitlines()) <= 80
+    start, matter, _ = SKILL.split("---\n", 2)
+    assert start == ""
+    assert re.fullmatch(r"name: highwater\ndescription: .{1,1024}\n", matter)
+    assert len([command for command, where in COMMANDS.items() if where == Path("SKILL.md")]) >= 7
+    assert {command for command, _ in FIELDS} == set(ANSWERED)
+
+
+@pytest.mark.parametrize("command", ANSWERED)
+def test_what_the_skill_reads_of_an_answer_is_in_it(command, run):
+    done = run("highwater", command, *ANSWERED[command], "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    for _, path in (field for field in FIELDS if field[0] == command):
+        found = [answer]
+        for name in path.split("."):
+            key = name.removesuffix("[]")
+            found = [each[key] for each in found]
+            if name.endswith("[]"):
+                found = [each for several in found for each in several]
+            assert found, path

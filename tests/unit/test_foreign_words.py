@@ -38,7 +38,7 @@ def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, o
         assert parse([command, "Qwen3-8B", *beside, *ours.split()])
 
 
-@pytest.mark.parametrize("word", ["model", "dtype", "wandb", "epochs", "packing", "report-to"])
+@pytest.mark.parametrize("word", ["model", "dtype", "wandb", "tensorboard", "epochs", "packing"])
 def test_what_has_no_flag_says_who_does_it(word):
     hint = hint_of("train", "--" + word, "x")
     assert "did you mean" not in hint

@@ -45,7 +45,7 @@ from highwater.speed import predicted_step
 from highwater.store.directory import TrainingFolder, check_run_directory
 from highwater.trials.inputs import tokenised
 from highwater.trials.nodes import Across, across
-from highwater.trials.probe import probe
+from highwater.trials.probe import probe, refuse_missing_reporters
 from highwater.trials.readiness import check_machine, check_request
 from highwater.trials.training_ranks import OnProgress, own_folder, run_ranks
 
@@ -117,6 +117,7 @@ def prepare_training(
     """
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
+    refuse_missing_reporters(asked.report_to)
     request, chosen = _planned(request, asked)
     machines = across(request)
     trial = chosen.spec
@@ -303,7 +304,8 @@ def training_spec(
     folder = TrainingFolder(Path(asked.output).absolute())
     files = StatisticsFiles(
         path=str(folder.statistics),
-        tensorboard_directory=str(folder.tensorboard) if request.tensorboard else None,
+        report_to=asked.report_to,
+        reports_directory=str(folder.reports) if asked.report_to else None,
         logit_range=request.logit_range,
     )
     snapshots = None

@@ -242,9 +242,6 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         "`highwater profile PATH`; a file may name profile_steps, max_entries and ranks",
         TRAINED,
     )
-    tensorboard: bool = SWITCH(
-        False, "also write the statistics of each step for TensorBoard, beside the log", TRAINED
-    )
     logit_range: bool = SWITCH(
         False,
         "smallest and largest logit among the statistics, and each token's on average: one "

@@ -29,7 +29,7 @@ from highwater.nouns.declaration import (
 )
 from highwater.nouns.hyperparameters import DEFAULTS
 from highwater.nouns.settings import RUNG_ROWS, Settings
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import ReporterName, TrialSpec
 from highwater.units import counted, parse_tokens
 
 ScheduleName = Literal["constant", "linear", "cosine"]
@@ -334,6 +334,12 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     )
     save_every: int = COUNT(0, "steps between checkpoints (default: after the last)", **_RUN)
     """Also when it is told to stop."""
+    report_to: tuple[ReporterName, ...] = setting(
+        (),
+        "also report the statistics of each step to these, each by its own package; without an "
+        "account they stay on this machine",
+        **_RUN,
+    )
     seed: int = COUNT(
         0, "seed of the data's order, of dropout and of weights that are not there", **_RUN
     )

@@ -17,7 +17,7 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from threading import Event
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, get_args
 
 import msgspec
 
@@ -77,13 +77,22 @@ class Outcome(StrEnum):
         return self.is_fit or self.is_memory
 
 
-class StatisticsFiles(Record, frozen=True, kw_only=True):
-    """Files in which a launch writes the statistics of its steps; no part of what it is asked."""
+ReporterName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+REPORTERS: tuple[ReporterName, ...] = get_args(ReporterName)
+"""Packages that show the statistics of steps, each an extra of its name."""
+
+
+class StatisticsFiles(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Files in which a launch writes the statistics of its steps; no part of what it is asked. A
+    recorded run may have a field that is gone.
+    """
 
     path: str
     """Absolute path of the file that gets a line for each step."""
-    tensorboard_directory: str | None = None
-    """Absolute path of the directory that gets TensorBoard's files; None: none are written."""
+    report_to: tuple[ReporterName, ...] = ()
+    """Packages that are told the statistics, too."""
+    reports_directory: str | None = None
+    """Absolute path of the directory for what they keep on a disk; set where any is named."""
     logit_range: bool = False
     """True if smallest, largest and mean logits are among them: one more pass over the logits."""
 

@@ -228,7 +228,7 @@ class TrainingFolder:
         """``path`` as it was typed; it need not exist yet."""
         self.path = Path(path)
         self.statistics = self.path / "statistics.jsonl"
-        self.tensorboard = self.path / "tensorboard"
+        self.reports = self.path / "reports"
         self.snapshots = self.path / "snapshots"
         self.corpora = self.path / "corpora"
         """Corpora of machines that train together, all of which see this folder."""

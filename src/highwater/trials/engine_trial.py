@@ -178,9 +178,8 @@ class EngineLauncher(TrialLauncher):
     """The folder below which each trial that saves has its own while it runs; None: the log's."""
     profiling: Profiling | None = None
     """Records that its ranks make of their memory, in a folder beside its log."""
-    tensorboard: bool = False
     logit_range: bool = False
-    """This and ``tensorboard`` are what statistics have besides what costs nothing."""
+    """The statistics that cost something."""
     across: Across | None = None
     """The way ranks are started on several machines; None: on this one alone."""
 
@@ -222,11 +221,8 @@ class EngineLauncher(TrialLauncher):
         """The trial that writes statistics beside its log; a memory-only one would mislead."""
         if spec.is_memory_only:
             return spec
-        board = log_path.absolute().with_suffix(".tensorboard")
         files = StatisticsFiles(
-            path=str(statistics_path(log_path.absolute())),
-            tensorboard_directory=str(board) if self.tensorboard else None,
-            logit_range=self.logit_range,
+            path=str(statistics_path(log_path.absolute())), logit_range=self.logit_range
         )
         return msgspec.structs.replace(spec, statistics=files)
 

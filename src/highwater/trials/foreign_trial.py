@@ -379,7 +379,6 @@ def launcher_in(request: Request) -> partial[EngineLauncher] | partial[ForeignLa
         **usual,
         checkpoint_directory=None if saves_in is None else Path(saves_in),
         profiling=request.memory_profiler,
-        tensorboard=request.tensorboard,
         logit_range=request.logit_range,
         across=across(request),
     )

@@ -34,7 +34,16 @@ empty card; a CUDA context of somebody else's adds as much again."""
 _PACKAGES = ("highwater", "torch", "transformers", "safetensors", "nvidia-ml-py")
 _NEEDED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), None)}
 """First release that works, first not known to, as in the extra ``train`` of pyproject.toml."""
-OLDEST = {"peft": (0, 20), "torchao": (0, 18), "bitsandbytes": (0, 49), "ray": (2, 50)}
+OLDEST = {
+    "peft": (0, 20),
+    "torchao": (0, 18),
+    "bitsandbytes": (0, 49),
+    "ray": (2, 50),
+    "tensorboard": (2, 18),
+    "wandb": (0, 31),
+    "mlflow": (3, 17),
+    "trackio": (0, 43),
+}
 """The first release that works of what some settings need, as in pyproject.toml's extras."""
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
@@ -249,6 +258,17 @@ def refuse_missing_package(settings: Settings, versions: Mapping[str, str] | Non
         needed.append(("LoRA", "peft", "leave `--lora` out"))
     if settings.lora_base == "nf4":
         needed.append(("a model in nf4", "bitsandbytes", "leave `--lora-base` out"))
+    _refuse_missing(needed, versions)
+
+
+def refuse_missing_reporters(names: Iterable[str]) -> None:
+    """Refuse a missing or old package of ``--report-to``."""
+    _refuse_missing([(f"--report-to {name}", name, f"leave `{name}` out") for name in names])
+
+
+def _refuse_missing(
+    needed: Iterable[tuple[str, str, str]], versions: Mapping[str, str] | None = None
+) -> None:
     for what, package, other in needed:
         oldest = OLDEST[package]
         hint = f"`pip install '{package}>={'.'.join(map(str, oldest))}'`, or {other}"

@@ -22,7 +22,7 @@ from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import FOREIGN, OURS, foreign_name
-from highwater.nouns.trial import Device
+from highwater.nouns.trial import REPORTERS, Device
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (
     INSTALL_HINT,
@@ -181,7 +181,7 @@ _OF_TRIALS = (
     ("find, try and train --lora", "lora", ("peft",)),
     ("find, try and train --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
     ("find, try and train --optimizer adamw-8bit, adamw-bf16", "low-bit", ("torchao",)),
-    ("find, try and train --tensorboard", "tensorboard", ("tensorboard",)),
+    *((f"train --report-to {name}", name, (name,)) for name in REPORTERS),
     ("train on Parquet and saved datasets", "data", ("datasets",)),
     ("find and try --runner ray", "ray", ("ray",)),
 )

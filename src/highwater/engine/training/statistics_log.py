@@ -1,5 +1,5 @@
 """Statistics log: rank 0 writes the numbers of a trial's steps, one line of JSON for each step, and
-TensorBoard's events if asked for. Also: readings of a rank's memory.
+tells them to reporters. Also: readings of a rank's memory.
 
 On a GPU three readings matter: the driver's (device used), the caching allocator's (reserved,
 active, allocated), and their difference: the context, the libraries' own workspaces and NCCL, which
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -25,12 +25,15 @@ from highwater.engine.models.loss import LogitRange
 from highwater.engine.training.statistics import Reduced, Statistics
 from highwater.engine.training.step import Training
 from highwater.engine.training.step_quantities import QUANTITIES
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.trial import MemoryBudget, RankMemory, StatisticsFiles, TrialSpec
 from highwater.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from highwater.engine.training.reporters import Reports
 
 _PEAKS = (
     *("peak_allocated_bytes", "peak_reserved_bytes"),
@@ -93,6 +96,11 @@ class StatisticsLog:
         if self._files is not None:
             self._files.write(step, {"evaluation_loss": loss})
 
+    def close(self) -> None:
+        """End the reports, after the last step."""
+        if self._files is not None and self._files.reports is not None:
+            self._files.reports.close()
+
     def _model_flops(self, micro_batches: Sequence[Batch]) -> float:
         """Return this rank's share of the model FLOPs for its documents."""
         shape = load_model(self._spec.model_directory).shape
@@ -109,45 +117,22 @@ class _Files:
 
     def __init__(self, files: StatisticsFiles) -> None:
         self._path, self._failed = Path(files.path), False
-        where = files.tensorboard_directory
-        self._board = None if where is None else _summary_writer(where)
+        self.reports: Reports | None = None
+        if files.reports_directory is not None:
+            from highwater.engine.training import reporters  # few runs have them
+
+            self.reports = reporters.Reports(files.report_to, Path(files.reports_directory))
 
     def write(self, step: int, numbers: Mapping[str, Reduced]) -> None:
         try:
             with self._path.open("ab") as file:
                 file.write(msgspec.json.encode({"step": step, **numbers}) + b"\n")
-            if self._board is not None:
-                for tag, value in _scalars(numbers):
-                    self._board.add_scalar(tag, value, step)
-                self._board.flush()
         except OSError as error:
             if not self._failed:
                 sys.stdout.write(f"statistics are not written: {error}\n")
             self._failed = True
-
-
-def _scalars(numbers: Mapping[str, Reduced]) -> list[tuple[str, float]]:
-    """Return the numbers by TensorBoard's tags, one tag for each rank if every rank has one."""
-    scalars: list[tuple[str, float | int | None]] = []
-    for name, value in numbers.items():
-        if isinstance(value, tuple):
-            scalars += [(f"{name}/rank {rank}", each) for rank, each in enumerate(value)]
-        else:
-            scalars.append((name, value))
-    return [(tag, value) for tag, value in scalars if value is not None]
-
-
-def _summary_writer(directory: str) -> Any:
-    """Return TensorBoard's writer. Raises UsageError if the package is missing."""
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        raise UsageError(
-            f"TensorBoard's files cannot be written: {error}",
-            hint="`pip install tensorboard`, or leave `--tensorboard` out: the same numbers are in "
-            "the lines beside the log",
-        ) from error
-    return SummaryWriter(directory)
+        if self.reports is not None:
+            self.reports.write(step, numbers)
 
 
 def follow_logits(training: Training) -> None:

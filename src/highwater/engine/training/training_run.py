@@ -247,6 +247,8 @@ class TrainingRun(RankRun):
             source, target = Path(self.spec.model_directory), Path(spec.model_directory)
             export(training, target, source=source, merged=self.spec.settings.lora_merged)
         self.where.enter("report")
+        if self.statistics_log is not None:
+            self.statistics_log.close()
         self._say(phase="done" if self._state.step == spec.steps else "stopped")
 
     def _resume(self, training: Training) -> None:
