@@ -41,7 +41,7 @@ def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
     """The family's config, every known size of it small; ``window`` tokens wide where the family
     has windows.
     """
-    kind = CONFIG_MAPPING[family]
+    kind = CONFIG_MAPPING[OWN.get(family, {}).get("model_type", family)]
     usual = kind().to_dict()
     known = set(usual) | set(getattr(kind, "attribute_map", {}))
     windows = dict.fromkeys(WINDOWS, window)
@@ -50,7 +50,8 @@ def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
         **_layers(usual),
         **OWN.get(family, {}),
     }
-    return kind(**{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return kind(**{name: value for name, value in given.items() if name != "model_type"})
 
 
 def _layers(usual: dict[str, Any]) -> dict[str, Any]:

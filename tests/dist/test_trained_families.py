@@ -29,6 +29,9 @@ PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "p
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
 
+HIDDEN = ("granitemoehybrid", "granitemoehybrid_dense", "hunyuan_v1_moe")
+"""Families of which a config may have layers, or a form, that do not train."""
+
 
 def sweep(
     ranks: RankGroups, layout: str, names: list[str], folder: Path, *, window: int | None = None
@@ -90,6 +93,14 @@ def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
     layout, ranks, tmp_path
 ):
     found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
+    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
+def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks, tmp_path):
+    """Hybrids of attention alone, with experts and without; experts a token by a list."""
+    found = sweep(ranks, layout, list(HIDDEN), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 

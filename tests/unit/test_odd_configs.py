@@ -307,6 +307,56 @@ def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(tmp_path
     assert load_model(str(write_model(tmp_path, **{**config, field: 4}))).shape.experts == 4
 
 
+HYBRID: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention", "attention"],
+    "position_embedding_type": "rope",
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+}
+
+
+def test_a_hybrid_is_read_by_the_layers_that_its_config_has(tmp_path):
+    (run,) = load_model(str(write_model(tmp_path, **HYBRID))).shape.runs
+    assert (run.kind.mlp.width, run.kind.mlp.experts, run.kind.mlp.shared_width) == (96, 1, 0)
+    experts = {**HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2}
+    (run,) = load_model(str(write_model(tmp_path, **experts))).shape.runs
+    assert (run.kind.mlp.experts, run.kind.mlp.shared_width) == (4, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["attention", "mamba"]}, r"layers of mamba \(Mamba-2\)"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            r"layers of linear_attention \(Mamba-2\)",
+        ),
+        ({"layer_types": None}, r"layers of mamba \(Mamba-2\)"),
+        ({"layer_types": SLIDING, "sliding_window": 8}, "layers of sliding_attention,"),
+        ({"position_embedding_type": "nope"}, "position_embedding_type = 'nope'"),
+        ({"position_embedding_type": None}, "has no position_embedding_type"),
+        ({"model_type": "hunyuan_v1_moe", "use_mla": True}, "use_mla = True"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 1]}, "other numbers"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2]}, "other numbers"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": ["2", "2"]}, "is '2'"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": [2, 2]},
+            r"is \[2, 2\]",
+        ),
+    ],
+)
+def test_layers_that_no_name_of_a_family_tells_are_refused_by_what_they_are(
+    tmp_path, changes, said
+):
+    with pytest.raises(ModelError, match=said) as refusal:
+        load_model(
+            str(write_model(tmp_path, **({} if "model_type" in changes else HYBRID) | changes))
+        )
+    assert refusal.value.hint
+
+
 @pytest.mark.corpus
 def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_path):
     """Over every family of transformers with a text model in it, as its class writes it."""
@@ -338,7 +388,15 @@ FACTORS = {
     "hyperclovax": "logits_scaling",
 }
 DIVISORS = dict.fromkeys(
-    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), "logits_scaling"
+    (
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoe_swa",
+        "granitemoeshared",
+    ),
+    "logits_scaling",
 )
 CAPS = dict.fromkeys(
     ("beam", "gemma2", "gemma3_text", "nanochat", "vaultgemma"), "final_logit_softcapping"
@@ -429,7 +487,9 @@ def test_every_family_of_transformers_whose_logits_are_transformed_is_known():
 def test_a_model_that_scales_or_caps_its_logits_is_read(tmp_path, family):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     known = experts if "moe" in family else {}
-    directory = write_model(tmp_path, model_type=family, **known, **{FIELDS[family]: 8.0})
+    known |= HYBRID if family == "granitemoehybrid" else {}
+    config = {**known, "model_type": family, FIELDS[family]: 8.0}
+    directory = write_model(tmp_path, **config)
     assert load_model(str(directory)).shape.parameters > 0
 
 

@@ -44,6 +44,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 FIRST = ("predict", "recommend")
 """Commands that a config which they answer is asked of; a refused one is asked of all."""
 COMPLETED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 32,
+        "position_embedding_type": "rope",
+    },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},

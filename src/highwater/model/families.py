@@ -36,6 +36,10 @@ class Experts(Record, frozen=True, kw_only=True):
     has always so many."""
     dense_layers: tuple[str | None, int] = (None, 0)
     """Layers without experts, at the front."""
+    may_be_none: bool = False
+    """With 0 experts the class has the shared MLP alone."""
+    lists_per_token: bool = False
+    """Experts of a token may be a list, a number for each layer."""
 
 
 class Window(Record, frozen=True, kw_only=True):
@@ -96,6 +100,9 @@ class Family(Record, frozen=True, kw_only=True):
     """None if no layer has a window, whatever the config says."""
     caps_scores: bool = False
     """Attention caps its scores at ``attn_logit_softcapping``."""
+    other_layers: Mapping[str, str] = {}
+    """Kinds of layers that the class may have beside full attention, and has no window beside;
+    what they are in words."""
     has_sinks: bool = False
     """Every layer has learned numbers beside the keys."""
     dropout_field: str | None = None

@@ -68,6 +68,9 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     if config.get("model_type") == "mistral" and "layer_types" in config:
         config["model_type"] = "ministral"  # as transformers' AutoConfig has it
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):  # as transformers renames it in every config
+        config["layer_types"] = ["full_attention" if k == "attention" else k for k in kinds]
     return config
 
 
@@ -185,19 +188,21 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
         is_cap = field == "attn_logit_softcapping" and row.caps_scores
         is_computed = is_cap or transforms(family, field)
         if value is not None and value not in neutral and not is_computed:
-            allowed = " or ".join(map(repr, (*neutral, None)))
+            null = () if field in row.needs else (None,)
+            allowed = " or ".join(map(repr, (*neutral, *null)))
             raise _unsupported(config, source, field, value, allowed)
     logit_transform_of(config, source)
     for field in row.not_zero:
         if config.get(field) == 0:
             raise _unsupported(config, source, field, 0, "more than 0")
-    kinds = config.get("layer_types")
+    kinds = value_of(config, "layer_types")
     named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set[str]()
-    others = named - ATTENTION_LAYERS
+    others = named - ({"full_attention"} if row.other_layers else ATTENTION_LAYERS)
     if others:
+        words = {kind: f"{kind} ({what})" for kind, what in row.other_layers.items()}
+        what = ", ".join(words.get(kind, kind) for kind in sorted(others))
         raise ModelError(
-            f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which "
-            f"are no full attention",
+            f"{source}, of the family {family}, has layers of {what}, which are no full attention",
             hint="use a model of a family that was compared, for example `highwater find "
             "Qwen3-0.6B`",
         )
@@ -331,16 +336,33 @@ class ConfigSizes(NamedTuple):
         shared_field, _ = usual.shared
         shared = self._count(usual.shared)
         is_width = shared_field is not None and shared_field.endswith("intermediate_size")
+        if usual.may_be_none and any(self.config.get(field) == 0 for field in EXPERT_COUNTS):
+            return Mixture(shared, shared)
         kinds = self.config.get("mlp_layer_types")
         dense = kinds.count("dense") if isinstance(kinds, list) else self._count(usual.dense_layers)
         return Mixture(
             width=width,
             dense_width=dense_width,
             experts=self._first_size(EXPERT_COUNTS) or usual.experts,
-            experts_per_token=self._first_size(EXPERTS_PER_TOKEN) or usual.per_token,
+            experts_per_token=self._experts_per_token(usual.lists_per_token) or usual.per_token,
             shared_size=shared if is_width else width * shared,
             dense_layers=min(dense, self.layers()),
         )
+
+    def _experts_per_token(self, is_listed: bool) -> int | None:
+        """Experts of a token; a list of them, where the class reads one, has to be uniform."""
+        field = next((name for name in EXPERTS_PER_TOKEN if self.config.get(name) is not None), "")
+        found = self.config.get(field)
+        if not is_listed or not isinstance(found, list):
+            return self._first_size(EXPERTS_PER_TOKEN)
+        if len(found) != self.layers() or any(each != found[0] for each in found):
+            raise ModelError(
+                f"{field} is {found!r} in {self.source}: layers whose tokens go to other numbers "
+                f"of experts are not supported",
+                hint=f"set {field} to one number, or to a list of it for each of the "
+                f"{self.layers()} layers",
+            )
+        return whole_number(found[0], field, self.source)
 
     def _first_size(self, fields: Sequence[str]) -> int | None:
         """The first of these fields that the config or its class has."""
