@@ -15,7 +15,7 @@ import pytest
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
-from highwater.model.families import REFUSED, TRAINED, family_row
+from highwater.model.families import REFUSED, TRAINED, WRAPPERS, family_row
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
 from places import script
@@ -170,7 +170,7 @@ def test_what_was_asked_about_is_every_family_and_every_catalog_model():
     assert {row["name"] for row in ROWS if row["origin"] == "catalog"} == {*catalog_names()} - {
         "tiny"
     }
-    predicted = {*FAMILIES, *families()}
+    predicted = {*FAMILIES, *families(), *WRAPPERS}
     for row in ROWS:
         if row["origin"] == "catalog" or row["name"] in predicted:
             assert row["outcome"] == "answered"

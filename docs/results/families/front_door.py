@@ -192,7 +192,7 @@ def counted(row: Asked, path: Path, config: PreTrainedConfig | None) -> Asked:
         row.outcome = "wrong: answered, and its class builds no model"
         return row
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        theirs = AutoModelForCausalLM.from_config(config.get_text_config(), dtype=torch.bfloat16)
     row.class_parameters = sum(parameter.numel() for parameter in theirs.parameters())
     if abs(row.parameters / row.class_parameters - 1) > MOST_OFF:
         row.outcome = (
