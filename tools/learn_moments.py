@@ -91,7 +91,10 @@ ONE_ATTENTION = (
 )
 """Families whose layers with a window count as those without: they differ in what the kernel of
 attention takes for a head."""
-OWN: Mapping[str, Mapping[str, Any]] = {"seed_oss": {"attention_dropout": 0.0}}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+    "seed_oss": {"attention_dropout": 0.0},
+}
 """Fields of a family without which its config is refused."""
 
 
@@ -157,7 +160,7 @@ def mlps(family: str) -> list[str]:
     (shared_field, shared), dense = usual.shared, usual.dense_layers
     alone = [] if shared or shared_field in family_row(family).needs else [""]
     beside = [SHARED] if shared or shared_field else []
-    return [*alone, *beside, *([DENSE] if dense != (None, 0) else [])]
+    return [*alone, *beside, *([DENSE] if usual.may_be_none or dense != (None, 0) else [])]
 
 
 def settings(is_recomputed: bool, has_tiles: bool) -> Settings:
@@ -413,7 +416,9 @@ def mixture(family: str, drawn: random.Random, mlp: str, width: int) -> dict[str
     is_width = shared_field is not None and shared_field.endswith("intermediate_size")
     beside = 128 * drawn.choice((2, 3, 4, 5)) if is_width else drawn.choice((1, 2, 3))
     return {
-        **dict.fromkeys(EXPERT_COUNTS, drawn.choice((4, 5, 6, 8))),
+        **dict.fromkeys(
+            EXPERT_COUNTS, 0 if usual.may_be_none and mlp == DENSE else drawn.choice((4, 5, 6, 8))
+        ),
         **dict.fromkeys(EXPERTS_PER_TOKEN, 2 if family == "phimoe" else drawn.choice((2, 3))),
         **({shared_field: 0 if mlp == "" else beside} if shared_field else {}),
         **({dense_field: LAYERS if mlp == DENSE else 0} if dense_field else {}),

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from family_models import WRAPPED
 from float64 import Lifted
 from rank_steps import Step, built, first_step, place_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.parallel import mesh as process_mesh
@@ -172,7 +173,9 @@ def _theirs(
     directory: Path, dtype: torch.dtype, micro_batches: list[list[tuple[Tensor, Tensor]]]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
     """The same by the family's own class in plain transformers, one document at a time."""
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    is_wrapped = directory.name in WRAPPED
+    kind = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
+    model, loading = kind.from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation="eager",
@@ -198,7 +201,14 @@ def _theirs(
         )
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    return loss.detach(), norm, {name: p.grad for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    if is_wrapped:  # of text no gradient reaches what is beside the text model
+        grads = {
+            name.replace("model.language_model.", "model."): grad
+            for name, grad in grads.items()
+            if grad is not None
+        }
+    return loss.detach(), norm, grads
 
 
 def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:

@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tables import table
@@ -30,6 +35,8 @@ WINDOWS = (
 """Fields that say how many tokens a layer attends to."""
 OWN: dict[str, dict[str, Any]] = table("families", "own")
 """Fields of one family that the generic way gets wrong; None leaves a field at its default."""
+WRAPPED: dict[str, dict[str, Any]] = table("families", "wrapped")
+"""Classes that read images, too: the family of the text model in it, and what is its own."""
 
 
 def families() -> list[str]:
@@ -41,7 +48,13 @@ def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
     """The family's config, every known size of it small; ``window`` tokens wide where the family
     has windows.
     """
-    kind = CONFIG_MAPPING[family]
+    if family in WRAPPED:
+        text, own = WRAPPED[family]["text"], WRAPPED[family]["own"]
+        inner = tiny_config(text, window=window).to_dict() | WRAPPED[family].get("fields", {})
+        return CONFIG_MAPPING[own.get("model_type", family)](
+            **{**{k: v for k, v in own.items() if k != "model_type"}, "text_config": inner}
+        )
+    kind = CONFIG_MAPPING[OWN.get(family, {}).get("model_type", family)]
     usual = kind().to_dict()
     known = set(usual) | set(getattr(kind, "attribute_map", {}))
     windows = dict.fromkeys(WINDOWS, window)
@@ -50,7 +63,8 @@ def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
         **_layers(usual),
         **OWN.get(family, {}),
     }
-    return kind(**{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return kind(**{name: value for name, value in given.items() if name != "model_type"})
 
 
 def _layers(usual: dict[str, Any]) -> dict[str, Any]:
@@ -73,18 +87,13 @@ def save_tiny(family: str, folder: Path, *, window: int = WINDOW) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        kind = AutoModelForImageTextToText if family in WRAPPED else AutoModelForCausalLM
         with torch.device("meta"):
-            parameters = sum(
-                p.numel()
-                for p in AutoModelForCausalLM.from_config(
-                    tiny_config(family, window=window)
-                ).parameters()
-            )
+            tiny = kind.from_config(tiny_config(family, window=window))
+            parameters = sum(p.numel() for p in tiny.parameters())
         if parameters > MOST_PARAMETERS:
             raise ValueError(f"{parameters:,} parameters are not tiny")
-        model = AutoModelForCausalLM.from_config(
-            tiny_config(family, window=window), dtype=torch.float32
-        )
+        model = kind.from_config(tiny_config(family, window=window), dtype=torch.float32)
         randomise(model)
         model.save_pretrained(folder / family)
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from family_cases import LAYOUTS, LONGEST_DOCUMENT
-from family_models import WINDOW, families, save_tiny, tiny_config
+from family_models import WINDOW, WRAPPED, families, save_tiny, tiny_config
 from rank_groups import RankGroups
 
 from highwater.errors import HighwaterError
-from highwater.model.families import REFUSED, TRAINED, family_row
+from highwater.model.families import REFUSED, TRAINED, WRAPPERS, family_row
 from highwater.model.model import load_model
 from tables import deep
 
@@ -28,6 +28,9 @@ WINDOWED = ("gpt_oss", "mistral", "olmo3")
 PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
+
+HIDDEN = ("granitemoehybrid", "granitemoehybrid_dense", "hunyuan_v1_moe")
+"""Families of which a config may have layers, or a form, that do not train."""
 
 
 def sweep(
@@ -66,7 +69,7 @@ def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, di
 
 def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way():
     assert not TRAINED & set(REFUSED)
-    assert set(families()) <= TRAINED | set(REFUSED), (
+    assert set(families()) <= TRAINED | set(REFUSED) | set(WRAPPERS), (
         "compare new families by the sweep, and write down what it finds"
     )
     assert all(why and hint for why, hint in REFUSED.values())
@@ -90,6 +93,22 @@ def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
     layout, ranks, tmp_path
 ):
     found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
+    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
+def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks, tmp_path):
+    """Hybrids of attention alone, with experts and without; experts a token by a list."""
+    found = sweep(ranks, layout, list(HIDDEN), tmp_path)
+    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
+def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tmp_path):
+    """Called on text alone: a RoPE of several positions a token is a plain one."""
+    found = sweep(ranks, layout, list(WRAPPED), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 

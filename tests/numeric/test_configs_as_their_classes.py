@@ -102,7 +102,7 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
             predicted = load_model(str(model.directory)).shape.window_tokens
             whole, _ = model.losses({**changes, "sliding_window": sum(LENGTHS)})
             assert (predicted == WINDOW) == (ours != whole), changes
-    assert trained >= 4
+    assert trained >= 3
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if family_row(each).has_rope])

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+
+from family_models import WRAPPED, save_tiny
 
 from closeness import deviation
 from highwater.engine.data.batches import Document, pack
@@ -28,6 +34,7 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from trial_specs import trial_in
 
+FILE = "model.safetensors"
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
 BFLOAT16 = 0.02
@@ -152,6 +159,43 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_log
     export(own, tmp_path / "merged", source=source, merged=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert deviation(read(model), told(own)) < FLOAT32
+
+
+@pytest.mark.parametrize("family", list(WRAPPED))
+def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byte(
+    family, alone, tmp_path
+):
+    save_tiny(family, tmp_path)
+    source, out = tmp_path / family, tmp_path / "model"
+    own = trained(source)
+    export(own, out, source=source)
+    before, after = load_file(source / FILE), load_file(out / FILE)
+    assert before.keys() == after.keys()
+    tower = [name for name in before if "vis" in name or "projector" in name]
+    assert tower
+    assert all(torch.equal(before[name], after[name]) for name in tower)
+    assert not any(torch.equal(before[name], after[name]) for name in before.keys() - {*tower})
+    model, loading = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
+    assert type(model).__name__ == json.loads((out / "config.json").read_text())["architectures"][0]
+    assert deviation(read(model), told(own)) < FLOAT32
+    again = trained(out)
+    assert again.policy.weights == "saved"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_adapters_of_a_text_model_load_in_peft_beside_the_whole(family, alone, tmp_path):
+    peft = pytest.importorskip("peft", reason="adapters need the lora extra")
+    save_tiny(family, tmp_path)
+    source = tmp_path / family
+    own = trained(source, lora=4)
+    export(own, tmp_path / "adapter", source=source)
+    base = AutoModelForImageTextToText.from_pretrained(source)
+    assert deviation(read(base), told(own)) > 0.01
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert deviation(read(model), told(own)) < FLOAT32
+    adapted = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    assert all("language_model" in name for name in adapted)
 
 
 def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):

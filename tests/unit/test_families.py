@@ -103,6 +103,8 @@ def given_of(family: str) -> dict[str, Any]:
     given = {field: value for field, value in GIVEN.items() if field in known}
     if family in OWN_KIND_OF_ROPE:
         del given["rope_parameters"]
+    if family_row(family).other_layers:
+        given["layer_types"] = ["full_attention"] * len(GIVEN["layer_types"])
     if family == "helium":  # whose heads share the hidden size
         given["head_dim"] = GIVEN["hidden_size"] // GIVEN["num_attention_heads"]
     kind = pytest.importorskip("transformers").CONFIG_MAPPING[family]
@@ -194,7 +196,7 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
             name: value
             for name, value in config.items()
             if name in ("model_type", *MIN_FIELDS, *family_row(family).needs)
-            or (family, name) == ("helium", "head_dim")
+            or (family, name) in (("helium", "head_dim"), ("granitemoehybrid", "layer_types"))
         }
     )
     shape_of(least, source="config.json")
@@ -285,6 +287,8 @@ def test_families_that_drop_attention_weights_by_default_are_those_of_transforme
 def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_path, family):
     pytest.importorskip("transformers")
     least = {field: GIVEN[field] for field in family_row(family).needs} | {"attention_dropout": 0.0}
+    if family_row(family).other_layers:
+        least["layer_types"] = ["full_attention"] * 32
     (tmp_path / "config.json").write_text(json.dumps(written_by_its_class(family, least)))
     shape = load_model(str(tmp_path)).shape
     with_norms = sum(run.count * run.kind.parameters for run in shape.runs)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from highwater.api.prediction import predict
 from highwater.errors import HighwaterError, ModelError
 from highwater.model import rope_block
-from highwater.model.families import PLAIN, TRAINED, LogitTransform, logit_transform_of, transforms
+from highwater.model.families import (
+    PLAIN,
+    TRAINED,
+    WRAPPERS,
+    LogitTransform,
+    logit_transform_of,
+    transforms,
+)
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
 from tiny_models import TINY, write_model
@@ -129,8 +136,6 @@ def test_a_null_text_config_is_refused_with_what_to_remove(tmp_path):
     ("family", "config"),
     [
         ("llava", {"text_config": TINY, "vision_config": {}}),
-        ("mistral3", {"text_config": {**TINY, "model_type": "mistral"}, "vision_config": {}}),
-        ("gemma3", {"text_config": {"model_type": "gemma3_text", "hidden_size": 64}}),
         ("t5", {"d_model": 64, "num_layers": 2, "is_encoder_decoder": True}),
         ("t5", {"d_model": 64, "num_layers": 2}),
     ],
@@ -307,6 +312,118 @@ def test_too_many_experts_a_token_are_refused_by_the_field_that_says_so(tmp_path
     assert load_model(str(write_model(tmp_path, **{**config, field: 4}))).shape.experts == 4
 
 
+def test_a_text_model_is_read_from_its_wrapper_with_its_classes_defaults(tmp_path):
+    """With the parameters that the classes have, all but the tower's."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    for name, row in WRAPPERS.items():
+        for kind in row.texts:
+            text = {"num_hidden_layers": 2, "model_type": kind}
+            if row.usual is None:
+                text = {**TINY, **text}
+            config = {"model_type": name, "text_config": text, "vision_config": {}}
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            model = load_model(str(tmp_path))
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            with torch.device("meta"):
+                whole = transformers.AutoModelForImageTextToText.from_config(theirs)
+            tower = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+            counts = {n: p.numel() for n, p in whole.named_parameters() if not n.startswith(tower)}
+            assert model.shape.parameters == sum(counts.values()), name
+            assert model.shape.native_length_tokens == theirs.text_config.max_position_embeddings
+            assert (model.text_of, model.shape.model_type) == (name, row.texts[kind])
+
+
+def test_a_flat_wrapper_is_read_as_one_with_a_text_config(tmp_path):
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": 1e6}
+    flat = {**TINY, **rope, "model_type": "qwen2_5_vl", "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    found = load_model(str(tmp_path))
+    assert not found.own_rope_scaling
+    text = {**TINY, **rope, "model_type": "qwen2_5_vl_text"}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**nested, "tie_word_embeddings": True}))
+    assert load_model(str(tmp_path)).shape == found.shape
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mistral3", "text_config": {"model_type": "llama"}}, "llama: it trains"),
+        ({"model_type": "mistral3", "text_config": {}}, "not in text_config"),
+        ({"model_type": "gemma3", "text_config": []}, "not in text_config"),
+        ({"model_type": "qwen3_vl"}, "not in text_config"),
+        ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}, "sizes, or share"),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "in chunks"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "carry a state"),
+    ],
+)
+def test_another_text_model_is_refused_by_what_it_is_missing(tmp_path, config, said):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=said) as refusal:
+        load_model(str(tmp_path))
+    assert refusal.value.hint
+
+
+def test_a_text_model_is_refused_to_trainers_that_load_the_whole(tmp_path):
+    text = {**TINY, "model_type": "qwen3_vl_text"}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpus = "1xH100-80GB"
+    assert predict(str(tmp_path), gpus=gpus, loss="chunked", allocator="expandable")
+    with pytest.raises(HighwaterError, match="qwen3_vl, whose vision tower trl loads"):
+        predict(str(tmp_path), gpus=gpus, trainer="trl")
+
+
+HYBRID: dict[str, Any] = {
+    "model_type": "granitemoehybrid",
+    "layer_types": ["attention", "attention"],
+    "position_embedding_type": "rope",
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+}
+
+
+def test_a_hybrid_is_read_by_the_layers_that_its_config_has(tmp_path):
+    (run,) = load_model(str(write_model(tmp_path, **HYBRID))).shape.runs
+    assert (run.kind.mlp.width, run.kind.mlp.experts, run.kind.mlp.shared_width) == (96, 1, 0)
+    experts = {**HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2}
+    (run,) = load_model(str(write_model(tmp_path, **experts))).shape.runs
+    assert (run.kind.mlp.experts, run.kind.mlp.shared_width) == (4, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["attention", "mamba"]}, r"layers of mamba \(Mamba-2\)"),
+        (
+            {"layer_types": ["linear_attention", "full_attention"]},
+            r"layers of linear_attention \(Mamba-2\)",
+        ),
+        ({"layer_types": None}, r"layers of mamba \(Mamba-2\)"),
+        ({"layer_types": SLIDING, "sliding_window": 8}, "layers of sliding_attention,"),
+        ({"position_embedding_type": "nope"}, "position_embedding_type = 'nope'"),
+        ({"position_embedding_type": None}, "has no position_embedding_type"),
+        ({"model_type": "hunyuan_v1_moe", "use_mla": True}, "use_mla = True"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 1]}, "other numbers"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2]}, "other numbers"),
+        ({"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": ["2", "2"]}, "is '2'"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": [2, 2]},
+            r"is \[2, 2\]",
+        ),
+    ],
+)
+def test_layers_that_no_name_of_a_family_tells_are_refused_by_what_they_are(
+    tmp_path, changes, said
+):
+    with pytest.raises(ModelError, match=said) as refusal:
+        load_model(
+            str(write_model(tmp_path, **({} if "model_type" in changes else HYBRID) | changes))
+        )
+    assert refusal.value.hint
+
+
 @pytest.mark.corpus
 def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_path):
     """Over every family of transformers with a text model in it, as its class writes it."""
@@ -317,7 +434,7 @@ def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_pa
         with suppress(Exception):  # of some no usual config can be made
             config = json.loads(kind().to_json_string(use_diff=False))
         text = config.get("text_config")
-        if not isinstance(text, dict):
+        if not isinstance(text, dict) or family in WRAPPERS:
             continue
         (tmp_path / "config.json").write_text(json.dumps(config))
         hint = hint_of(tmp_path)
@@ -327,7 +444,7 @@ def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_pa
             load_model(str(tmp_path))
         else:
             assert hint_of(tmp_path), "refused by itself, too"
-    assert {"gemma3", "mistral3", "got_ocr2"} <= offered
+    assert {"llava", "got_ocr2"} <= offered
     assert not {"gemma3n", "gemma4", "llama4"} & offered
 
 
@@ -338,7 +455,15 @@ FACTORS = {
     "hyperclovax": "logits_scaling",
 }
 DIVISORS = dict.fromkeys(
-    ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"), "logits_scaling"
+    (
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoe_swa",
+        "granitemoeshared",
+    ),
+    "logits_scaling",
 )
 CAPS = dict.fromkeys(
     ("beam", "gemma2", "gemma3_text", "nanochat", "vaultgemma"), "final_logit_softcapping"
@@ -429,7 +554,9 @@ def test_every_family_of_transformers_whose_logits_are_transformed_is_known():
 def test_a_model_that_scales_or_caps_its_logits_is_read(tmp_path, family):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     known = experts if "moe" in family else {}
-    directory = write_model(tmp_path, model_type=family, **known, **{FIELDS[family]: 8.0})
+    known |= HYBRID if family == "granitemoehybrid" else {}
+    config = {**known, "model_type": family, FIELDS[family]: 8.0}
+    directory = write_model(tmp_path, **config)
     assert load_model(str(directory)).shape.parameters > 0
 
 

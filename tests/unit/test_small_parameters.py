@@ -15,7 +15,7 @@ import pytest
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
-from highwater.model.families import REFUSED, TRAINED, family_row
+from highwater.model.families import REFUSED, TRAINED, WRAPPERS, family_row
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
 from places import script
@@ -62,6 +62,9 @@ def draw(family: str, number: int) -> dict[str, Any]:
         **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 2),
         **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
         "moe_layer_end_index": layers - 1,
+        **({"layer_types": ["full_attention"] * layers} if family_row(family).other_layers else {}),
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 1,
         "attention_dropout": 0.0,
         "pad_token_id": 0,
         "bos_token_id": 1,
@@ -167,7 +170,7 @@ def test_what_was_asked_about_is_every_family_and_every_catalog_model():
     assert {row["name"] for row in ROWS if row["origin"] == "catalog"} == {*catalog_names()} - {
         "tiny"
     }
-    predicted = {*FAMILIES, *families()}
+    predicted = {*FAMILIES, *families(), *WRAPPERS}
     for row in ROWS:
         if row["origin"] == "catalog" or row["name"] in predicted:
             assert row["outcome"] == "answered"

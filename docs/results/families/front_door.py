@@ -44,6 +44,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 FIRST = ("predict", "recommend")
 """Commands that a config which they answer is asked of; a refused one is asked of all."""
 COMPLETED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 32,
+        "position_embedding_type": "rope",
+    },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -188,7 +192,7 @@ def counted(row: Asked, path: Path, config: PreTrainedConfig | None) -> Asked:
         row.outcome = "wrong: answered, and its class builds no model"
         return row
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        theirs = AutoModelForCausalLM.from_config(config.get_text_config(), dtype=torch.bfloat16)
     row.class_parameters = sum(parameter.numel() for parameter in theirs.parameters())
     if abs(row.parameters / row.class_parameters - 1) > MOST_OFF:
         row.outcome = (

@@ -18,6 +18,7 @@ from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
+from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
@@ -68,7 +69,8 @@ def predict(
     which PyTorch's memory viewer opens: every allocation of the cell that ``explained`` names.
     Raises HighwaterError for what cannot be asked.
     """
-    refuse_unknown_family(load_model(model))
+    refuse_unknown_family(found := load_model(model))
+    refuse_other_class(found, trainer)
     is_traceable = TRAINERS[trainer].traces == "made"
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)

@@ -13,8 +13,10 @@ import msgspec
 from highwater.cli import console
 from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
 from highwater.cli.predict import is_tried
-from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, UsageError
+from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, ModelError, UsageError
+from highwater.model.model import load_model
 from highwater.nouns.objective import TRAITS
+from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import (
@@ -153,6 +155,8 @@ def emit(arguments: argparse.Namespace) -> int:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    with suppress(ModelError):  # one of a study may not be here
+        refuse_other_class(load_model(model), arguments.for_)
     refuse_unknown_settings(arguments.for_, settings)
     if arguments.output is not None:
         if not arguments.output:

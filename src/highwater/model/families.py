@@ -36,6 +36,10 @@ class Experts(Record, frozen=True, kw_only=True):
     has always so many."""
     dense_layers: tuple[str | None, int] = (None, 0)
     """Layers without experts, at the front."""
+    may_be_none: bool = False
+    """With 0 experts the class has the shared MLP alone."""
+    lists_per_token: bool = False
+    """Experts of a token may be a list, a number for each layer."""
 
 
 class Window(Record, frozen=True, kw_only=True):
@@ -96,6 +100,9 @@ class Family(Record, frozen=True, kw_only=True):
     """None if no layer has a window, whatever the config says."""
     caps_scores: bool = False
     """Attention caps its scores at ``attn_logit_softcapping``."""
+    other_layers: Mapping[str, str] = {}
+    """Kinds of layers that the class may have beside full attention, and has no window beside;
+    what they are in words."""
     has_sinks: bool = False
     """Every layer has learned numbers beside the keys."""
     dropout_field: str | None = None
@@ -128,6 +135,23 @@ class Family(Record, frozen=True, kw_only=True):
     """Fields of ``switches`` that the class has on."""
 
 
+class Wrapper(Record, frozen=True, kw_only=True):
+    """A class that reads images, too, and whose text model is one of a family that trains."""
+
+    texts: Mapping[str, str]
+    """``model_type`` of its text model, and the family whose class computes the same of text."""
+    usual: str | None = None
+    """The text model's ``model_type`` where text_config names none."""
+    is_flat: bool = False
+    """Files may have the text model's fields beside the others, and no text_config."""
+    is_tied: bool = False
+    """The class ties head and embedding where the config does not say."""
+    defaults: Mapping[str, Any] = {}
+    """Fields of the text model's class whose default is not that of the family."""
+    unread: tuple[str, ...] = ()
+    """Fields that the family's class reads and the text model's does not."""
+
+
 class _Refused(Record, frozen=True, kw_only=True):
     """Families that cannot be trained exactly, why, and a hint."""
 
@@ -140,11 +164,13 @@ class _Refused(Record, frozen=True, kw_only=True):
 
 class _Table(Record, frozen=True, kw_only=True):
     families: Mapping[str, Family]
+    wrappers: Mapping[str, Wrapper]
     refused: tuple[_Refused, ...]
 
 
 _TABLE = from_json((files("highwater.model") / "catalog" / "families.json").read_bytes(), _Table)
 FAMILY_ROWS = _TABLE.families
+WRAPPERS = _TABLE.wrappers
 TRAINED = frozenset(name for name, row in FAMILY_ROWS.items() if row.is_trained)
 """Families whose training equals their own class's."""
 REFUSED: Mapping[str, tuple[str, str]] = {

@@ -18,6 +18,7 @@ from highwater.model.layer_kind import (
     small_parameters,
 )
 from highwater.model.model_config import (
+    TEXT_OF,
     ConfigSizes,
     config_digest,
     read_config,
@@ -183,6 +184,8 @@ class Model(Record, frozen=True, kw_only=True):
     """The config brings RoPE scaling of its own."""
     rope: bool = True
     """Its positions are RoPE, which can be scaled past the native length."""
+    text_of: str | msgspec.UnsetType = msgspec.UNSET
+    """Multimodal family of which this is the text model; unset, and in no document, elsewhere."""
 
 
 def load_model(name: str) -> Model:
@@ -209,6 +212,7 @@ def load_model(name: str) -> Model:
         shape=shape,
         own_rope_scaling=own_rope_scaling(config, source),
         rope=family_row(shape.model_type).has_rope,
+        text_of=config.get(TEXT_OF, msgspec.UNSET),
     )
 
 

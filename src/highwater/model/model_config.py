@@ -13,6 +13,7 @@ from highwater.errors import ModelError
 from highwater.model.families import (
     EXPERT_COUNTS,
     EXPERTS_PER_TOKEN,
+    WRAPPERS,
     family_row,
     logit_transform_of,
     refuse_untrained,
@@ -32,6 +33,8 @@ MIN_FIELDS = (
 )
 """Fields that every config has to have."""
 
+TEXT_OF = "text_of"
+"""Field of what is read: the multimodal family whose text model this is."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -66,9 +69,41 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path} is not a JSON object", hint="use the config.json of a Hugging Face model"
         )
+    if str(config.get("model_type")) in WRAPPERS:
+        return _text_model(config, str(path))
     if config.get("model_type") == "mistral" and "layer_types" in config:
         config["model_type"] = "ministral"  # as transformers' AutoConfig has it
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):  # as transformers renames it in every config
+        config["layer_types"] = ["full_attention" if k == "attention" else k for k in kinds]
     return config
+
+
+def _text_model(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The config of a multimodal wrapper's text model, as the family has it that computes the same
+    of text alone: with text, the positions of a multimodal RoPE are equal, and it is a plain one.
+    """
+    name, row = config["model_type"], WRAPPERS[config["model_type"]]
+    text = config.get("text_config", {**config, "model_type": row.usual} if row.is_flat else None)
+    kind = text.get("model_type", row.usual) if isinstance(text, dict) else None
+    if not isinstance(kind, str) or kind not in row.texts:
+        said = f"{kind}: it trains with {', '.join(row.texts)}" if kind else "not in text_config"
+        raise ModelError(
+            f"{source} is of the family {name}, whose text model is {said}", hint=_OF_TEXT
+        )
+    tied = config.get("tie_word_embeddings")
+    tied = row.is_tied if tied is None else tied
+    if row.is_flat:  # whose class forwards it
+        tied = tied or text.get("tie_word_embeddings") or False
+    found = {**row.defaults, **{k: v for k, v in text.items() if k not in row.unread}}
+    for field in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := found.get(field), dict):
+            found[field] = {k: v for k, v in rope.items() if not k.startswith("mrope_")}
+            kinds = {k: "default" for k in ("type", "rope_type") if rope.get(k) == "mrope"}
+            found[field] |= kinds if name == "qwen2_5_vl" else {}
+    whole = {k: config[k] for k in ("quantization_config", "auto_map", "dtype") if k in config}
+    own = {"model_type": row.texts[kind], "tie_word_embeddings": tied, TEXT_OF: name}
+    return {**{k: v for k, v in found.items() if k != "vision_config"}, **whole, **own}
 
 
 def config_digest(config: dict[str, Any], source: str) -> str:
@@ -135,10 +170,11 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
         alone = (
             "save the text model alone, and give its directory: a config.json without text_config"
         )
+        why = _obstacle(text, source)
         raise ModelError(
             f"{source} is of the family {family}, which reads more than text: its text model is "
-            f"in text_config",
-            hint=alone if _trains(text, source) else _OF_TEXT,
+            f"in text_config, and {why or 'nobody has compared it there'}",
+            hint=_OF_TEXT if why else alone,
         )
     if "text_config" in config:
         raise ModelError(
@@ -153,14 +189,14 @@ def _family_of_text(config: dict[str, Any], source: str) -> str:
     return family
 
 
-def _trains(text_config: dict[str, Any], source: str) -> bool:
-    """True if a text model would train alone; fields that it lacks are its class's."""
+def _obstacle(text_config: dict[str, Any], source: str) -> str | None:
+    """Why a text model would not train alone; fields that it lacks are its class's."""
     try:
         refuse_untrained(str(text_config.get("model_type")), source)
         _refuse_layers(text_config, source)
-    except ModelError:
-        return False
-    return True
+    except ModelError as error:
+        return error.problem.replace(source, "it")
+    return None
 
 
 def _refuse_dense_layers(config: dict[str, Any], source: str) -> None:
@@ -185,19 +221,21 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
         is_cap = field == "attn_logit_softcapping" and row.caps_scores
         is_computed = is_cap or transforms(family, field)
         if value is not None and value not in neutral and not is_computed:
-            allowed = " or ".join(map(repr, (*neutral, None)))
+            null = () if field in row.needs else (None,)
+            allowed = " or ".join(map(repr, (*neutral, *null)))
             raise _unsupported(config, source, field, value, allowed)
     logit_transform_of(config, source)
     for field in row.not_zero:
         if config.get(field) == 0:
             raise _unsupported(config, source, field, 0, "more than 0")
-    kinds = config.get("layer_types")
+    kinds = value_of(config, "layer_types")
     named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set[str]()
-    others = named - ATTENTION_LAYERS
+    others = named - ({"full_attention"} if row.other_layers else ATTENTION_LAYERS)
     if others:
+        words = {kind: f"{kind} ({what})" for kind, what in row.other_layers.items()}
+        what = ", ".join(words.get(kind, kind) for kind in sorted(others))
         raise ModelError(
-            f"{source}, of the family {family}, has layers of {', '.join(sorted(others))}, which "
-            f"are no full attention",
+            f"{source}, of the family {family}, has layers of {what}, which are no full attention",
             hint="use a model of a family that was compared, for example `highwater find "
             "Qwen3-0.6B`",
         )
@@ -331,16 +369,33 @@ class ConfigSizes(NamedTuple):
         shared_field, _ = usual.shared
         shared = self._count(usual.shared)
         is_width = shared_field is not None and shared_field.endswith("intermediate_size")
+        if usual.may_be_none and any(self.config.get(field) == 0 for field in EXPERT_COUNTS):
+            return Mixture(shared, shared)
         kinds = self.config.get("mlp_layer_types")
         dense = kinds.count("dense") if isinstance(kinds, list) else self._count(usual.dense_layers)
         return Mixture(
             width=width,
             dense_width=dense_width,
             experts=self._first_size(EXPERT_COUNTS) or usual.experts,
-            experts_per_token=self._first_size(EXPERTS_PER_TOKEN) or usual.per_token,
+            experts_per_token=self._experts_per_token(usual.lists_per_token) or usual.per_token,
             shared_size=shared if is_width else width * shared,
             dense_layers=min(dense, self.layers()),
         )
+
+    def _experts_per_token(self, is_listed: bool) -> int | None:
+        """Experts of a token; a list of them, where the class reads one, has to be uniform."""
+        field = next((name for name in EXPERTS_PER_TOKEN if self.config.get(name) is not None), "")
+        found = self.config.get(field)
+        if not is_listed or not isinstance(found, list):
+            return self._first_size(EXPERTS_PER_TOKEN)
+        if len(found) != self.layers() or any(each != found[0] for each in found):
+            raise ModelError(
+                f"{field} is {found!r} in {self.source}: layers whose tokens go to other numbers "
+                f"of experts are not supported",
+                hint=f"set {field} to one number, or to a list of it for each of the "
+                f"{self.layers()} layers",
+            )
+        return whole_number(found[0], field, self.source)
 
     def _first_size(self, fields: Sequence[str]) -> int | None:
         """The first of these fields that the config or its class has."""

@@ -169,7 +169,7 @@ def unties(directory: Path) -> bool:
     vocabulary whose files hold a tied head twice.
     """
     tensors = saved_tensors(directory)
-    heads = [name for name in _HEADS if name in tensors]
+    heads = [name for name in tensors if name.removeprefix("language_model.") in _HEADS]
     embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
     if len(heads) != 1 or len(embeddings) != 1:
         return False

@@ -41,7 +41,14 @@ from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Proof, Question
-from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignTrainer, TrainerName, foreign_name
+from highwater.nouns.trainer import (
+    FOREIGN,
+    OURS,
+    TRAINERS,
+    ForeignTrainer,
+    TrainerName,
+    foreign_name,
+)
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.units import format_seconds, format_tokens
 
@@ -83,6 +90,19 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
             why = f"{model.name} was made for them, and {unscalable(model)}"
         notes = (f"lengths end at {format_tokens(native)}: {why}",)
     return longest, notes
+
+
+def refuse_other_class(model: Model, trainer: str) -> None:
+    """Raise UsageError for the text model of a multimodal one in another trainer, whose class is
+    the whole model's: its vision tower is on the GPU there, and no prediction counts it.
+    """
+    if model.text_of is not msgspec.UNSET and trainer != OURS:
+        raise UsageError(
+            f"{model.name} is of the family {model.text_of}, whose vision tower {trainer} loads, "
+            f"too: its memory is not counted",
+            hint=f"`highwater predict {shlex.quote(model.directory)} --gpus 8xH100-80GB` is for "
+            f"our own trainer, which trains the text model alone",
+        )
 
 
 def refuse_past_native(model: Model, rope: Rope, length_tokens: int, *, flag: str) -> None:
@@ -213,6 +233,7 @@ def plan(
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
     if foreign is not None:
+        refuse_other_class(model, foreign.trainer)
         planned = _foreign_plan(request, machine, model, device, foreign)
         return msgspec.structs.replace(planned, notes=(*of_memory, *planned.notes))
     _check_proof(request, model)

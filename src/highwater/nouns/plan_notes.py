@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import msgspec
+
 from highwater.model.families import value_of
 from highwater.model.model import Model
 from highwater.model.model_config import has_own_code, read_config
@@ -110,6 +112,11 @@ def weights_notes(model: Model, settings: Settings, *, simulated: bool = False) 
     """Say what a trial starts without weights for; nothing of a simulated one."""
     directory = Path(model.directory)
     notes: list[str] = []
+    if model.text_of is not msgspec.UNSET:
+        notes.append(
+            f"the text model of {model.name} is trained, alone: its vision tower is not loaded, "
+            f"and is saved as its files have it"
+        )
     if not weight_files(directory):
         if simulated:
             return ()

@@ -27,6 +27,7 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
+from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
@@ -133,7 +134,8 @@ def _goal(
     settings: Mapping[str, Any],
 ) -> Goal:
     """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
-    refuse_unknown_family(load_model(model))
+    refuse_unknown_family(found := load_model(model))
+    refuse_other_class(found, trainer)
     typed = request_from({"model": model, **settings}, keywords=True)
     return Goal(
         model=model,

@@ -6,6 +6,7 @@ peft decides which linear layers have an adapter, their names, and the files for
 
 import hashlib
 import math
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from highwater.nouns.objective import Lora
 
 NAME = "default"
 """Name that peft gives to a model's only adapter."""
+_WITHIN = "model.language_model."
+"""Where a multimodal model has its text model."""
 A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
 """Suffixes of the names of an adapter's two parameters."""
 
@@ -130,9 +133,13 @@ def without_adapters(model: nn.Module) -> Generator[None]:
             layer.is_on = True
 
 
-def name_for_peft(name: str) -> str:
-    """Return the name in peft's files of an adapter's parameter, from the causal LM's."""
-    return "base_model.model." + name.replace(f".{NAME}.", ".")
+def name_for_peft(name: str, *, is_of_text: bool) -> str:
+    """Return the name in peft's files of an adapter's parameter, from the causal LM's.
+
+    ``is_of_text``: peft puts it on the multimodal model whose text model that is.
+    """
+    name = name.replace(f".{NAME}.", ".")
+    return "base_model.model." + (name.replace("model.", _WITHIN, 1) if is_of_text else name)
 
 
 def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
@@ -150,6 +157,11 @@ def write_adapters(
     reads, ``base`` is the directory of the model that the adapters were trained on.
     """
     config = peft_config(lora, base=base)
+    if any(
+        f".{_WITHIN}" in name for name in tensors
+    ):  # only there: a tower has layers of the same names
+        layers = "|".join(sorted({name.split(".")[-3] for name in tensors}))
+        config.target_modules = rf"{re.escape(_WITHIN)}.*\.({layers})"
     if gives_scalars:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
     config.inference_mode = True

@@ -23,6 +23,7 @@ from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.models.fused.nf4 import pack, scale_table
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
+from highwater.engine.models.pretrained import text_config
 from highwater.engine.models.requirements import (
     prove_head,
     prove_rows,
@@ -42,7 +43,9 @@ from highwater.nouns.settings import Loss, Recompute, Rope, Strategy
 
 def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrainedConfig:
     """Return the model's config, with RoPE scaled for the length; no remote code is run."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    config = text_config(Path(directory)) or AutoConfig.from_pretrained(
+        directory, trust_remote_code=False, local_files_only=True
+    )
     if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
         # as transformers does if the files hold both, with different values
         config.tie_word_embeddings = False

@@ -27,7 +27,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from highwater.engine.models.fill import fill_buffers
 from highwater.engine.models.random_weights import fill_random
+from highwater.engine.models.weights import SavedWeights
 from highwater.errors import ModelError
+from highwater.model import model_config
 from highwater.nouns.codec import CONFIG_BYTES, read_file
 from highwater.nouns.corpus import MissingFiles, missing_files, prepared_name
 from highwater.units import GIB
@@ -89,15 +91,23 @@ class PretrainedDirectory:
     """
 
     def __init__(
-        self, directory: Path, model: PreTrainedModel, shapes: Mapping[str, Tensor]
+        self,
+        directory: Path,
+        model: PreTrainedModel,
+        shapes: Mapping[str, Tensor],
+        whole: SavedWeights | None = None,
     ) -> None:
         """Plan the files: ``shapes`` has every tensor under its name in memory, on meta.
 
-        Each tensor is saved in the dtype that it has there.
+        Each tensor is saved in the dtype that it has there. ``whole``: files of the multimodal
+        model whose text model this is, which gives names, and what it has beside, last and as it
+        is.
         """
         self.written_bytes = 0
-        self._model = model
-        files = _files(model, shapes)
+        self._model, self._whole = model, whole
+        tower = {} if whole is None else whole.tower
+        beside = {name: file.get_tensor(name).to("meta") for name, file in tower.items()}
+        files = self._planned({**shapes, **beside})
         count = len(files)
         names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
         if count == 1:
@@ -118,7 +128,7 @@ class PretrainedDirectory:
             self._open = path, path.open("wb")
             self._put(file.header())
         expected = file.parameters[name]
-        for file_name, part in revert_weight_conversion(self._model, {name: tensor}).items():
+        for file_name, part in self._as_in_files(name, tensor).items():
             planned = expected[file_name]
             assert part.shape == planned.shape, f"{file_name} is not as planned"
             assert part.dtype == planned.dtype, f"{file_name} is not as planned"
@@ -129,6 +139,9 @@ class PretrainedDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._whole is not None:
+            for name, file in self._whole.tower.items():
+                self.write(name, file.get_tensor(name))
         self._close_file()
         files = dict(self._file_of.values())
         if kind is not None or len(files) == 1:  # a single file needs no index
@@ -142,6 +155,21 @@ class PretrainedDirectory:
         size_bytes = sum(file.size_bytes for file in files.values())
         index = {"metadata": {"total_size": size_bytes}, "weight_map": weight_map}
         self.written_bytes += _write_json(self._directory / "model.safetensors.index.json", index)
+
+    def _planned(self, shapes: Mapping[str, Tensor]) -> list[_File]:
+        """Assign parameters to files in their order; a parameter's tensors stay in one file."""
+        files, filled_bytes = [_File({})], 0
+        for name, shape in shapes.items():
+            filled_bytes += shape.nbytes
+            if files[-1].parameters and filled_bytes > FILE_BYTES:
+                files, filled_bytes = [*files, _File({})], shape.nbytes
+            files[-1].parameters[name] = self._as_in_files(name, shape)
+        return files
+
+    def _as_in_files(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        whole = self._whole
+        return found if whole is None else {whole.written(n): part for n, part in found.items()}
 
     def _put(self, data: bytes | memoryview) -> None:
         assert self._open is not None
@@ -159,15 +187,54 @@ class PretrainedDirectory:
 
 
 def write_beside(
-    directory: Path, model: PreTrainedModel, *, architecture: str, dtype: torch.dtype, source: Path
+    directory: Path,
+    model: PreTrainedModel,
+    *,
+    architecture: str,
+    dtype: torch.dtype,
+    source: Path,
+    is_whole: bool = False,
 ) -> int:
-    """Write ``config.json`` and copy the tokenizer's files; returns the bytes written."""
-    config = config_of(model, architecture=architecture, dtype=dtype, source=source)
+    """Write ``config.json`` and copy the tokenizer's files; returns the bytes written. With
+    ``is_whole`` the config is that of the multimodal model whose text model this is.
+    """
+    config = (
+        _of_whole(model.config, dtype, source)
+        if is_whole
+        else config_of(model, architecture=architecture, dtype=dtype, source=source)
+    )
     written_bytes = _write_json(directory / "config.json", config)
     for name in COPIED:
         if (source / name).is_file():
             written_bytes += Path(shutil.copyfile(source / name, directory / name)).stat().st_size
     return written_bytes
+
+
+def text_config(directory: Path) -> PreTrainedConfig | None:
+    """Return the config of a multimodal model's text model; None for a model of text alone."""
+    fields = model_config.read_config(directory / "config.json")
+    if fields.pop(model_config.TEXT_OF, None) is None:
+        return None
+    return AutoConfig.for_model(**fields)
+
+
+def _of_whole(config: PreTrainedConfig, dtype: torch.dtype, source: Path) -> dict[str, Any]:
+    """Return a multimodal model's config with its text model as it was trained."""
+    whole: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
+    text, before = whole.get("text_config", whole), text_config(source)
+    assert before is not None
+    if config.max_position_embeddings != before.max_position_embeddings:
+        old = {**(text.get("rope_parameters") or {}), **(text.get("rope_scaling") or {})}
+        kept = {name: value for name, value in old.items() if name.startswith("mrope_")}
+        text |= _rope({**config.to_dict()["rope_parameters"], **kept})
+        text["max_position_embeddings"] = config.max_position_embeddings
+    for said in (text, whole):
+        said.pop("torch_dtype", None)
+        said |= {
+            "dtype": str(dtype).removeprefix("torch."),
+            "tie_word_embeddings": bool(config.tie_word_embeddings),
+        }
+    return whole
 
 
 def config_of(
@@ -215,17 +282,6 @@ def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
         **top_level,
         "rope_scaling": None if parameters["rope_type"] == "default" else scaling,
     }
-
-
-def _files(model: PreTrainedModel, shapes: Mapping[str, Tensor]) -> list[_File]:
-    """Assign parameters to files in their order; a parameter's tensors stay in one file."""
-    files, filled_bytes = [_File({})], 0
-    for name, shape in shapes.items():
-        filled_bytes += shape.nbytes
-        if files[-1].parameters and filled_bytes > FILE_BYTES:
-            files, filled_bytes = [*files, _File({})], shape.nbytes
-        files[-1].parameters[name] = revert_weight_conversion(model, {name: shape})
-    return files
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> int:

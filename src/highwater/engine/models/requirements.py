@@ -48,7 +48,9 @@ def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
     if kinds:
         raise not_by_attention(config, f"it has layers of {', '.join(sorted(kinds))}")
     convolves = any(isinstance(m, nn.Conv1d) for m in causal_lm.modules())
-    if getattr(causal_lm, "_is_stateful", False) or convolves:
+    # The class may be stateful by layers that this config does not have.
+    names_layers = getattr(config, "layer_types", None)
+    if (getattr(causal_lm, "_is_stateful", False) and not names_layers) or convolves:
         why = "its layers carry a state or a convolution along the sequence"
         raise not_by_attention(config, why)
     if not getattr(causal_lm, "_supports_attention_backend", False):

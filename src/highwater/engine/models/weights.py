@@ -35,6 +35,7 @@ from highwater.engine.activations.recompute import PREFIX as RECOMPUTE_PREFIX
 from highwater.engine.parallel.fsdp1 import PREFIX as FSDP1_PREFIX
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.errors import ModelError
+from highwater.model.model_config import TEXT_OF, read_config
 from highwater.model.weight_files import (
     MXFP4_BLOCKS,
     MXFP4_SCALES,
@@ -44,6 +45,9 @@ from highwater.model.weight_files import (
 )
 from highwater.nouns.objective import BASE_PREFIX
 
+_TOWER = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+"""Names of what a multimodal model has beside its text model; it is not loaded."""
+_TEXT = re.compile(r"^(model\.language_model|language_model\.model)\.|^language_model\.(?=lm_head)")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _BELONG_TOGETHER = "use weights that belong to the config beside them"
 _MXFP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -71,6 +75,8 @@ class SavedWeights:
         self.directory = directory
         self._where = where
         self._written = {name: name for name in where} if written is None else written
+        self.tower: Mapping[str, Any] = {}
+        """Open files of a multimodal model's tensors beside its text model, by their names."""
 
     def has(self, name: str) -> bool:
         """True if a tensor of this name was saved."""
@@ -99,7 +105,19 @@ class SavedWeights:
                     "and give that directory",
                 )
         where = {names[name]: file for name, file in self._where.items()}
-        return SavedWeights(self.directory, where, {names[name]: name for name in self._where})
+        written = {names[name]: self._written[name] for name in self._where}
+        return SavedWeights(self.directory, where, written)
+
+    def of_text(self) -> "SavedWeights":
+        """Return a multimodal model's text model, under the names that it has alone."""
+        own = {name: file for name, file in self._where.items() if not _TOWER.fullmatch(name)}
+        found = SavedWeights(self.directory, own).renamed({name: text_name(name) for name in own})
+        found.tower = {name: file for name, file in self._where.items() if name not in own}
+        return found
+
+    def written(self, name: str) -> str:
+        """Return the name that a tensor has in the files; for one that is not there, its own."""
+        return self._written.get(name, name)
 
     @property
     def names(self) -> Collection[str]:
@@ -236,7 +254,14 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
                     hint="remove the file that is left from another save",
                 )
             where |= dict.fromkeys(handle.keys(), handle)
-        yield SavedWeights(directory, where) if files else None
+        saved = SavedWeights(directory, where) if files else None
+        is_wrapped = TEXT_OF in read_config(Path(directory, "config.json"))
+        yield saved.of_text() if saved and is_wrapped else saved
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor of a multimodal model's text model has in that model alone."""
+    return _TEXT.sub(lambda found: "model." if found[1] else "", name)
 
 
 def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ and Hugging Face weights one parameter at a time.
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,8 +35,8 @@ from highwater.engine.models.adapters import (
     write_adapters,
 )
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.pretrained import PretrainedDirectory, write_beside
-from highwater.engine.models.weights import name_in_files
+from highwater.engine.models.pretrained import PretrainedDirectory, text_config, write_beside
+from highwater.engine.models.weights import name_in_files, opened
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.engine.parallel.mesh import all_ranks, every_ranks
 from highwater.engine.training.shard_reader import FlatRange, ShardReader, write_index
@@ -204,15 +205,18 @@ def save_pretrained(
                 name: torch.empty(shard.shape, dtype=dtypes[name], device="meta")
                 for name, shard in shards.items()
             }
-            with PretrainedDirectory(directory, model.causal_lm, shapes) as target:
-                for name, shard in left:
-                    target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
+            is_text_of = text_config(source) is not None and not model.gives_scalars
+            with opened(str(source)) if is_text_of else nullcontext() as whole:
+                with PretrainedDirectory(directory, model.causal_lm, shapes, whole) as target:
+                    for name, shard in left:
+                        target.write(name, _merged(model, name, shard, dtypes[name], mesh).cpu())
                 written_bytes = target.written_bytes
             written_bytes += write_beside(
                 *(directory, model.causal_lm),
                 architecture=model.architecture,
                 dtype=dtype,
                 source=source,
+                is_whole=whole is not None,
             )
     finally:
         for name, shard in left:  # even if the first rank failed: the others are gathering
@@ -232,8 +236,11 @@ def _save_adapters(
 ) -> int:
     """Gather a model's adapters on all ranks and write them in peft's format."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    is_of_text = text_config(source) is not None and not model.gives_scalars
     whole: dict[str, Tensor] = {
-        name_for_peft(name_in_files(name)): _whole(parameter.detach(), parameter.dtype, mesh).cpu()
+        name_for_peft(name_in_files(name), is_of_text=is_of_text): _whole(
+            parameter.detach(), parameter.dtype, mesh
+        ).cpu()
         for name, parameter in trained.items()
     }
     written_bytes = 0
