@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_531,
-    "src_files": 274,
+    "src_lines": 67_955,
+    "src_files": 275,
     "src_small_files": 12,
     "process_starts": 1,
     "decision_records": 25,
@@ -21,7 +21,7 @@ in host memory: three files; head groups: one; one answer from every command: tw
 data: one; reporters: one)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
-    "find": {"modules": 195, "files": 115},
+    "find": {"modules": 195, "files": 116},
     "train": {"modules": 205, "files": 112},
 }
 
