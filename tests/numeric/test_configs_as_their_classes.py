@@ -102,7 +102,8 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
             predicted = load_model(str(model.directory)).shape.window_tokens
             whole, _ = model.losses({**changes, "sliding_window": sum(LENGTHS)})
             assert (predicted == WINDOW) == (ours != whole), changes
-    assert trained >= 3
+    # without `layer_types` granitemoehybrid is of Mamba-2
+    assert trained >= (3 if family == "granitemoehybrid" else 4)
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if family_row(each).has_rope])
