@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_955,
+    "src_lines": 67_956,
     "src_files": 275,
     "src_small_files": 12,
     "process_starts": 1,

@@ -255,7 +255,8 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
                 )
             where |= dict.fromkeys(handle.keys(), handle)
         saved = SavedWeights(directory, where) if files else None
-        is_wrapped = TEXT_OF in read_config(Path(directory, "config.json"))
+        config = Path(directory, "config.json")  # weights without one are a model's own
+        is_wrapped = saved and config.is_file() and TEXT_OF in read_config(config)
         yield saved.of_text() if saved and is_wrapped else saved
 
 
