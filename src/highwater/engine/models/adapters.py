@@ -133,7 +133,7 @@ def without_adapters(model: nn.Module) -> Generator[None]:
             layer.is_on = True
 
 
-def name_for_peft(name: str, *, is_of_text: bool) -> str:
+def name_for_peft(name: str, *, is_of_text: bool = False) -> str:
     """Return the name in peft's files of an adapter's parameter, from the causal LM's.
 
     ``is_of_text``: peft puts it on the multimodal model whose text model that is.
