@@ -1,19 +1,20 @@
 """Two ranks that share one sequence, in one micro-batch: Ulysses, a ring and torch's own context
-parallelism, in one run.
+parallelism, in one run; ``--ranks 4`` has four share it.
 
 ``python docs/results/context_parallel/two_ranks.py`` measures on two GPUs; ``--links left-out``
-runs rank 0 of the two alone, on one GPU: every kernel and every allocation is there, what crosses
+runs rank 0 of them alone, on one GPU: every kernel and every allocation is there, what crosses
 a link is not. The other rank answers with what it was sent, so that losses mean nothing. Each case
 is a process of its own for each rank. Those of one length live beside each other and take turns,
 since a GPU's clock falls as it warms: a case that ran after the others would look slower. In a turn
 one step is timed, after one that takes memory anew; then the others get it. ``two_ranks.json``
-beside this file gets a row for each case, with what a trace predicted of it, by ``--predict`` (no
-GPU), before. ``--table`` only prints; ``--only`` names cases. Predicted is the fullest rank's, the
-last one; traced is rank 0's own.
+beside this file gets a row for each case, with what a trace predicted of it, by ``--predict trace``
+(no GPU), before; ``--predict formula`` does without. ``--table`` only prints; ``--only`` names
+cases. Predicted is the fullest rank's, the last one; traced is rank 0's own.
 
 torch's: Hugging Face's model, FSDP2 over both ranks (float32, computed in bfloat16),
 ``context_parallel`` around cuDNN's attention, recomputation per layer, Liger's fused loss
-(liger-kernel 0.8.5). ``--layers`` shortens the model.
+(liger-kernel 0.8.5). TRL's (``--trl``): its SFTTrainer with its own loss, accelerate's FSDP2 and
+context parallelism, layers recomputed. ``--layers`` shortens the model.
 """
 
 import argparse
@@ -49,11 +50,12 @@ class Case(NamedTuple):
     layers: int
     length_tokens: int
     shared_by: str
-    """ulysses, ring or torch."""
+    """ulysses, ring, torch or trl."""
     recompute: str
     links: str
     activations: str = "gpu"
     head_groups: int = 1
+    ranks: int = 2
 
     @property
     def placed(self) -> str:
@@ -67,7 +69,13 @@ class Case(NamedTuple):
         return (
             f"{self.model}, {self.layers} layers, {self.length_tokens} tokens, {self.shared_by}, "
             f"{self.recompute}{self.placed}, links {self.links}"
+            + (f", {self.ranks} ranks" if self.ranks > 2 else "")
         )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine takes the step, so that a trace predicts it."""
+        return self.shared_by in ("ulysses", "ring")
 
 
 def main() -> None:
@@ -80,10 +88,15 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--links", choices=("there", "left-out"), default="there")
-    parser.add_argument("--predict", action="store_true", help="predict by trace, measure nothing")
+    parser.add_argument(
+        "--predict", choices=("trace", "formula"), help="predict so, measure nothing"
+    )
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", nargs="+", help="words, one of which a case's name has")
     parser.add_argument("--host", action="store_true", help="also with activations on the host")
+    parser.add_argument("--trl", action="store_true", help="also TRL's context parallelism")
+    parser.add_argument("--ranks", type=int, default=2, help="that share the sequence")
+    parser.add_argument("--gpu", default="H200-141GB", help="what predictions are for")
     parser.add_argument("--apart", action="store_true", help="one after the other, not in turns")
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -98,8 +111,8 @@ def main() -> None:
         of_cases = [rows.setdefault(case.name, {"case": case._asdict()}) for case in cases]
         if arguments.predict:
             for case, row in zip(cases, of_cases, strict=True):
-                if case.shared_by != "torch":
-                    row["predicted"] = _predicted(case)
+                if case.is_ours:
+                    row["predicted"] = _predicted(case, arguments.gpu, arguments.predict)
         else:
             together = [(case,) for case in cases] if arguments.apart else [cases]
             done = (each for some in together for each in _measured(some, arguments.turns))
@@ -118,12 +131,15 @@ def _cases(arguments: argparse.Namespace, length: int) -> list[Case]:
         if (shared_by, recompute) != ("torch", "all-but-attention")
     ]
     model, layers, links = arguments.model, arguments.layers, arguments.links
-    cases = [Case(model, layers, length, *kind, links) for kind in kinds]
+    if arguments.trl:
+        kinds.append(("trl", "layer"))
+    cases = [Case(model, layers, length, *kind, links, ranks=arguments.ranks) for kind in kinds]
     if arguments.host:
-        ours = [case for case in cases if case.shared_by != "torch"]
+        ours = [case for case in cases if case.is_ours]
         cases += [case._replace(activations="host") for case in ours]
         grouped = [case for case in ours if case.shared_by == "ulysses"]
-        cases += [case._replace(activations="host", head_groups=4) for case in grouped]
+        groups = 8 // arguments.ranks  # one key/value head each, of eight
+        cases += [case._replace(activations="host", head_groups=groups) for case in grouped]
     words = arguments.only or [""]
     return [case for case in cases if any(word in case.name for word in words)]
 
@@ -152,10 +168,9 @@ class Contender:
         folder.mkdir()
         self._failed: str | None = None
         command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(case)]
-        store = {"HIGHWATER_STORE": str(folder / "store"), "WORLD_SIZE": "2"}
-        self._errors = [
-            (folder / f"errors-{rank}").open("w+") for rank in range(1 + (case.links == "there"))
-        ]
+        store = {"HIGHWATER_STORE": str(folder / "store"), "WORLD_SIZE": str(case.ranks)}
+        started = case.ranks if case.links == "there" else 1
+        self._errors = [(folder / f"errors-{rank}").open("w+") for rank in range(started)]
         self._ranks = [
             subprocess.Popen(
                 command,
@@ -226,8 +241,8 @@ def spec_of(case: Case, folder: str) -> Any:
             config[name] = config[name][: case.layers]
     Path(folder, "config.json").write_text(json.dumps(config))
     model = load_model(folder)
-    degrees = {f"{case.shared_by}_degree": 2} if case.shared_by != "torch" else {}
-    layout = Layout(gpus=2, **degrees)
+    degrees = {f"{case.shared_by}_degree": case.ranks} if case.is_ours else {}
+    layout = Layout(gpus=case.ranks, **degrees)
     return TrialSpec(
         model_name=case.model,
         model_directory=model.directory,
@@ -248,8 +263,8 @@ def spec_of(case: Case, folder: str) -> Any:
     )
 
 
-def _predicted(case: Case) -> dict[str, Any]:
-    """What the trace says of a whole trial on two H200s."""
+def _predicted(case: Case, gpu: str, how: str) -> dict[str, Any]:
+    """What the trace, or the formula alone, says of a whole trial on so many GPUs of this kind."""
     import highwater
 
     with TemporaryDirectory() as folder:
@@ -257,7 +272,7 @@ def _predicted(case: Case) -> dict[str, Any]:
         began = time.monotonic()
         (cell,) = highwater.predict(
             folder,
-            gpus="2xH200-141GB",
+            gpus=f"{case.ranks}x{gpu}",
             length=case.length_tokens,
             ulysses=[spec.layout.ulysses_degree],
             ring=[spec.layout.ring_degree],
@@ -268,17 +283,20 @@ def _predicted(case: Case) -> dict[str, Any]:
             allocator="expandable",
             micro_batches=1,
             offload=False,
-            exact=True,
+            exact=how == "trace",
         ).cells
-        last, first = (_traced_peak_bytes(spec, rank) for rank in (1, 0))
-    allocated_bytes = cell.replayed and cell.replayed.peak_allocated_bytes
-    return {
-        "formula_allocated_bytes": cell.footprint.allocated_bytes,
-        "allocated_bytes": allocated_bytes,
-        "allocated_by_rank_0_bytes": allocated_bytes and allocated_bytes - last + first,
-        "reserved_bytes": cell.replayed and cell.replayed.peak_reserved_bytes,
-        "device_used_bytes": cell.device_used_bytes,
-        "within_s": round(time.monotonic() - began, 1),
+        found = {
+            "formula_allocated_bytes": cell.footprint.allocated_bytes,
+            "device_used_bytes": cell.device_used_bytes,
+            "within_s": round(time.monotonic() - began, 1),
+        }
+        if cell.replayed is None:
+            return found
+        last, first = (_traced_peak_bytes(spec, rank) for rank in (case.ranks - 1, 0))
+    return found | {
+        "allocated_bytes": cell.replayed.peak_allocated_bytes,
+        "allocated_by_rank_0_bytes": cell.replayed.peak_allocated_bytes - last + first,
+        "reserved_bytes": cell.replayed.peak_reserved_bytes,
     }
 
 
@@ -325,7 +343,7 @@ def _serve(case: Case) -> None:
     losses: list[str] = []
     with TemporaryDirectory() as folder:
         spec = spec_of(case, folder)
-        step = (_torchs if case.shared_by == "torch" else ours)(spec, device)
+        step = {"torch": _torchs, "trl": TrlStep}.get(case.shared_by, ours)(spec, device)
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -339,6 +357,7 @@ def _serve(case: Case) -> None:
                 losses.append(str(float(step())))
                 torch.cuda.synchronize(device)
                 seconds = time.perf_counter() - began
+            seconds = getattr(step, "last_step_s", seconds)
             times.append(seconds)
             torch.cuda.empty_cache()
             _say({"step_time_s": seconds})
@@ -358,7 +377,7 @@ def _serve(case: Case) -> None:
 
 
 def leave_links_out() -> None:
-    """Be rank 0 of two, of whom the other answers at once, with what it was sent.
+    """Be rank 0 of two, of which the other answers at once, with what it was sent.
 
     Memory that nobody writes may hold NaN, and a GPU computes faster on those: its clock follows
     its power, and its power the bits that change.
@@ -443,7 +462,7 @@ def _torchs(spec: Any, device: Any) -> Any:
             config, dtype=torch.float32, attn_implementation="torchs"
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("ranks",))
+    mesh = init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("ranks",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -486,6 +505,87 @@ def _torchs(spec: Any, device: Any) -> Any:
     return step
 
 
+class TrlStep:
+    """TRL's steps: its trainer takes two of them in the first call, as one loop."""
+
+    def __init__(self, spec: Any, device: Any) -> None:
+        import torch
+        from accelerate.utils import ParallelismConfig
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            PreTrainedTokenizerFast,
+            TrainerCallback,
+        )
+        from trl import SFTConfig, SFTTrainer
+
+        config = AutoConfig.from_pretrained(spec.model_directory, local_files_only=True)
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+        words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))  # noqa: S106 - a word, no secret
+        ends = dict.fromkeys(("eos_token", "pad_token"), "<end>")
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (8, spec.length_tokens), generator=random)
+        layers = type(model.model.layers[0]).__name__
+        ranks = int(os.environ["WORLD_SIZE"])
+        # accelerate asks for them and takes the group that is there
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        outer, self._losses = self, []
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                torch.cuda.synchronize(device)
+                self.began = time.perf_counter()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                torch.cuda.synchronize(device)
+                outer.last_step_s = time.perf_counter() - self.began
+
+            def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+                outer._losses += [logs["loss"]] if logs and "loss" in logs else []
+
+        self._trainer = SFTTrainer(
+            model,
+            args=SFTConfig(
+                output_dir=str(Path(spec.model_directory) / f"trl-{os.environ['RANK']}"),
+                max_steps=2,
+                per_device_train_batch_size=1,
+                learning_rate=1e-5,
+                optim="adamw_torch_fused",
+                bf16=True,
+                max_length=None,
+                dataset_kwargs={"skip_prepare_dataset": True},
+                gradient_checkpointing=False,  # FSDP's own below
+                logging_steps=1,
+                report_to=[],
+                save_strategy="no",
+                fsdp=True,
+                fsdp_config={
+                    "version": 2,
+                    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                    "transformer_layer_cls_to_wrap": [layers],
+                    "reshard_after_forward": True,
+                    "activation_checkpointing": True,
+                    "cpu_ram_efficient_loading": False,
+                },
+                parallelism_config=ParallelismConfig(cp_size=ranks),
+            ),
+            train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **ends),
+            callbacks=[Clock()],
+        )
+
+    def __call__(self) -> float:
+        """The loss of the last step taken."""
+        if not self._losses:
+            self._trainer.train()
+        return self._losses[-1]
+
+
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """One row a case."""
     head = (
@@ -496,7 +596,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     for row in rows.values():
         case, measured = Case(**row["case"]), row.get("measured", {})
         times = measured.get("step_times_s")
-        beside = rows.get(case._replace(shared_by="ulysses", recompute="layer").name, {})
+        plain = case._replace(
+            shared_by="ulysses", recompute="layer", activations="gpu", head_groups=1
+        )
+        beside = rows.get(plain.name, {})
         base = beside.get("measured", {}).get("step_times_s")
         seconds = median(times) if times else None
         foretold = row.get("predicted", {})
