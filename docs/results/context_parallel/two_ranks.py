@@ -216,7 +216,7 @@ class Contender:
         late = Timer(TURN_S, self._ranks[0].kill)
         late.start()
         try:
-            line = next((line for line in told if line.startswith("{")), None)
+            line = next((line for line in told if line.startswith(('{"', "{}"))), None)
         finally:
             late.cancel()
         if line is not None:
