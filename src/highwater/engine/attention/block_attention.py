@@ -164,7 +164,7 @@ class WindowedBlock(NamedTuple):
 
 
 class VariedBlock(NamedTuple):
-    """Causal attention of each document's last queries over all its keys, in one flash call.
+    """Attention of each document's last queries over all its keys, in one flash call.
 
     Shapes:  q queries of all documents  k keys of all documents  n documents
     """
@@ -175,16 +175,20 @@ class VariedBlock(NamedTuple):
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     scaling: float
+    is_causal: bool = True
+    """True if a query sees only the keys up to its own position; else it sees all of them."""
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Return the output, qHD, and the queries' log-sum-exp in the kernel's own layout."""
+        """Return the output, qHD, and the queries' log-sum-exp in the kernel's own layout: Hq on a
+        GPU.
+        """
         if self.query_qHD.device.type == "cpu":
             outputs, sums = zip(*(each.forward() for each in self._documents()), strict=True)
             return torch.cat(self._last(outputs)), torch.cat(sums, dim=-1)
         size = self.query_qHD.shape[-1]
         output_qHD, log_sums, *_ = aten._flash_attention_forward(
             *(_padded(tensor) for tensor in self[:3]),
-            *(*self._borders, 0.0, True, False),
+            *(*self._borders, 0.0, self.is_causal, False),
             scale=self.scaling,
         )
         return output_qHD[..., :size], log_sums
@@ -199,7 +203,7 @@ class VariedBlock(NamedTuple):
         found = aten._flash_attention_backward(
             *(_padded(tensor) for tensor in (gradient_qHD, *self[:3], output_qHD)),
             log_sums,
-            *(*self._borders, 0.0, True, *_no_dropout(self.query_qHD)),
+            *(*self._borders, 0.0, self.is_causal, *_no_dropout(self.query_qHD)),
             scale=self.scaling,
         )
         query, key, value = (tensor[..., :size] for tensor in found)
@@ -213,13 +217,14 @@ class VariedBlock(NamedTuple):
         return query_n, key_n, max(self.query_lengths), max(self.key_lengths)
 
     def _backward_on_cpu(
-        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums_BHk: Tensor
+        self, gradient_qHD: Tensor, output_qHD: Tensor, log_sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        sums_BHk = log_sums.flatten(0, -2)[None]
         each = zip(
             self._documents(),
             self._behind_zeros(gradient_qHD),
             self._behind_zeros(output_qHD),
-            log_sums_BHk.split(self.key_lengths, dim=-1),
+            sums_BHk.split(self.key_lengths if self.is_causal else self.query_lengths, dim=-1),
             strict=True,
         )
         found = [block.backward(*tensors) for block, *tensors in each]
@@ -228,14 +233,14 @@ class VariedBlock(NamedTuple):
         return torch.cat(self._last(queries)), key, value
 
     def _documents(self) -> list[Block]:
-        """Return one block for each whole document, with zeros for queries that are not given."""
+        """Return one block for each document, causal ones with zeros for queries not given."""
         each = zip(
             self._behind_zeros(self.query_qHD),
             self.key_kKD.split(self.key_lengths),
             self.value_kKD.split(self.key_lengths),
             strict=True,
         )
-        how = (True, self.scaling, "flash")
+        how = (self.is_causal, self.scaling, "flash")
         return [
             Block(query, key.transpose(0, 1)[None], value.transpose(0, 1)[None], *how)
             for query, key, value in each
@@ -244,7 +249,8 @@ class VariedBlock(NamedTuple):
     def _behind_zeros(self, tensor_qHD: Tensor) -> list[Tensor]:
         lengths = zip(tensor_qHD.split(self.query_lengths), self.key_lengths, strict=True)
         return [
-            F.pad(part.transpose(0, 1), (0, 0, keys - len(part), 0))[None] for part, keys in lengths
+            F.pad(part.transpose(0, 1), (0, 0, keys - len(part) if self.is_causal else 0, 0))[None]
+            for part, keys in lengths
         ]
 
     def _last(self, tensors_BHkD: Iterable[Tensor]) -> list[Tensor]:

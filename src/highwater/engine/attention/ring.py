@@ -6,6 +6,9 @@ Its own are attended causally. Of an earlier rank, the first chunk precedes all 
 second follows them; of a later rank, both precede its second chunk and follow its first. So every
 step after the first is half of the row's square, on every rank, without a mask.
 
+Documents of one length are a batch of one kernel call. A row of unlike documents would be a call
+and, with cuDNN, a plan for each length: those that are not long share a call of flash attention.
+
 While a step computes, the next keys and values arrive. Outputs of the steps are merged by their
 log-sum-exp, in float32 or wider. In the backward pass keys and values pass once more, together with
 their gradients, which reach their owner after the last step. A layer that keeps attention outputs
@@ -14,25 +17,30 @@ passes nothing in its recomputation (``engine/attention/block_attention``).
 In a memory-only trial a step attends within pieces of its documents (docs/decisions/006).
 
 Shapes, per rank:  B 1  S tokens held  H query heads  K key/value heads  D head size  d documents of
-                   a run of equal lengths  l tokens held of one of them  R ranks of the ring
+                   a run of equal lengths  l tokens held of one of them  q queries of a call
+                   R ranks of the ring
 Source: Liu et al., Ring Attention, https://arxiv.org/abs/2310.01889; the merge of partial outputs
         as in Dao et al., FlashAttention-2, https://arxiv.org/abs/2307.08691
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from highwater.engine.attention.block_attention import Block, attended, merge_
+from highwater.engine.attention.block_attention import Block, VariedBlock, attended, merge_
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
 from highwater.engine.parallel.collectives import pass_on
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
+
+LONG_TOKENS = 32_768
+"""Fewest tokens held of a document that has a call of its own among documents of other lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +134,19 @@ class Run(NamedTuple):
     documents: int
     pairing: Pairing
 
-    def block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:
-        """Return the attention block of this step, with the keys and values at hand."""
+    def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exps of this step's queries, as ``queries_of`` has them."""
+        return self._block(query_BHSD, at_hand).forward()
+
+    def backward(
+        self, query_BHSD: Tensor, at_hand: Sequence[Tensor], of_queries: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of queries, keys and values from the output's gradient, the output and
+        its log-sum-exps.
+        """
+        return self._block(query_BHSD, at_hand).backward(*of_queries)
+
+    def _block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:
         key, value = (self.keys_of(tensor) for tensor in at_hand)
         query = self.queries_of(query_BHSD)
         return Block(query, key, value, self.pairing.is_causal, self.ring.scaling, self.ring.kernel)
@@ -140,22 +159,120 @@ class Run(NamedTuple):
         """View the tokens whose keys take part, dXl and the remaining dimensions."""
         return self._of(tensor_BXSn, self.pairing.keys)
 
+    def put_queries(self, tensor_BXSn: Tensor, part: Tensor) -> None:
+        """Nothing to do: what ``queries_of`` gave is a view of the tensor."""
+
+    def put_keys(self, tensor_BXSn: Tensor, part: Tensor) -> None:
+        """Nothing to do: what ``keys_of`` gave is a view of the tensor."""
+
     def _of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         documents_dXln = row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
         return documents_dXln[:, :, tokens]
 
 
-def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run]:
+class VariedRun(NamedTuple):
+    """Neighbouring documents of any lengths, which one step computes in one call."""
+
+    ring: Ring
+    start: int
+    lengths: tuple[int, ...]
+    pairing: Pairing
+    """Of a document of two tokens: which of the two chunks take part."""
+
+    def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exps of this step's queries, qHD and qH."""
+        output_qHD, log_sums = self._block(query_BHSD, at_hand).forward()
+        return output_qHD, log_sums.flatten(0, -2).t()
+
+    def backward(
+        self, query_BHSD: Tensor, at_hand: Sequence[Tensor], of_queries: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients of queries, keys and values; see ``Run``."""
+        gradient_qHD, output_qHD, log_sums_qH = of_queries
+        block = self._block(query_BHSD, at_hand)
+        return block.backward(gradient_qHD, output_qHD, log_sums_qH.t().contiguous())
+
+    def _block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> VariedBlock:
+        key, value = (self.keys_of(tensor) for tensor in at_hand)
+        return VariedBlock(
+            self.queries_of(query_BHSD),
+            key,
+            value,
+            self._lengths(self.pairing.queries),
+            self._lengths(self.pairing.keys),
+            self.ring.scaling,
+            self.pairing.is_causal,
+        )
+
+    def _lengths(self, chunks: slice) -> tuple[int, ...]:
+        count = chunks.stop - chunks.start
+        return tuple(length // 2 * count for length in self.lengths)
+
+    def queries_of(self, tensor_BXSn: Tensor) -> Tensor:
+        """Tokens whose queries take part, qX and the remaining dimensions: a view of whole
+        documents, a copy of their chunks.
+        """
+        return _row_of(tensor_BXSn)[self._tokens(self.pairing.queries, tensor_BXSn.device)]
+
+    def keys_of(self, tensor_BXSn: Tensor) -> Tensor:
+        """Tokens whose keys take part, as ``queries_of`` has those of queries."""
+        return _row_of(tensor_BXSn)[self._tokens(self.pairing.keys, tensor_BXSn.device)]
+
+    def put_queries(self, tensor_BXSn: Tensor, part: Tensor) -> None:
+        """Write what ``queries_of`` gave, and was changed since, into the tensor."""
+        self._put(tensor_BXSn, self.pairing.queries, part)
+
+    def put_keys(self, tensor_BXSn: Tensor, part: Tensor) -> None:
+        """Write what ``keys_of`` gave, and was changed since, into the tensor."""
+        self._put(tensor_BXSn, self.pairing.keys, part)
+
+    def _put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
+        tokens = self._tokens(chunks, tensor_BXSn.device)
+        if not isinstance(tokens, slice):
+            _row_of(tensor_BXSn)[tokens] = part
+
+    def _tokens(self, chunks: slice, device: torch.device) -> slice | Tensor:
+        if chunks == slice(0, 2):
+            return slice(self.start, self.start + sum(self.lengths))
+        return _tokens_of_chunks(self.start, self.lengths, chunks.start, device)
+
+
+@lru_cache(maxsize=64)
+def _tokens_of_chunks(
+    start: int, lengths: tuple[int, ...], chunk: int, device: torch.device
+) -> Tensor:
+    """Places in the row of the first (0) or second (1) chunk of each document."""
+    borders = pairwise(accumulate(lengths, initial=start))
+    halves = [
+        (first + chunk * ((last - first) // 2), (last - first) // 2) for first, last in borders
+    ]
+    return torch.cat([torch.arange(first, first + count) for first, count in halves]).to(device)
+
+
+def _row_of(tensor_BXSn: Tensor) -> Tensor:
+    """View one row by its tokens: SX and the remaining dimensions."""
+    return tensor_BXSn[0].transpose(0, 1)
+
+
+def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run | VariedRun]:
     """Yield all documents, in runs, paired with the keys and values that a step has."""
     source, start = (ring.rank - step) % ring.degree, 0
-    for length, run in groupby(ring.held_lengths):
-        documents = len(list(run))
-        stop = start + documents * length
-        if ring.in_pieces:
-            documents, length = _pieces(stop - start, documents, device)
-        pairing = pairing_of(length, rank=ring.rank, source=source)
-        yield Run(ring, start, stop, documents, pairing)
+    is_alike = len(set(ring.held_lengths)) == 1
+    for length, run in groupby(
+        ring.held_lengths, lambda held: held if is_alike or held >= LONG_TOKENS else None
+    ):
+        lengths = tuple(run)
+        stop = start + sum(lengths)
+        if length is None:
+            pairing = pairing_of(2, rank=ring.rank, source=source)
+            yield VariedRun(ring, start, lengths, pairing)
+        else:
+            documents = len(lengths)
+            if ring.in_pieces:
+                documents, length = _pieces(stop - start, documents, device)
+            pairing = pairing_of(length, rank=ring.rank, source=source)
+            yield Run(ring, start, stop, documents, pairing)
         start = stop
 
 
@@ -215,12 +332,11 @@ def _pass_forward(
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
         for run in _runs(ring, step, query_BHSD.device):
-            merge_(
-                run.queries_of(output_BHSD),
-                run.queries_of(log_sums_BHS),
-                run.block(query_BHSD, at_hand).forward(),
-                is_first=step == 0,  # a rank's own keys pair with all its queries
-            )
+            output, log_sums = run.queries_of(output_BHSD), run.queries_of(log_sums_BHS)
+            found = run.forward(query_BHSD, at_hand)
+            merge_(output, log_sums, found, is_first=step == 0)  # own keys pair with all queries
+            run.put_queries(output_BHSD, output)
+            run.put_queries(log_sums_BHS, log_sums)
         if passing is not None:
             at_hand = passing.wait()
     if sinks_H is not None:
@@ -252,9 +368,10 @@ def _pass_backward(
                 (
                     run,
                     _backward(
-                        run.block(query_BHSD, at_hand),
-                        [run.queries_of(t) for t in (gradient_BHSD, attended_BHSD, log_sums_BHS)],
-                        run.queries_of(query_gradient),
+                        run,
+                        (query_BHSD, at_hand),
+                        (gradient_BHSD, attended_BHSD, log_sums_BHS),
+                        query_gradient,
                         is_first=step == 0,
                     ),
                 )
@@ -273,16 +390,24 @@ def _pass_backward(
 
 
 def _backward(
-    block: Block, of_queries: Sequence[Tensor], sum_: Tensor, *, is_first: bool
+    run: Run | VariedRun,
+    inputs: tuple[Tensor, Sequence[Tensor]],
+    of_queries: Sequence[Tensor],
+    sum_BHSD: Tensor,
+    *,
+    is_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return gradients of a block's keys and values; add its queries' to ``sum_``, in place."""
-    gradient, key_gradient, value_gradient = block.backward(*of_queries)
+    """Return gradients of a run's keys and values; add its queries' to the sum, in place."""
+    mine = [run.queries_of(tensor) for tensor in of_queries]
+    gradient, key_gradient, value_gradient = run.backward(*inputs, mine)
+    sum_ = run.queries_of(sum_BHSD)
     sum_.copy_(gradient) if is_first else sum_.add_(gradient)
+    run.put_queries(sum_BHSD, sum_)
     return key_gradient, value_gradient
 
 
 def _send_on(
-    parts: Sequence[tuple[Run, tuple[Tensor, Tensor]]],
+    parts: Sequence[tuple[Run | VariedRun, tuple[Tensor, Tensor]]],
     homewards: Passing | None,
     own: Sequence[Tensor],
     ring: Ring,
@@ -297,4 +422,5 @@ def _send_on(
         for sum_, gradient in zip(travelling, gradients, strict=True):
             mine = run.keys_of(sum_)
             mine.copy_(gradient) if homewards is None else mine.add_(gradient)
+            run.put_keys(sum_, mine)
     return ring.begin_pass(travelling)
