@@ -214,8 +214,8 @@ from highwater.engine.training.step import backward_of
 from highwater.engine.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))
-model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
-trainer = layer._training(model, mesh)
+model, mesh = layer.model_of(sys.argv[1], torch.device("cpu", 0), None)
+trainer = layer.training_of(model, mesh)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if "mlp.gate." in name:
@@ -224,7 +224,7 @@ peaks = []
 for tokens in (256, 3072, 4096):  # the first makes the gradients
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        backward_of(trainer, [layer._batch(tokens)])
+        backward_of(trainer, [layer.batch_of(tokens)])
     found = profile.profiler.kineto_results.events()
     events = [event for event in found if event.name() == "[memory]"]
     alive = most = 0
