@@ -3,7 +3,7 @@
 ``python benchmarks/experts_in_tiles.py Qwen3-30B-A3B`` on a GPU: two layers of real widths, forward
 and backward, in two minutes. A JSON line for each way, length and packing, whatever became of it;
 one of the bytes that a token takes of a layer, attention's kernel apart (``layer.py`` counts it);
-one of how much longer steps in tiles take. ``--shorter N`` divides the lengths: it runs on a CPU.
+one of how much longer steps in tiles take. ``--shorter N`` divides the lengths: the CPU runs it, and counts no memory.
 """
 
 import argparse
@@ -19,10 +19,12 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.layout import EXPERT_TILE_TOKENS
 
-CASES = ((65_536, 1), (131_072, 1), (65_536, 16))
-"""Tokens, and the documents that they are packed in; the first two give the bytes of a token."""
+LONG = ((131_072, 1), (196_608, 1))
+"""Tokens, and the documents that they are packed in. Between these a layer's peak is of its
+attention in tiles, and of its experts untiled: their slopes are the bytes of a token."""
+CASES = ((65_536, 1), (65_536, 16), *LONG)
 REPEATS = 3
-WITHIN_S = 120
+WITHIN_S = 110
 """No case begins later."""
 Row = dict[str, Any]
 
@@ -47,6 +49,8 @@ def rows(
         model, mesh = layer.model_of(name, device)
         training = layer.training_of(model, mesh)
         beside = bytes_beside(model.causal_lm.config)
+        tile = EXPERT_TILE_TOKENS // shorter
+        measured(training, tokens=2 * tile, documents=1, tile=tile, repeats=1)  # compiles kernels
         found: dict[tuple[int, int], Row] = {}
         for tokens, documents in cases:
             case = {"tokens": tokens // shorter, "documents": documents}
@@ -54,27 +58,25 @@ def rows(
                 yield {**case, "error": f"not begun within {WITHIN_S} s"}
                 continue
             try:
-                row = measured(training, **case, tile=EXPERT_TILE_TOKENS // shorter, repeats=repeats)
+                row = measured(training, **case, tile=tile, repeats=repeats)
             except Exception as error:  # noqa: BLE001 - told in its line; the others go on
                 yield {**case, "error": f"{type(error).__name__}: {error}"[:500]}
                 torch.cuda.empty_cache()
                 continue
             found[tokens, documents] = row
             yield {**case, **row}
-    if found.keys() >= set(CASES[:2]):
+    if found.keys() >= set(LONG):
         yield {"layer_bytes_per_token": per_token(found, beside, shorter=shorter)}
     ratios = (row["tiled_s"] / row["untiled_s"] for row in found.values())
     yield {"step_time_ratio": [round(ratio, 4) for ratio in ratios]}
 
 
-def measured(
-    training: Training, *, tokens: int, documents: int, tile: int, repeats: int
-) -> Row:
+def measured(training: Training, *, tokens: int, documents: int, tile: int, repeats: int) -> Row:
     """Seconds of the fastest of a few passes and peak bytes, of both ways by turns."""
     batch = layer.batch_of(tokens, documents)
     seconds = dict[str, list[float]](tiled=[], untiled=[])
     peaks = dict[str, int]()
-    for repeat in range(1 + repeats):  # the first compiles kernels, and allocates gradients
+    for _ in range(repeats):
         for way, found in seconds.items():
             use_way(training.policy, -(-tokens // tile) if way == "tiled" else 1)
             synchronize()
@@ -83,9 +85,8 @@ def measured(
             start = time.perf_counter()
             backward_of(training, [batch])
             synchronize()
-            if repeat:
-                found.append(time.perf_counter() - start)
-                peaks[way] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            found.append(time.perf_counter() - start)
+            peaks[way] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         **{f"{way}_s": min(found) for way, found in seconds.items()},
         **{f"{way}_peak_bytes": size for way, size in peaks.items()},
@@ -109,11 +110,11 @@ def bytes_beside(config: Any) -> int:
 
 
 def per_token(found: dict[tuple[int, int], Row], beside: int, *, shorter: int = 1) -> Row:
-    """Bytes of a token in a layer, by way: the slope between the first two cases' peaks, less what
+    """Bytes of a token in a layer, by way: the slope between the peaks of ``LONG``, less what
     is ``beside``.
     """
-    less, more = (found[case] for case in CASES[:2])
-    tokens = (CASES[1][0] - CASES[0][0]) // shorter
+    less, more = (found[case] for case in LONG)
+    tokens = (LONG[1][0] - LONG[0][0]) // shorter
     names = {way: f"{way}_peak_bytes" for way in ("tiled", "untiled")}
     return {way: (more[name] - less[name]) / tokens - beside for way, name in names.items()}
 

@@ -2,6 +2,7 @@
 the bytes that a token takes of a layer. ``pytest -s`` shows how far each is off.
 """
 
+import copy
 import json
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from experts_in_tiles import CASES, bytes_beside, rows
+from experts_in_tiles import LONG, bytes_beside, rows
 from highwater.engine.models.fused.fused import tile_experts
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.model import load_model
@@ -43,7 +44,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def experts_of(config: PreTrainedConfig, experts_implementation: str) -> Any:
     with torch.device(CUDA):
         model = AutoModelForCausalLM.from_config(
-            config, experts_implementation=experts_implementation
+            copy.deepcopy(config), experts_implementation=experts_implementation
         )
     assert experts_implementation == "eager" or tile_experts(model, tiles=1) == 1
     return model.model.layers[0].mlp.experts
@@ -95,8 +96,7 @@ def test_tiles_are_as_near_to_exact_as_all_tokens_at_once(family, tokens):
 
 @pytest.mark.timeout(120)
 def test_a_token_takes_as_few_bytes_of_a_layer_as_predicted():
-    cases = CASES[:2]
-    *_, sizes, ratios = told = list(rows(MODEL, cases=cases, repeats=1))
+    *_, sizes, ratios = told = list(rows(MODEL, cases=LONG, repeats=1))
     for row in told:
         tell({"case": MODEL, **row})
     assert not [row for row in told if "error" in row]
@@ -104,13 +104,13 @@ def test_a_token_takes_as_few_bytes_of_a_layer_as_predicted():
     settings, kind = Settings(loss="chunked"), shape.runs[0].kind
     one, two = (
         working_set_bytes(Step(shape, settings, Layout(), length_tokens=tokens).layer(kind))
-        for tokens, _ in cases
+        for tokens, _ in LONG
     )
     config = CONFIGS["qwen3_moe"].__class__.from_pretrained(load_model(MODEL).directory)
     kernel = bytes_beside(config) - 2 * config.hidden_size * 2
-    predicted = (two - one) / (cases[1][0] - cases[0][0]) - kernel
+    predicted = (two - one) / (LONG[1][0] - LONG[0][0]) - kernel
     tell({"case": MODEL, "predicted": predicted})
     found_bytes = sizes["layer_bytes_per_token"]["tiled"]
     assert found_bytes < MOST_BYTES
     assert found_bytes == pytest.approx(predicted, rel=0.02)
-    assert len(ratios["step_time_ratio"]) == len(cases)
+    assert len(ratios["step_time_ratio"]) == len(LONG)

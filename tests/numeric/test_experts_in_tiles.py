@@ -57,7 +57,9 @@ def experts_of(model: nn.Module) -> Any:
 
 def of_family(name: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config({**CONFIGS, **OTHERS}[name], experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        {**CONFIGS, **OTHERS}[name], experts_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
