@@ -154,7 +154,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the bytes of a token at the peak; ``layer_bytes_per_token`` are one layer's."""
     with process_mesh.alone(torch.device(device, 0)):
-        model, mesh = _model(name, torch.device(device, 0), mlp_tiles, head_groups)
+        model, mesh = model_of(name, torch.device(device, 0), mlp_tiles, head_groups)
         peak = _peak_of_tokens(model, mesh) if device == "cpu" else _slope_of_peaks(model, mesh)
     inputs = 2 * model.causal_lm.config.hidden_size * LAYERS
     return {
@@ -190,8 +190,8 @@ def table(row: dict[str, Any]) -> str:
     return "\n".join(lines + items)
 
 
-def _model(
-    name: str, device: torch.device, mlp_tiles: int | None, head_groups: int = 1
+def model_of(
+    name: str, device: torch.device, mlp_tiles: int | None = None, head_groups: int = 1
 ) -> tuple[Decoder, DeviceMesh]:
     """The engine's model with real widths, and FSDP2 around it as around any other."""
     model = load_model(name)
@@ -225,8 +225,8 @@ def _model(
 
 
 def _peak_of_tokens(model: Decoder, mesh: DeviceMesh) -> Peak:
-    batch = _batch(CPU_TOKENS)
-    training = _training(model, mesh)
+    batch = batch_of(CPU_TOKENS)
+    training = training_of(model, mesh)
     with StorageRecorder(CPU_TOKENS) as recorder:
         backward_of(training, [batch], enter=recorder.enter)
     return recorder.peak
@@ -234,9 +234,9 @@ def _peak_of_tokens(model: Decoder, mesh: DeviceMesh) -> Peak:
 
 def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
     peaks: list[int] = []
-    training = _training(model, mesh)
+    training = training_of(model, mesh)
     for tokens in GPU_TOKENS:
-        batch = _batch(tokens)
+        batch = batch_of(tokens)
         backward_of(training, [batch])  # compiles kernels, and allocates the gradients
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -246,13 +246,15 @@ def _slope_of_peaks(model: Decoder, mesh: DeviceMesh) -> Peak:
     return Peak((peaks[1] - peaks[0]) / (GPU_TOKENS[1] - GPU_TOKENS[0]))
 
 
-def _training(model: Decoder, mesh: DeviceMesh) -> Training:
+def training_of(model: Decoder, mesh: DeviceMesh) -> Training:
+    """The training of a model, of which only gradients are asked for."""
     return Training(policy=model, optimizer=torch.optim.SGD(model.parameters()), mesh=mesh)
 
 
-def _batch(tokens: int) -> Batch:
+def batch_of(tokens: int, documents: int = 1) -> Batch:
+    """Random tokens, packed in documents of as many each."""
     ids = torch.randint(VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(tokens))
-    return pack([Document(ids, ids)])
+    return pack([Document(each, each) for each in ids.chunk(documents)])
 
 
 def _in_tokens(size: int, tokens: int) -> str:

@@ -86,11 +86,7 @@ class Case(Fields):
     def is_told_by_its_result(self) -> bool:
         """Not, where rounding alone may change it: AdamW's first steps are the gradient's sign, a
         router's choice is one of two.
-
-        And not where tiles are asked for that experts do not have: that is refused.
         """
-        if self.mlp_tiles is not None and self.model == "moe":
-            return False
         if self.batch == "three-steps":
             return self.precision == "float64"
         return not (self.precision == "bfloat16" and self.model == "moe")

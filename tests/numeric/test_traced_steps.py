@@ -167,6 +167,14 @@ TRIALS: dict[str, dict[str, Any]] = {
     "balanced experts": {"config": EXPERTS | {"output_router_logits": True}},
     "wide experts": {"config": WIDE},
     "wide experts, longer": {"config": WIDE, "length_tokens": 32_768},
+    "experts, tiles": {"config": EXPERTS, "length_tokens": 65_536},
+    "experts, tiles of a GPU": {"config": EXPERTS, "length_tokens": 131_072, **SHARED},
+    "experts, tiles asked for": {"config": WIDE, "recompute": "none", "mlp_tiles": 5},
+    "experts, heavy weights": {
+        "config": EXPERTS | {"moe_intermediate_size": 1024, "num_experts": 32},
+        "mlp_tiles": 32,
+        **TWO,
+    },
 }
 LENGTH = 16_384
 USUAL = {"config": TINY, "length_tokens": LENGTH}
@@ -214,8 +222,8 @@ from highwater.engine.training.step import backward_of
 from highwater.engine.parallel.mesh import join_alone
 
 join_alone(torch.device("cpu"))
-model, mesh = layer._model(sys.argv[1], torch.device("cpu", 0), None)
-trainer = layer._training(model, mesh)
+model, mesh = layer.model_of(sys.argv[1], torch.device("cpu", 0), None)
+trainer = layer.training_of(model, mesh)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if "mlp.gate." in name:
@@ -224,7 +232,7 @@ peaks = []
 for tokens in (256, 3072, 4096):  # the first makes the gradients
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        backward_of(trainer, [layer._batch(tokens)])
+        backward_of(trainer, [layer.batch_of(tokens)])
     found = profile.profiler.kineto_results.events()
     events = [event for event in found if event.name() == "[memory]"]
     alive = most = 0
@@ -431,7 +439,7 @@ def test_wide_experts_hold_their_products_and_one_gradient_of_each(specs, logs):
 
 @pytest.mark.parametrize(
     "name",
-    ["experts", "experts, longer", "balanced experts", "wide experts", "wide experts, longer"],
+    [name for name in TRIALS if "experts" in name and not name.startswith(BESIDE_THE_FORMULA)],
 )
 def test_experts_peak_where_the_formula_says(specs, logs, name):
     assert peak_bytes(logs[name]) == pytest.approx(
@@ -460,6 +468,21 @@ def test_a_quadratic_attention_is_an_error_and_a_router_is_none():
         torch.softmax(torch.empty(64, 64), dim=-1)
         with pytest.raises(RuntimeError, match="tokens x tokens"):
             torch.softmax(torch.empty(1, 2, 64, 64), dim=-1)
+
+
+def test_a_token_of_qwen3_30b_a3b_takes_60_kb_of_a_layer_beside_its_attentions_kernel(tmp_path):
+    model = json.loads(Path(load_model("Qwen3-30B-A3B").directory, "config.json").read_text())
+    config = model | {"num_hidden_layers": 2, "vocab_size": 1024}
+    trials = {
+        str(length): trial(tmp_path / "model", config, length_tokens=length, loss="chunked")
+        for length in (131_072, 196_608)
+    }
+    one, two = (peak_bytes(log) for log in map(traced(trials, tmp_path).__getitem__, trials))
+    shape = load_model(str(tmp_path / "model")).shape
+    query, hidden = shape.query_heads * shape.head_dim, shape.hidden_size
+    # q's gradient in float32, and k's and v's for every query head
+    kernel, inputs = 4 * query + 2 * 2 * query, 2 * 2 * hidden
+    assert (two - one) / 65_536 - kernel - inputs < 60_000
 
 
 @pytest.mark.timeout(600)

@@ -192,6 +192,10 @@ CHUNK_BYTES: Mapping[str, int] = {"cuda": 512 * MIB, "cpu": 32 * MIB}
 """Bytes of one chunk of logits, by device: enough rows for efficient matrix products."""
 TILE_BYTES: Mapping[str, int] = {"cuda": 128 * MIB, "cpu": MIB}
 """Bytes of one product of an MLP's tile, of which three are alive, by device."""
+TILED_EXPERTS = ("mixtral", "qwen3_moe")
+"""Model types whose experts go in tiles of tokens; those of others take all tokens at once."""
+EXPERT_TILE_TOKENS = 32_768
+"""Tokens of a tile of experts: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
 """Bytes of a number of activations, logits, gathered and saved weights: bf16, or float32."""
 SCORES_AT_HAND = 2**23
@@ -214,3 +218,12 @@ def stretch(length_tokens: int, window_tokens: int | None, heads: int) -> Stretc
     # r rows of a window read window + r - 1 keys: r (window + r) is to be within the room
     rows = max(1, (math.isqrt(window**2 + 4 * room) - window) // 2)
     return Stretch(min(length_tokens, rows), min(length_tokens, window + rows - 1))
+
+
+def expert_tile_tokens(tokens: int, *, tiles: int | None) -> int:
+    """Return the tokens that experts take at a time where they go in tiles: in so many, or in tiles
+    of ``EXPERT_TILE_TOKENS``; all where that is one tile.
+    """
+    if tiles is None:
+        return min(tokens, EXPERT_TILE_TOKENS)
+    return max(1, -(-tokens // tiles))

@@ -20,7 +20,12 @@ from highwater.engine.models import weights
 from highwater.engine.models.adapters import add_adapters
 from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
-from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
+from highwater.engine.models.fused.fused import (
+    fuse_attentions,
+    fuse_mlps,
+    fuse_norms,
+    tile_experts,
+)
 from highwater.engine.models.fused.nf4 import pack, scale_table
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
 from highwater.engine.models.pretrained import text_config
@@ -185,8 +190,9 @@ def drop_storage(causal_lm: PreTrainedModel) -> None:
 
 
 def tile_mlps(model: Decoder, tiles: int | None) -> None:
-    """Replace every gated MLP by a tiled one; ModelError if the family has none that is known."""
-    if not fuse_mlps(model.causal_lm, tiles=tiles) and tiles is not None:
+    """Have every gated MLP and all experts go in tiles; ModelError if there are none that can."""
+    tiled = fuse_mlps(model.causal_lm, tiles=tiles) + tile_experts(model.causal_lm, tiles=tiles)
+    if not tiled and tiles is not None:
         raise ModelError(
             f"{model.causal_lm.config.model_type} has no MLP of the form down(silu(gate) * up), "
             f"which is what goes in tiles",

@@ -23,7 +23,13 @@ from highwater.memory.formula.moments import (
 from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
-from highwater.nouns.layout import ELEMENT_BYTES, TILE_BYTES, Layout
+from highwater.nouns.layout import (
+    ELEMENT_BYTES,
+    TILE_BYTES,
+    TILED_EXPERTS,
+    Layout,
+    expert_tile_tokens,
+)
 from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
@@ -165,7 +171,7 @@ class Layer:
 
     @property
     def has_tiles(self) -> bool:
-        """The MLP goes in tiles, or in one, and keeps nothing but its input; experts never do."""
+        """The MLP goes in tiles, or in one, and keeps nothing but its input."""
         settings, learned = self.step.settings, self._learned
         return (
             self.kind.mlp.plain_width > 0
@@ -181,6 +187,20 @@ class Layer:
         if tiles is not None:
             return -(-whole // tiles)
         return min(whole, TILE_BYTES[step.device] // step.element)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens that experts take at a time; all of them where experts do not go in tiles."""
+        step, tiles = self.step, self.step.settings.mlp_tiles
+        can = self.kind.mlp.experts > 1 and step.shape.model_type in TILED_EXPERTS
+        if not can or (step.settings.recompute == "none" and tiles is None):
+            return step.tokens
+        return expert_tile_tokens(step.tokens, tiles=tiles)
+
+    @property
+    def has_expert_tiles(self) -> bool:
+        """Experts go in several tiles, and keep nothing but what they are given."""
+        return self.expert_tokens < self.step.tokens
 
     @property
     def learned(self) -> LayerMoments | None:
@@ -280,6 +300,12 @@ going backward, the gradient so multiplied is one more of T x E."""
 _ROUTED_BYTES = 3 * 8 + 4 + 2
 """Per token and expert that it goes to: which one, its place among the sorted and whose row is
 there, in 8 bytes each; its weight, in float32 and sorted."""
+_ROUTED_TILE_BYTES = 8 + 2 + 2
+"""The same where experts go in tiles: which one, its weight, and going backward the gradient of
+that."""
+_SORTED_BYTES = 3 * 8 + 2
+"""Per token of a tile and expert: which copy and token, and its place, in 8 bytes each; its
+weight."""
 _MOMENTS = ((0, 6, 1), (1, 3, 2), (2, 1, 3))
 """Moments of an MLP in one piece going backward, as what is alive at once: so many of T x E and of
 T x F, and gradients of so many of its three weights.
@@ -287,6 +313,12 @@ T x F, and gradients of so many of its three weights.
 The products that are kept for it (gate, up, their activation and the product) and the gradients of
 activation, product and up; that of gate, while up's is done; that of gate alone. Source: the order
 in which autograd comes to them, in traces.
+"""
+_MOMENTS_OF_EXPERT_TILES = ((1, 4, 0), (1, 3, 1), (2, 1, 0), (0, 0, 2))
+"""Moments of a tile of experts going backward, of a tile's tokens, beside the sums of all weights'
+gradients in float32: gradients of what experts gave, gate and up, the product's gradient and a copy
+of it; of these and the product one weight's share; two gradients of a token's copies, and one of
+gate; after the last tile, two weights' gradients rounded. Source: engine/models/fused/experts.py.
 """
 _MOMENTS_OF_EXPERTS = ((5, 4, 0), (2, 5, 1), (1, 6, 1), (2, 2, 3))
 """Moments of experts going backward, in the same way, of T K x E and T K x F. All that is kept, of
@@ -328,6 +360,7 @@ def kept_bytes(layer: Layer) -> int:
         return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
     experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
+    experts = 0 if layer.has_expert_tiles else experts
     return _attention_kept(layer) + _routing(layer) + element * (hidden + experts)
 
 
@@ -373,15 +406,29 @@ def _mlp_working_set(layer: Layer, kept: int) -> int:
     step, hidden = layer.step, layer.kind.hidden_size
     # Beside the MLP: what the attention keeps, and the gradient of what the layer returns.
     beside = _attention_kept(layer) + _routing(layer) + step.element * hidden - kept
-    if not layer.has_tiles:
+    if not layer.has_tiles and not layer.has_expert_tiles:
         return max(_mlp_moments(layer, beside))
-    tile = step.element * layer.tile
+    tile = _expert_tile_bytes(layer) if layer.has_expert_tiles else 3 * step.element * layer.tile
     # The gradients of what the MLP is given and, where that is scaled, of what it returns; a tile's
-    # three products; the gradients of the weights, which are summed in float32, and one of the
-    # weights that are packed.
+    # products, of a plain MLP three; the gradients of the weights, which are summed in float32, and
+    # one of the weights that are packed.
     beside += step.element * hidden * (2 if step.shape.model_type in SCALED_BRANCHES else 1)
     weights = NUMBER_BYTES * layer.trained_mlp_parameters + layer.unpacked_bytes
-    return step.tokens * max(0, beside) + 3 * tile + weights
+    return step.tokens * max(0, beside) + tile + weights
+
+
+def _expert_tile_bytes(layer: Layer) -> int:
+    """Bytes of a tile of experts going backward, and of what is there of its weights' gradients
+    beside their sums.
+    """
+    hidden, mlp = layer.kind.hidden_size, layer.kind.mlp
+    parameters = 0 if layer.step.is_frozen else layer.mlp_parameters
+    copies = layer.expert_tokens * mlp.experts_per_token
+    most = max(
+        copies * (of_hidden * hidden + of_width * mlp.width) + count * parameters // 3
+        for of_hidden, of_width, count in _MOMENTS_OF_EXPERT_TILES
+    )
+    return layer.step.element * most + _SORTED_BYTES * copies
 
 
 def _fetching_bytes(layer: Layer) -> int:
@@ -508,4 +555,5 @@ def _routing(layer: Layer) -> int:
     if mlp.experts == 1:
         return 0
     of_all = (1 + layer.step.shape.balanced_experts) * NUMBER_BYTES * mlp.experts
-    return of_all + _ROUTED_BYTES * mlp.experts_per_token
+    of_each = _ROUTED_TILE_BYTES if layer.has_expert_tiles else _ROUTED_BYTES
+    return of_all + of_each * mlp.experts_per_token

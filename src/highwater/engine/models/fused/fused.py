@@ -4,7 +4,7 @@ the same.
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
 one kernel each way that keeps the input and one number per row. The norm and rotation of all heads
 are two kernels, against a dozen of a family (engine/models/fused/rotary_attention.py). A gated MLP
-keeps only its input (engine/models/fused/gated_mlp.py).
+keeps only its input (engine/models/fused/gated_mlp.py), as do experts (engine/models/fused/experts.py).
 
 Proofs run small modules of the family's own classes on random numbers, on the CPU.
 """
@@ -14,11 +14,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from highwater.engine.kernels.gates import BLOCK_BYTES
+from highwater.engine.models.fused.experts import IMPLEMENTATION, experts_output, use_tiles
 from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
+from highwater.nouns.layout import TILED_EXPERTS
 
 PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
@@ -311,3 +314,44 @@ def _small(name: str, linear: nn.Linear, generator: torch.Generator) -> nn.Linea
     others = {"down_proj": (inner, PROOF_SIZE), "gate_up_proj": (PROOF_SIZE, 2 * inner)}
     sizes = others.get(name, (PROOF_SIZE, inner))
     return _random(nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float64), generator)
+
+
+def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
+    """Have the experts of a family in ``TILED_EXPERTS`` go in tiles if those equal its own, in
+    place; returns how many were changed. ``tiles`` is as in expert_tile_tokens.
+    """
+    found: list[Any] = [each for each in model.modules() if hasattr(each, "gate_up_proj")]
+    found = [each for each in found if isinstance(each.gate_up_proj, nn.Parameter)]
+    if model.config.model_type not in TILED_EXPERTS or not found or not _computes(found[0]):
+        return 0
+    assert len({type(each) for each in found}) == 1, "one proof is of all experts"
+    own = model.config._experts_implementation  # pyright: ignore[reportPrivateUsage]
+    untiled = ALL_EXPERTS_FUNCTIONS.get_interface(own, type(found[0]).forward.__wrapped__)
+    for experts in found:
+        use_tiles(experts, tiles=tiles, untiled=untiled)
+    model.set_experts_implementation(IMPLEMENTATION)
+    return len(found)
+
+
+def _computes(experts: Any) -> bool:
+    """True if a few small experts of this kind compute the same in tiles, on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    theirs = copy.copy(experts)
+    count, inner, tokens = 3, PROOF_SIZE + 3, 16
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    theirs._parameters = {
+        "gate_up_proj": nn.Parameter(numbers(count, 2 * inner, PROOF_SIZE), requires_grad=False),
+        "down_proj": nn.Parameter(numbers(count, PROOF_SIZE, inner), requires_grad=False),
+    }
+    theirs.num_experts = count
+    # transformers' plain way, which has whatever gate, bias or order experts have
+    own = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+    use_tiles(theirs, tiles=3, untiled=own)
+    chosen = torch.randint(count, (tokens, 2), generator=generator)
+    call = (numbers(tokens, PROOF_SIZE), chosen, numbers(tokens, 2))
+    with torch.no_grad():
+        expected, ours = own(theirs, *call), experts_output(theirs, *call)
+    return bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))

@@ -1,0 +1,116 @@
+"""Experts in tiles of tokens on a GPU: output and gradients beside those of all tokens at once, and
+the bytes that a token takes of a layer. ``pytest -s`` shows how far each is off.
+"""
+
+import copy
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from experts_in_tiles import LONG, bytes_beside, rows
+from highwater.engine.models.fused.fused import tile_experts
+from highwater.memory.formula.layers import Step, working_set_bytes
+from highwater.model.model import load_model
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+
+CUDA = torch.device("cuda", 0)
+MODEL = "Qwen3-30B-A3B"
+MOST_BYTES = 60_000
+"""Of a token in a layer, attention's kernel apart."""
+SPREAD = 1.1
+"""Times as far from exact as all tokens at once; both round each product to 8 bits."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=768, num_experts=32, num_experts_per_tok=8
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES, intermediate_size=1792, num_local_experts=8, num_experts_per_tok=2
+    ),
+}
+
+
+def experts_of(config: PreTrainedConfig, experts_implementation: str) -> Any:
+    with torch.device(CUDA):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), experts_implementation=experts_implementation
+        )
+    assert experts_implementation == "eager" or tile_experts(model, tiles=1) == 1
+    return model.model.layers[0].mlp.experts
+
+
+def found(experts: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> list[torch.Tensor]:
+    """Output and every gradient."""
+    x, weights, upstream = given
+    inputs = [x.requires_grad_(), weights.requires_grad_()]
+    out = experts(x, chosen, weights)
+    gradients = torch.autograd.grad(out, [*inputs, *experts.parameters()], upstream.to(out.dtype))
+    return [out.detach(), *gradients]
+
+
+def apart(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.float() - exact).norm() / exact.norm())
+
+
+def tell(row: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("tokens", [4099, 12_288])
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_tiles_are_as_near_to_exact_as_all_tokens_at_once(family, tokens):
+    torch.manual_seed(0)
+    exact, ours = experts_of(CONFIGS[family], "eager"), experts_of(CONFIGS[family], "grouped_mm")
+    with torch.no_grad():
+        for mine, parameter in zip(ours.parameters(), exact.parameters(), strict=True):
+            parameter.normal_(std=0.03).copy_(parameter.bfloat16())
+            mine.data = parameter.bfloat16()
+    chances = torch.rand(tokens, exact.num_experts, device=CUDA)
+    chances[:, 0], chances[:, 1] = 2, -1  # one takes every token, one takes none
+    chosen = chances.topk(CONFIGS[family].num_experts_per_tok).indices
+    wide = [
+        torch.randn(tokens, width, device=CUDA).bfloat16()
+        for width in (SIZES["hidden_size"], chosen.shape[1], SIZES["hidden_size"])
+    ]
+    expected = found(exact, [each.float() for each in wide], chosen)
+    off: dict[int, list[float]] = {}
+    for tiles in (1, 3):
+        ours.tiles = tiles
+        off[tiles] = list(
+            map(apart, found(ours, [each.clone() for each in wide], chosen), expected)
+        )
+    tell({"case": f"{family} {tokens}", "apart": off})
+    assert all(tiled < SPREAD * plain for tiled, plain in zip(off[3], off[1], strict=True))
+
+
+@pytest.mark.timeout(120)
+def test_a_token_takes_as_few_bytes_of_a_layer_as_predicted():
+    *_, sizes, ratios = told = list(rows(MODEL, cases=LONG, repeats=1))
+    for row in told:
+        tell({"case": MODEL, **row})
+    assert not [row for row in told if "error" in row]
+    shape = load_model(MODEL).shape
+    settings, kind = Settings(loss="chunked"), shape.runs[0].kind
+    one, two = (
+        working_set_bytes(Step(shape, settings, Layout(), length_tokens=tokens).layer(kind))
+        for tokens, _ in LONG
+    )
+    config = CONFIGS["qwen3_moe"].__class__.from_pretrained(load_model(MODEL).directory)
+    kernel = bytes_beside(config) - 2 * config.hidden_size * 2
+    predicted = (two - one) / (LONG[1][0] - LONG[0][0]) - kernel
+    tell({"case": MODEL, "predicted": predicted})
+    found_bytes = sizes["layer_bytes_per_token"]["tiled"]
+    assert found_bytes < MOST_BYTES
+    assert found_bytes == pytest.approx(predicted, rel=0.02)
+    assert len(ratios["step_time_ratio"]) == len(LONG)

@@ -1,0 +1,205 @@
+"""Experts in tiles of tokens against the families' own: output and every gradient, odd tokens,
+tiles that do not divide.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from closeness import deviation
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.data.batches import Document, pack
+from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.models.build import build_on_meta, tile_mlps
+from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.models.fused.experts import IMPLEMENTATION
+from highwater.engine.models.fused.fused import tile_experts
+from highwater.nouns import layout
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
+"""Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
+rounded to 8 bits."""
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=5),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5),
+}
+OTHERS: dict[str, PreTrainedConfig] = {
+    "biases": GptOssConfig(**SIZES, num_local_experts=5, pad_token_id=0),
+    "float32 weights": PhimoeConfig(**SIZES, num_local_experts=5, pad_token_id=0),
+}
+
+
+def experts_of(model: nn.Module) -> Any:
+    return next(each for name, each in model.named_modules() if name.endswith(".experts"))
+
+
+def of_family(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        {**CONFIGS, **OTHERS}[name], experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("tokens", "tiles"), [(1, None), (37, None), (37, 1), (37, 5), (37, 50), (301, 3)]
+)
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype):
+    tiled = of_family(family).to(dtype)
+    exact = copy.deepcopy(tiled).double()
+    assert tile_experts(tiled, tiles=tiles) == SIZES["num_hidden_layers"]
+    mine, theirs = experts_of(tiled), experts_of(exact)
+    chosen = torch.rand(tokens, 5).topk(2).indices  # as a router, which chooses none twice
+    x, weights, upstream = (torch.randn(tokens, width, dtype=dtype) for width in (32, 2, 32))
+    found, expected = (
+        gradients_of(module, [each.to(wide) for each in (x, weights, upstream)], chosen)
+        for module, wide in ((mine, dtype), (theirs, torch.float64))
+    )
+    assert len(found) == 3 + len(list(theirs.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        assert deviation(a, b) < TOLERANCE[dtype]
+
+
+def gradients_of(module: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> Any:
+    x, weights, upstream = given
+    inputs = [x.requires_grad_(), weights.requires_grad_()]
+    out = module(x, chosen, weights)
+    return [out, *torch.autograd.grad(out, [*inputs, *module.parameters()], upstream)]
+
+
+def test_many_tiles_lose_no_more_than_the_rounding_of_each_ones_share():
+    """Those of independent shares add up to as much as the rounding of their sum."""
+    own = of_family("qwen3_moe").bfloat16()
+    whole, tiled, exact = own, copy.deepcopy(own), copy.deepcopy(own).double()
+    assert tile_experts(whole, tiles=2) == tile_experts(tiled, tiles=128) == 2
+    chosen = torch.rand(4096, 5).topk(2).indices
+    given = [torch.randn(4096, width).bfloat16() for width in (32, 2, 32)]
+    one, many, true = (
+        gradients_of(experts_of(model), [each.detach().to(wide) for each in given], chosen)
+        for model, wide in ((whole, None), (tiled, None), (exact, torch.float64))
+    )
+    for a, b, c in zip(one, many, true, strict=True):
+        assert deviation(b, c) < 2**0.5 * deviation(a, c)
+
+
+@pytest.mark.parametrize("family", list(OTHERS))
+def test_experts_of_other_families_are_left_alone(family):
+    model = of_family(family)
+    assert tile_experts(model, tiles=2) == 0
+    assert model.config._experts_implementation != IMPLEMENTATION
+
+
+def test_one_tile_is_the_familys_own_way(monkeypatch):
+    model, called = of_family("mixtral"), list[int]()
+    tile_experts(model, tiles=None)
+    experts = experts_of(model)
+    monkeypatch.setattr(layout, "EXPERT_TILE_TOKENS", 8)
+    experts.untiled = lambda _, x, *__: (called.append(len(x)), x)[1]
+    for tokens in (1, 8, 9):
+        chosen, weights = torch.rand(tokens, 5).topk(2).indices, torch.rand(tokens, 2)
+        experts(torch.randn(tokens, 32), chosen, weights)
+    assert called == [1, 8]
+
+
+def test_experts_that_compute_something_else_are_left_alone():
+    class Scaled(type(experts_of(of_family("mixtral")))):
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return 2 * super()._apply_gate(gate_up)
+
+    model = of_family("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Scaled
+    assert tile_experts(model, tiles=None) == 0, "its own forward has another gate"
+    assert model.config._experts_implementation != IMPLEMENTATION
+
+
+def test_only_what_experts_are_given_is_kept_and_recomputation_ends_before_the_products(
+    monkeypatch,
+):
+    products: list[int] = []
+    plain = gate_kernels.product_
+    monkeypatch.setattr(
+        gate_kernels, "product_", lambda gate, up: (products.append(len(gate)), plain(gate, up))[1]
+    )
+    model = of_family("qwen3_moe")
+    tile_experts(model, tiles=2)
+    chosen, weights = torch.rand(9, 5).topk(2).indices, torch.rand(9, 2)
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t
+    ):
+        experts_of(model)(torch.randn(9, 32, requires_grad=True), chosen, weights)
+    assert sorted(shape for shape in kept if len(shape) == 2) == [(9, 2), (9, 2), (9, 32)]
+    layers = nn.ModuleList(model.model.layers[:1])
+    layers[0].forward = lambda x: x + layers[0].mlp(x)
+    recompute_layers(layers)
+    products.clear()
+    layers[0](torch.randn(1, 9, 32, requires_grad=True)).sum().backward()
+    assert products == [10, 8], "forward, in two tiles; backward, no product of the recomputation"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_routers_loss_is_that_of_all_tokens_however_experts_go_in_tiles(family):
+    found = []
+    for tiles in (None, 1, 3):
+        torch.manual_seed(1)
+        config = copy.deepcopy(CONFIGS[family])
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+        model = build_on_meta(
+            config, attention=register("flash"), loss="full", master_dtype=torch.float64
+        ).to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            assert "inv_freq" in name
+            buffer.fill_(0.1)
+        if tiles is not None:
+            tile_mlps(model, tiles)
+        found.append(step_of(model))
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            assert deviation(a, b) < TOLERANCE[torch.float64]
+
+
+def step_of(model: LanguageModel) -> list[torch.Tensor]:
+    ids = torch.randint(64, (23,), generator=torch.Generator().manual_seed(0))
+    batch = pack([Document(ids[:9], ids[:9]), Document(ids[9:], ids[9:])])
+    statistics = model(
+        batch.input_ids_T,
+        batch.position_ids_T,
+        batch.trained_positions_N,
+        batch.labels_N,
+        batch.document_lengths,
+    )
+    assert statistics.router_loss is not None
+    loss = statistics.router_loss - statistics.logprobs_N.sum()
+    return [loss, statistics.router_loss, *torch.autograd.grad(loss, list(model.parameters()))]
