@@ -212,9 +212,9 @@ def _tile_backward(tile: tuple[Tensor, ...], weights: _Weights, sums: _ExpertSum
     sums.add_down(gradient_SE, inner_SF.mul_(weights_S1), end_X)
     del gradient_SE, inner_SF
     x_SE = x_tE[copies.token_S]
-    for part, gradient_SF in enumerate((gate_SF, up_SF)):
-        sums.add_into(part, gradient_SF.mul_(weights_S1), x_SE, end_X)
-    del x_SE, gradient_SF
+    sums.add_into(0, gate_SF.mul_(weights_S1), x_SE, end_X)
+    sums.add_into(1, up_SF.mul_(weights_S1), x_SE, end_X)
+    del x_SE
     x_gradient_SE = _grouped(up_SF, into[1], end_X)
     del up_SF
     x_gradient_SE += _grouped(gate_SF, into[0], end_X)
