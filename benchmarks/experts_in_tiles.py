@@ -1,9 +1,9 @@
 """Time and memory of a layer's step with experts in tiles, beside all tokens at once.
 
 ``python benchmarks/experts_in_tiles.py Qwen3-30B-A3B`` on a GPU: two layers of real widths, forward
-and backward, in two minutes. A JSON line for each way, length and packing, whatever became of it;
-one of the bytes that a token takes of a layer, attention's kernel apart (``layer.py`` counts it);
-one of how much longer steps in tiles take. ``--shorter N`` divides the lengths: the CPU runs it, and counts no memory.
+and backward, in two minutes. A JSON line for each length and packing, whatever became of it; one
+of the bytes that a token takes of a layer, attention's kernel apart; one of how much longer steps
+in tiles take. ``--shorter N`` divides the lengths: the CPU runs it, and counts no memory.
 """
 
 import argparse

@@ -63,10 +63,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
     "olmo2": {},
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
 LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
     "some": Lora(rank=5, alpha=4, targets="v_proj,down_proj"),
+    "mixtral": Lora(rank=4, alpha=6, targets="q_proj,w1,w2,w3"),
+    "qwen3_moe": Lora(rank=4, alpha=6, targets="q_proj,gate_proj,up_proj,down_proj"),
     "packed": Lora(rank=3, alpha=6, base="nf4"),
     "packed, some": Lora(rank=5, alpha=4, targets="v_proj,down_proj", base="nf4"),
 }
@@ -116,6 +122,7 @@ def cases_for(processes: int) -> list[Case]:
         for number, family in enumerate(FAMILIES)
         if processes == 1 or number % 2 == place % 2 or deep(family)
         for lora in LORAS
+        if lora not in MIXTURES
         if not (layout.get("ring_degree") and family == "gemma3_text")
         if lora == "all" or (processes == 1 and not layout and (lora, family) != ("some", "phi3"))
         if not (lora == "packed, some" and family == "phi3")
@@ -137,6 +144,21 @@ def cases_for(processes: int) -> list[Case]:
             ("float32", "all-but-attention"),
         )
     ]
+    cases += [
+        Case(
+            family=family,
+            lora=family,
+            recompute=recompute,
+            loss="chunked",
+            layout=json.dumps(layout),
+            dtype=dtype,
+        )
+        for layout in LAYOUTS[processes]
+        for family in MIXTURES
+        # what is recomputed runs outside of the mode that lifts casts
+        for recompute, dtype in (("none", "float64"), ("layer", "float32"))
+        if dtype == "float64" or not layout
+    ]
     return cases + [
         Case(
             family=family,
@@ -154,7 +176,7 @@ def cases_for(processes: int) -> list[Case]:
 
 def save_models(folder: Path) -> None:
     """A model of each family with random float64 weights, as safetensors."""
-    for family, own in FAMILIES.items():
+    for family, own in {**FAMILIES, **MIXTURES}.items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **{**SIZES, **own})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
@@ -234,7 +256,11 @@ def theirs(
 ) -> Step:
     """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
     base = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation="eager", local_files_only=True
+        directory,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager" if lora in MIXTURES else None,
+        local_files_only=True,
     )
     chosen = LORAS[lora]
     for name, weight in rounded:

@@ -180,6 +180,9 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerTraits] = {
 ALL_LINEAR = "all-linear"
 """Every linear layer but the head."""
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+EXPERT_MATRICES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": MLP}
+"""Names that peft gives gate, up and down of all experts, by the model types whose experts have
+adapters here."""
 MOST_RANK = 4096
 LoraBase = Literal["bf16", "nf4"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
@@ -243,7 +246,23 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
     found: list[Matrices] = []
     for outputs, inputs in _targets(kind, model_type, lora):
         found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
+    of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
+    hidden, width = kind.hidden_size, kind.mlp.width
+    for name, rank in of_experts.items():  # one matrix has the ranks of all experts
+        ranks = rank * kind.mlp.experts
+        inputs, outputs = (width, hidden) if name == "down_proj" else (hidden, 2 * width)
+        found += [Matrices(1, ranks, inputs), Matrices(1, outputs, ranks)]
     return tuple(found)
+
+
+def expert_targets(model_type: str, lora: Lora) -> dict[str, int]:
+    """Ranks of the adapters on experts, by the parameter that each is on, as peft has them: gate
+    and up are one parameter, whose adapter has the ranks of both.
+    """
+    gate, up, down = EXPERT_MATRICES.get(model_type, (None, None, None))
+    asked = lora.names or ()
+    found = {"gate_up_proj": 2 * lora.rank} if gate in asked and up in asked else {}
+    return found | ({"down_proj": lora.rank} if down in asked else {})
 
 
 def nf4_bytes(numbers: int) -> int:
@@ -280,10 +299,11 @@ def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) ->
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
     family's names are known, and for every linear layer of a model with experts: peft has adapters
-    on experts of some families, which are not trained here. Experts are not packed, either.
+    on routers too, which are not trained here. Experts are not packed, either.
     """
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
     targets = f", and use `--lora-targets {','.join(ATTENTION)}`" if lora.names is None else ""
+    of_experts = EXPERT_MATRICES.get(shape.model_type, ()) if has_experts else ()
     if lora.base == "nf4" and has_experts:
         raise UsageError(
             f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
@@ -291,12 +311,27 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
         )
     if lora.names is None and has_experts:
         raise UsageError(
-            f"LoRA on all of {shape.model_type}, whose experts have no adapters here",
+            f"LoRA on all of {shape.model_type}, whose {'routers' if of_experts else 'experts'} "
+            "have no adapters here",
+            hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
+        )
+    asked = [name for name in lora.names or () if name in of_experts]
+    if asked and any(run.kind.mlp.experts == 1 for run in shape.runs):
+        raise UsageError(
+            f"LoRA on {asked[0]} of {shape.model_type}, which has layers without experts too: peft "
+            "has adapters on experts alone",
             hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
+    if len({name in asked for name in of_experts[:2]}) > 1:
+        raise UsageError(
+            f"LoRA on {asked[0]} of {shape.model_type}: {' and '.join(of_experts[:2])} of experts "
+            "are one parameter",
+            hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
         )
     if shape.model_type not in _USUAL_NAMES:
         return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
+    known |= set(of_experts)
     missing = [name for name in lora.names or () if name not in known]
     if missing:
         raise UsageError(

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from highwater.engine.models.fused.adapted_linear import AdaptedLinear
+from highwater.engine.models.fused.experts import AdaptedExperts
 from highwater.engine.models.fused.nf4 import prepare
 from highwater.engine.models.random_weights import draw
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.errors import MachineError, ModelError
-from highwater.nouns.objective import Lora
+from highwater.nouns.objective import EXPERT_MATRICES, Lora, expert_targets
 
 NAME = "default"
 """Name that peft gives to a model's only adapter."""
@@ -39,25 +40,28 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
     Raises ModelError for a name that is not a linear layer's, MachineError without peft.
     """
     peft = _peft()
-    linear = _linear_names(causal_lm)
+    linear, family = _linear_names(causal_lm), causal_lm.config.model_type
     offered = f"use `--lora-targets {','.join(linear)}`, or some of these"
-    wrong = [name for name in lora.names or () if name not in linear]
+    of_experts = EXPERT_MATRICES.get(family, ())
+    wrong = [name for name in lora.names or () if name not in (*linear, *of_experts)]
     if wrong:
         raise ModelError(
             f"{wrong[0]} names no linear layer in the decoder layers of "
-            f"{causal_lm.config.model_type}",
+            f"{family}",
             hint=offered,
         )
     causal_lm.requires_grad_(requires_grad=False)
-    peft.inject_adapter_in_model(peft_config(lora), causal_lm, low_cpu_mem_usage=True)
+    peft.inject_adapter_in_model(peft_config(lora, family), causal_lm, low_cpu_mem_usage=True)
     layer_type = peft.tuners.lora.Linear
     _prove(peft)
     for parent in list(causal_lm.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, peft.tuners.lora.LoraLayer):
+            if isinstance(layer, peft.tuners.lora.layer.ParamWrapper) and of_experts:
+                setattr(parent, name, AdaptedExperts(layer, scale=lora.scale))
+            elif isinstance(layer, peft.tuners.lora.LoraLayer):
                 if type(layer) is not layer_type or type(layer.base_layer) is not nn.Linear:
                     raise ModelError(
-                        f"LoRA on {name} of {causal_lm.config.model_type}, which is a "
+                        f"LoRA on {name} of {family}, which is a "
                         f"{type(layer.base_layer).__name__} and no linear layer",
                         hint=offered,
                     )
@@ -83,12 +87,17 @@ def _linear_names(causal_lm: PreTrainedModel) -> list[str]:
     )
 
 
-def peft_config(lora: Lora, *, base: str | None = None) -> Any:
+def peft_config(lora: Lora, family: str, *, base: str | None = None) -> Any:
     """Return peft's configuration of an adapter; ``base`` is the model that it was trained on."""
+    ranks, of_experts = expert_targets(family, lora), EXPERT_MATRICES.get(family, ())
+    names = None if lora.names is None else [n for n in lora.names if n not in of_experts]
     return _peft().LoraConfig(
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
-        target_modules=lora.targets if lora.names is None else list(lora.names),
+        target_modules=lora.targets if names is None else names,
+        target_parameters=[f"experts.{name}" for name in ranks] or None,
+        rank_pattern={rf".*\.{name}": rank for name, rank in ranks.items()},
+        alpha_pattern={rf".*\.{name}": rank * lora.scale for name, rank in ranks.items()},
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
@@ -123,7 +132,8 @@ def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch
 @contextmanager
 def without_adapters(model: nn.Module) -> Generator[None]:
     """Context manager: turn off a model's adapters, if it has any, while the block runs."""
-    layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLinear)]
+    kinds = (AdaptedLinear, AdaptedExperts)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     for layer in layers:
         layer.is_on = False
     try:
@@ -151,12 +161,18 @@ def adapted_layer(model: nn.Module, name: str) -> AdaptedLinear | None:
 
 
 def write_adapters(
-    directory: Path, tensors: dict[str, Tensor], lora: Lora, *, base: str, gives_scalars: bool
+    directory: Path,
+    tensors: dict[str, Tensor],
+    lora: Lora,
+    *,
+    family: str,
+    base: str,
+    gives_scalars: bool,
 ) -> int:
     """Write a directory that peft loads; returns its bytes. ``tensors`` have the names that peft
     reads, ``base`` is the directory of the model that the adapters were trained on.
     """
-    config = peft_config(lora, base=base)
+    config = peft_config(lora, family, base=base)
     if any(
         f".{_WITHIN}" in name for name in tensors
     ):  # only there: a tower has layers of the same names

@@ -42,7 +42,7 @@ from highwater.engine.parallel.fsdp2 import shard
 from highwater.errors import ModelError
 from highwater.model.families import PLAIN, logit_transform_of
 from highwater.model.weight_files import unties
-from highwater.nouns.objective import Lora
+from highwater.nouns.objective import Lora, expert_targets
 from highwater.nouns.settings import Loss, Recompute, Rope, Strategy
 
 
@@ -105,6 +105,8 @@ def build(
     # Tiles compute products twice. With recomputation that is free, else done only on demand.
     if recompute != "none" or mlp_tiles is not None:
         tile_mlps(model, mlp_tiles)
+    elif lora is not None and expert_targets(config.model_type, lora):
+        tile_experts(model.causal_lm, tiles=None)
     group_heads(model, head_groups)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:

@@ -359,6 +359,8 @@ def _of_one_expert(
 
 def name_in_files(name: str) -> str:
     """Return a parameter's name in Hugging Face's files, from its name in our model."""
-    for added in (RECOMPUTE_PREFIX, FSDP1_PREFIX, BASE_PREFIX):
+    for added in (RECOMPUTE_PREFIX, FSDP1_PREFIX):
         name = name.replace(added, "")
+    # of an adapter around another one it is part of the name
+    name = re.sub(rf"{re.escape(BASE_PREFIX)}(?!lora_)", "", name)
     return name.removeprefix("causal_lm.")

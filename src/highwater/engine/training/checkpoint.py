@@ -248,7 +248,12 @@ def _save_adapters(
         if dist.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
             written_bytes = write_adapters(
-                directory, whole, lora, base=str(source), gives_scalars=model.gives_scalars
+                directory,
+                whole,
+                lora,
+                family=model.causal_lm.config.model_type,
+                base=str(source),
+                gives_scalars=model.gives_scalars,
             )
     finally:
         _meet(mesh)

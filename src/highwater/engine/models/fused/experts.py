@@ -5,22 +5,23 @@ Kept for the backward pass are the experts' input, which experts each token goes
 weights; a tile's products are computed again, but for the last: the gradient of an expert's weight
 in the sum is the product of what goes into its last matrix and the gradient of that. As with a
 gated MLP (gated_mlp.py) that costs no time where layers are recomputed. Routers are not part of it:
-they see all tokens at once. Tokens of one tile take the family's own way.
+they see all tokens at once. Tokens of one tile take the family's own way, without adapters (LoRA).
 
 A family's own experts are what transformers calls one experts implementation of several, of which
 this is another; they keep their parameters.
 
 Shapes:  T tokens  t tokens of a tile  X experts  K experts of a token  S = t K copies, by expert
-         E hidden size  F width of an expert  I inputs  O outputs
+         E hidden size  F width of an expert  I inputs  O outputs  R rank of an adapter
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from highwater.engine.kernels import gates as gate_kernels
@@ -37,18 +38,58 @@ def use_tiles(experts: Any, *, tiles: int | None, untiled: Callable[..., Tensor]
     experts.tiles, experts.untiled = tiles, untiled
 
 
+class AdaptedExperts(nn.Module):
+    """Experts with an adapter on one of their parameters, by peft's names: around the experts, or
+    around those with an adapter on the other one.
+    """
+
+    def __init__(self, theirs: Any, *, scale: float) -> None:
+        """Take over the children of peft's own wrapper."""
+        super().__init__()
+        inner = theirs.base_layer
+        self.base_layer = AdaptedExperts(inner, scale=scale) if hasattr(inner, "lora_A") else inner
+        self.lora_A, self.lora_B = theirs.lora_A, theirs.lora_B
+        self.parameter_name, self.scale = cast(str, theirs.parameter_name), scale
+        self.is_on = True
+        """True if the adapter takes part."""
+
+    def adapted(self) -> tuple[Any, dict[str, Tensor]]:
+        """Return the experts themselves, and the matrices around them by the names of _Weights: A
+        and B of each expert, B times the scale.
+        """
+        inner = self.base_layer
+        base, around = inner.adapted() if isinstance(inner, AdaptedExperts) else (inner, {})
+        if not self.is_on:
+            return base, around
+        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
+        # peft's A has the ranks of one expert after another, its B the experts of each rank
+        a_XRI = a.view(base.num_experts, -1, a.shape[1])
+        b_XOR = b.view(len(b), -1, base.num_experts).permute(2, 0, 1).contiguous() * self.scale
+        name = self.parameter_name.removesuffix("_proj")
+        return base, {**around, f"{name}_a": a_XRI, f"{name}_b": b_XOR}
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the experts' output."""
+        base, adapters = self.adapted()
+        return experts_output(base, hidden, chosen, weights, adapters)
+
+
 def experts_output(
-    experts: Any, hidden_TE: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+    experts: Any,
+    hidden_TE: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+    adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Return the sum of each token's experts, weighted; this is the experts implementation."""
     rows = expert_tile_tokens(len(hidden_TE), tiles=experts.tiles)
-    if rows >= len(hidden_TE):
+    if rows >= len(hidden_TE) and not adapters:
         return experts.untiled(experts, hidden_TE, chosen_TK, weights_TK)
-    weights = _Weights(experts.gate_up_proj, experts.down_proj)
+    weights = _Weights(experts.gate_up_proj, experts.down_proj, **adapters)
     # Two functions, so that the kept tensors, at which a recomputation ends, come before the
     # products are computed.
     kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, rows, *weights)
-    detached = (each.detach() for each in (weights_TK, *weights))
+    detached = (None if each is None else each.detach() for each in (weights_TK, *weights))
     return cast(Tensor, _ComputeExperts.apply(kept_TE, rows, chosen_TK, *detached))
 
 
@@ -56,14 +97,51 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_output)
 
 
 class _Weights(NamedTuple):
-    gate_up_XOE: Tensor
-    """Gate above up."""
-    down_XEF: Tensor
+    gate_up: Tensor
+    """Of (X, 2 F, E): gate above up."""
+    down: Tensor
+    """Of (X, E, F)."""
+    gate_up_a: Tensor | None = None
+    gate_up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
     @property
-    def into(self) -> tuple[Tensor, ...]:
-        """Gate and up, each of (X, F, E)."""
-        return self.gate_up_XOE.chunk(2, dim=1)
+    def into(self) -> tuple["_Product", ...]:
+        """Products of a token, with gate and up, which share an adapter's A."""
+        b = self.gate_up_b
+        halves = (None, None) if b is None else b.chunk(2, dim=1)
+        return tuple(
+            _Product(weight, self.gate_up_a, half)
+            for weight, half in zip(self.gate_up.chunk(2, dim=1), halves, strict=True)
+        )
+
+    @property
+    def out(self) -> "_Product":
+        """The product that leads out."""
+        return _Product(self.down, self.down_a, self.down_b)
+
+
+class _Product(NamedTuple):
+    """A matrix of each expert, with its adapter if it has one."""
+
+    weight_XOI: Tensor
+    a_XRI: Tensor | None
+    b_XOR: Tensor | None
+
+    def of(self, x_SI: Tensor, end_X: Tensor) -> Tensor:
+        """Return the product with each copy."""
+        out_SO = _grouped(x_SI, self.weight_XOI.mT, end_X)
+        if self.a_XRI is not None and self.b_XOR is not None:
+            out_SO += _grouped(_grouped(x_SI, self.a_XRI.mT, end_X), self.b_XOR.mT, end_X)
+        return out_SO
+
+    def input_gradient(self, gradient_SO: Tensor, end_X: Tensor) -> Tensor:
+        """Return the gradient of the copies."""
+        x_gradient_SI = _grouped(gradient_SO, self.weight_XOI, end_X)
+        if self.a_XRI is not None and self.b_XOR is not None:
+            x_gradient_SI += _grouped(_grouped(gradient_SO, self.b_XOR, end_X), self.a_XRI, end_X)
+        return x_gradient_SI
 
 
 class _KeepExperts(torch.autograd.Function):
@@ -78,7 +156,7 @@ class _KeepExperts(torch.autograd.Function):
         chosen_TK: Tensor,
         weights_TK: Tensor,
         rows: int,
-        *weights: Tensor,
+        *weights: Tensor | None,
     ) -> Tensor:
         ctx.rows = rows
         ctx.save_for_backward(x_TE, chosen_TK, weights_TK, *weights)
@@ -107,18 +185,18 @@ class _ComputeExperts(torch.autograd.Function):
         rows: int,
         chosen_TK: Tensor,
         weights_TK: Tensor,
-        *weights: Tensor,
+        *weights: Tensor | None,
     ) -> Tensor:
         out_TE = torch.empty_like(x_TE)
         whole = (x_TE, chosen_TK, weights_TK, out_TE)
         for tile in zip(*(each.split(rows) for each in whole), strict=True):
-            _tile_forward(tile, _Weights(*weights))
+            _tile_forward(tile, _Weights(*weights))  # pyright: ignore[reportArgumentType]
         return out_TE
 
     @staticmethod
     # autograd hands ctx in, used or not.
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None, None, None, None, None
+        return gradients[0], None, None, None, *[None] * len(_Weights._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +227,25 @@ class _ExpertSums:
     """
 
     def __init__(self, weights: _Weights, needed: Sequence[bool]) -> None:
-        self._dtype = weights.down_XEF.dtype
+        self._dtype = weights.down.dtype
         wide = torch.promote_types(self._dtype, torch.float32)
         self._sums = [
-            torch.zeros_like(each, dtype=wide) if is_needed else None
+            torch.zeros_like(each, dtype=wide) if each is not None and is_needed else None
             for each, is_needed in zip(weights, needed, strict=True)
         ]
 
-    def add_into(self, part: int, gradient_SF: Tensor, x_SE: Tensor, end_X: Tensor) -> None:
-        """Add a tile's share of gate (part 0) or up (1)."""
-        if (sum_XOE := self._sums[0]) is not None:
-            sum_XOE.chunk(2, dim=1)[part].add_(_grouped(gradient_SF.T, x_SE, end_X))
+    def add_into(self, part: int, product: _Product, *given: Tensor) -> None:
+        """Add a tile's share of gate (part 0) or up (1): ``given`` are the product's gradient, what
+        it was of, and where each expert's copies end.
+        """
+        weight, _, a, b, *_ = self._sums
+        halves = (None if each is None else each.chunk(2, dim=1)[part] for each in (weight, b))
+        _add(product, *halves, a, *given)
 
-    def add_down(self, gradient_SE: Tensor, inner_SF: Tensor, end_X: Tensor) -> None:
-        """Add a tile's share of down."""
-        if (sum_XEF := self._sums[1]) is not None:
-            sum_XEF.add_(_grouped(gradient_SE.T, inner_SF, end_X))
+    def add_out(self, product: _Product, *given: Tensor) -> None:
+        """Add a tile's share of the product that leads out."""
+        _, weight, _, _, a, b = self._sums
+        _add(product, weight, b, a, *given)
 
     def totals(self) -> list[Tensor | None]:
         """Return the gradients, None for a weight without one."""
@@ -173,16 +254,35 @@ class _ExpertSums:
         return self._sums
 
 
+def _add(
+    product: _Product,
+    weight_XOI: Tensor | None,
+    b_XOR: Tensor | None,
+    a_XRI: Tensor | None,
+    gradient_SO: Tensor,
+    x_SI: Tensor,
+    end_X: Tensor,
+) -> None:
+    """Add a share to the gradients of a product's weight and adapter."""
+    if weight_XOI is not None:
+        weight_XOI.add_(_grouped(gradient_SO.T, x_SI, end_X))
+    if a_XRI is not None and product.b_XOR is not None:
+        a_XRI.add_(_grouped(_grouped(gradient_SO, product.b_XOR, end_X).T, x_SI, end_X))
+    if b_XOR is not None and product.a_XRI is not None:
+        x_SR = _grouped(x_SI, product.a_XRI.mT, end_X)
+        b_XOR.add_(_grouped(gradient_SO.T, x_SR, end_X))
+
+
 def _tile_forward(tile: tuple[Tensor, ...], weights: _Weights) -> None:
     """Write the output of one tile."""
     x_tE, chosen_tK, weights_tK, out_tE = tile
-    copies = _Copies.of(chosen_tK, len(weights.down_XEF))
+    copies = _Copies.of(chosen_tK, len(weights.down))
     x_SE = x_tE[copies.token_S]
-    inner_SF, up_SF = (_grouped(x_SE, each.mT, copies.end_X) for each in weights.into)
+    inner_SF, up_SF = (each.of(x_SE, copies.end_X) for each in weights.into)
     del x_SE
     gate_kernels.product_(inner_SF, up_SF)
     del up_SF
-    out_SE = _grouped(inner_SF, weights.down_XEF.mT, copies.end_X)
+    out_SE = weights.out.of(inner_SF, copies.end_X)
     del inner_SF
     # float32 weights give a float32 product, as in the families' own
     weighted_SE = out_SE * weights_tK.flatten()[copies.order_S][:, None]
@@ -194,14 +294,14 @@ def _tile_forward(tile: tuple[Tensor, ...], weights: _Weights) -> None:
 def _tile_backward(tile: tuple[Tensor, ...], weights: _Weights, sums: _ExpertSums) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     x_tE, chosen_tK, weights_tK, gradient_tE, x_gradient_tE, weights_gradient_tK = tile
-    copies = _Copies.of(chosen_tK, len(weights.down_XEF))
-    end_X, into = copies.end_X, weights.into
+    copies = _Copies.of(chosen_tK, len(weights.down))
+    end_X, into, out = copies.end_X, weights.into, weights.out
     x_SE = x_tE[copies.token_S]
-    gate_SF, up_SF = (_grouped(x_SE, each.mT, end_X) for each in into)
+    gate_SF, up_SF = (each.of(x_SE, end_X) for each in into)
     del x_SE
     # Of the sum before it is weighted: all gradients are those times a copy's weight.
     gradient_SE = gradient_tE[copies.token_S]
-    inner_SF = _grouped(gradient_SE, weights.down_XEF, end_X)
+    inner_SF = out.input_gradient(gradient_SE, end_X)
     share_SF = inner_SF.clone()
     gate_kernels.backward_(gate_SF, up_SF, inner_SF)
     # After backward_: gate and up hold their gradients, inner what goes into the last matrix.
@@ -209,15 +309,15 @@ def _tile_backward(tile: tuple[Tensor, ...], weights: _Weights, sums: _ExpertSum
     del share_SF
     weights_gradient_tK.copy_(weights_gradient_S[copies.place_S].view_as(chosen_tK))
     weights_S1 = weights_tK.flatten()[copies.order_S][:, None]
-    sums.add_down(gradient_SE, inner_SF.mul_(weights_S1), end_X)
+    sums.add_out(out, gradient_SE, inner_SF.mul_(weights_S1), end_X)
     del gradient_SE, inner_SF
     x_SE = x_tE[copies.token_S]
-    for part, gradient_SF in enumerate((gate_SF, up_SF)):
-        sums.add_into(part, gradient_SF.mul_(weights_S1), x_SE, end_X)
-    del x_SE, gradient_SF
-    x_gradient_SE = _grouped(up_SF, into[1], end_X)
+    sums.add_into(0, into[0], gate_SF.mul_(weights_S1), x_SE, end_X)
+    sums.add_into(1, into[1], up_SF.mul_(weights_S1), x_SE, end_X)
+    del x_SE
+    x_gradient_SE = into[1].input_gradient(up_SF, end_X)
     del up_SF
-    x_gradient_SE += _grouped(gate_SF, into[0], end_X)
+    x_gradient_SE += into[0].input_gradient(gate_SF, end_X)
     del gate_SF
     x_gradient_SE = x_gradient_SE[copies.place_S]
     torch.sum(x_gradient_SE.view(*chosen_tK.shape, -1), dim=1, out=x_gradient_tE)

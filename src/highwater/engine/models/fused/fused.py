@@ -4,7 +4,7 @@ the same.
 A family's RMS norm is a dozen elementwise kernels with float32 copies of its input; PyTorch's is
 one kernel each way that keeps the input and one number per row. The norm and rotation of all heads
 are two kernels, against a dozen of a family (engine/models/fused/rotary_attention.py). A gated MLP
-keeps only its input (engine/models/fused/gated_mlp.py), as do experts (engine/models/fused/experts.py).
+keeps only its input (engine/models/fused/gated_mlp.py), and so do experts in tiles (experts.py).
 
 Proofs run small modules of the family's own classes on random numbers, on the CPU.
 """
@@ -325,7 +325,7 @@ def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
     if model.config.model_type not in TILED_EXPERTS or not found or not _computes(found[0]):
         return 0
     assert len({type(each) for each in found}) == 1, "one proof is of all experts"
-    own = model.config._experts_implementation  # pyright: ignore[reportPrivateUsage]
+    own = cast(str, model.config._experts_implementation)  # pyright: ignore[reportPrivateUsage]
     untiled = ALL_EXPERTS_FUNCTIONS.get_interface(own, type(found[0]).forward.__wrapped__)
     for experts in found:
         use_tiles(experts, tiles=tiles, untiled=untiled)
