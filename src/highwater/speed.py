@@ -119,8 +119,7 @@ _BACKWARD_PRODUCTS = 2.5
 _UPDATE_BYTES = 40
 """Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
-"""Bytes moved per parameter and micro-batch: from float32 to the compute dtype, twice, and its
-gradient back."""
+"""Bytes moved per parameter and micro-batch: cast from float32 twice, its gradient back."""
 _NARROW_BYTES = 8
 """Bytes moved instead if parameters are in bfloat16: copied into place, twice."""
 _LOW_BIT_TENSOR_S = 0.0009

@@ -173,9 +173,7 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """Complete the request by what it implies, and choose its trial; raises HighwaterError for what
-    cannot be, before the data is read.
-    """
+    """Complete the request and choose its trial; HighwaterError for what cannot be."""
     machine = probe()
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _completed(msgspec.structs.replace(request, log_dir=asked.output))
@@ -197,9 +195,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights are saved, and adapters learn
-    faster than whole models.
-    """
+    """The request with what a training implies: merged weights saved, adapters' faster rate."""
     named = msgspec.structs.asdict(request)
     implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
     if named["lora"] is not None and request.learning_rate is None:

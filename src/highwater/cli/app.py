@@ -1,6 +1,4 @@
-"""The ``highwater`` command: parse, dispatch, and turn every error into its message and exit
-code.
-"""
+"""The ``highwater`` command: parse, dispatch, and turn errors into messages and exit codes."""
 
 import argparse
 import errno
@@ -28,9 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """The exit code of a command; an error of the user, of the machine or of ours is printed, and
-    each has its code.
-    """
+    """Run a command, print its error if it has one, and return the exit code."""
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)

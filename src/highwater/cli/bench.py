@@ -292,9 +292,7 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
 
 
 def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> BenchDtype:
-    """The dtype to compute in, unless another is named: the GPUs' fastest. Raises
-    MachineError for bf16 on one that has none.
-    """
+    """The dtype to compute in: the named, or the GPUs' fastest; MachineError for bf16 without."""
     if device == "cpu":
         return named or "fp32"
     oldest = min(machine.gpus, key=lambda gpu: gpu.compute_capability)

@@ -134,8 +134,7 @@ def _host_memory(host: Host) -> str:
 
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
-"""Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a
-directory."""
+"""Functions of the script. ``_dir`` in a name tells shtab that it may complete a directory."""
 _FILES = {"FILE", "CSV", "STUDY", "SOURCE", "PATH"}
 _FOLDERS = {"DIR"}
 _SOURCED = {

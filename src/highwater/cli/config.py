@@ -66,9 +66,7 @@ def as_key(name: str, value: object) -> str:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file. No key is required: the model may be named on the
-    command line.
-    """
+    """JSON Schema of a configuration file. No key is required: a flag may name the model."""
     schema = json_schema(Request)
     request = schema["$defs"]["Request"]
     del request["required"]

@@ -1,6 +1,4 @@
-"""The flags that commands alone have, declared as settings are; and what was typed, as requests and
-as words again.
-"""
+"""Flags that commands alone have, declared as settings are; and what was typed, as requests."""
 
 import argparse
 from collections.abc import Mapping, Sequence

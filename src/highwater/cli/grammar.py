@@ -85,9 +85,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
-        """``flag`` as argparse names it: ``-o/--output``. ``kind``: the type that it has; None
-        where it is one of several words.
-        """
+        """``flag`` as argparse names it, ``-o/--output``; ``kind``: its type, None for words."""
         name = flag.rpartition("/")[2]
         if kind is not None:
             what = _KINDS.get(kind, f"a {kind}")
@@ -118,9 +116,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def format_help(self) -> str:
-        """The help: commands below their headings, flags, examples. No example is folded: it is
-        pasted.
-        """
+        """The help: commands below their headings, flags, and examples, which are never folded."""
         if self._groups is not None:
             return self._with_examples(self._grouped_help(self._groups))
         return self._with_examples(self._short_help() if self._first else super().format_help())
@@ -214,9 +210,7 @@ class _Line(argparse.Action):
 def parse_strictly(
     parser: Parser, words: Sequence[str], *, whole: Parser | None = None
 ) -> argparse.Namespace:
-    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``)
-    does not know.
-    """
+    """The parsed words; UsageError for one unknown to ``parser``, a command of ``whole``."""
     for word in words:
         if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
             raise UsageError(

@@ -167,9 +167,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def simplest(self) -> CellPrediction:
-        """The simplest cell that trains the native length; else that trains any; else none does,
-        and it is the one to explain.
-        """
+        """The simplest cell at the native length, else at any; else the one to explain."""
         fitting = (cell for cell in self.cells if cell.capacity_tokens)
         shortest = min(fitting, key=lambda each: simplicity(each.cell), default=self.explained)
         at_native = (each for each in self.cells if self.native and each.cell == self.native.cell)

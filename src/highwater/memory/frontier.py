@@ -61,9 +61,7 @@ def _token_s(question: Question, cell: Cell) -> float:
 def at_native(
     question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> CellPrediction | None:
-    """The simplest cell that trains the model's native length, there; None: none does, or the
-    lengths in question end before.
-    """
+    """The simplest cell that trains the native length; None: none does, or lengths end before."""
     native = question.grid.native_length_tokens
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None

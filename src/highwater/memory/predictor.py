@@ -123,9 +123,7 @@ does but for what is alive at the peak: the second value is how many events come
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of one step, none made twice: one that gave nothing back is the same in every room
-    that holds its peak.
-    """
+    """Replays of a step, each made once: one that gave nothing back is alike in larger rooms."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
@@ -203,9 +201,7 @@ def predict_cells(
 def predict_cell(
     predictor: Predictor, factors: Factors | None = None, asked: Asked = "everything"
 ) -> CellPrediction:
-    """The longest length that leaves the headroom in question, and the likely longest without; with
-    factors the one whose upper end fits.
-    """
+    """The longest length with the headroom (by factors, its upper end), and the likely one."""
     formula = predictor.formula
     question, whole_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))

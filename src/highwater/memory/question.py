@@ -1,6 +1,4 @@
-"""The question of a prediction, every rung and layout on GPUs that need not be here, and the
-memory that it is about.
-"""
+"""The question of a prediction: every rung and layout, on GPUs elsewhere, and their memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -210,9 +208,7 @@ def prediction_of(
     cells: tuple[CellPrediction, ...],
     **told: Any,
 ) -> Prediction:
-    """The document of a question's predicted cells, with what is known of their errors; the other
-    fields as ``told``.
-    """
+    """The document of predicted cells and what is known of their errors; ``told``: the rest."""
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")

@@ -1,6 +1,4 @@
-"""How the memory of each trainer is predicted: what its module says of it, and what is made of
-that.
-"""
+"""How each trainer's memory is predicted: what its module says, and what is made of that."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Hyperparameters: the numbers of the optimizer and of the objectives. A step's loss depends on
-them, its memory does not.
-"""
+"""Hyperparameters: numbers of the optimizer and of objectives, on which no memory depends."""
 
 import math
 from collections.abc import Callable

@@ -455,9 +455,7 @@ IN_HEAD_GROUPS = (
 
 
 def _refuse_head_groups(groups: int, model: Model) -> None:
-    """Raise errors for a family whose attention does not go in head groups, and for a number that
-    does not divide the key/value heads.
-    """
+    """Refuse a family without head groups, and a number that does not divide the KV heads."""
     heads, family = model.shape.kv_heads, model.shape.model_type
     if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(

@@ -1,6 +1,4 @@
-"""Request: what a user asks for, in the user's words: the flags of ``find``, the keys of
-``--config``, the keywords of the API.
-"""
+"""Request: what a user asks for, as flags of ``find``, keys of ``--config`` or API keywords."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -66,8 +64,7 @@ _USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
 """Less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
-"""Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
-with it."""
+"""Fields of ``Settings`` that differ by rung; a request that names one keeps its rungs."""
 OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
 """Settings that a search chooses itself unless one of them is named."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
@@ -186,9 +183,7 @@ else:
 
 
 class Request(_WithSettings, frozen=True, kw_only=True):
-    """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
-    "40m".
-    """
+    """A search for the longest context. Sizes as "80GiB", lengths as "32k", times as "40m"."""
 
     # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
 
@@ -571,9 +566,7 @@ def _mistyped(
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
-    """The flags that name these settings: allocator and loss, which stand for a rung, and what is
-    not the default; none of the fields ``but_not``.
-    """
+    """Flags of these settings: allocator, loss and what is no default, less ``but_not``."""
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}

@@ -240,9 +240,7 @@ def tried_recommendation(
     studies: Sequence[Study],
     settings: Mapping[str, Any],
 ) -> Recommendation:
-    """Simplest settings in a foreign trainer's studies, which is told none but a headroom;
-    UsageError where none has an answer.
-    """
+    """Simplest settings in a foreign trainer's studies; UsageError where none has an answer."""
     others = [name for name in settings if name != "headroom"]
     if others:
         row, title = DECLARED[others[0]], trainer_title(trainer)

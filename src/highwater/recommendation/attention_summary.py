@@ -302,9 +302,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula of these peaks; None of fewer than three lengths. No term is below zero. Errors
-    weigh as shares of their peaks.
-    """
+    """The formula of peaks, no term below 0, errors as shares; None below three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)

@@ -117,9 +117,7 @@ class _PlanSearch(NamedTuple):
                         yield _with(cell, recompute=recompute)
 
     def best(self, cell: Cell, aim: Aim) -> _PlannedCell:
-        """The best of a cell's head groups and last layers on the GPU; the roomiest where none
-        fits.
-        """
+        """The best of a cell's head groups and last layers on the GPU; else the roomiest."""
         plans: list[_PlannedCell] = []
         for groups in self._head_groups(cell):
             plans.append(self._placed(_with(cell, attention_head_groups=groups), aim))

@@ -269,9 +269,7 @@ class _Training:
         return f"use {more}a smaller `--length`, or a smaller model"
 
     def room_bytes(self, predicted_bytes: int) -> int:
-        """What a process on the CPU may take beyond its prediction: errors, and what depends on its
-        cores and on the stack of each thread.
-        """
+        """Bytes that a CPU process may take past its prediction: errors, cores, threads' stacks."""
         stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if stack_bytes == resource.RLIM_INFINITY:
             stack_bytes = _STACK_BYTES

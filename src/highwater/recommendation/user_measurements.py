@@ -1,6 +1,4 @@
-"""What a user's own machine says to a prediction: constants read on its GPUs, and trials, whose
-residuals are by formula, or by a trace of each.
-"""
+"""What a user's machine says to a prediction: constants of its GPUs, residuals of trials."""
 
 import shlex
 from collections.abc import Callable, Sequence

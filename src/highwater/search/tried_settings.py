@@ -63,9 +63,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
 
 
 def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Cluster, MemoryLimit]:
-    """So many GPUs of a machine, or of a dry run, for which a memory is named; and the memory that
-    training has of them.
-    """
+    """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
     here = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)

@@ -1,6 +1,4 @@
-"""What would make every trial of a request fail, said before the first one starts, and what can be
-done with the packages that are installed.
-"""
+"""What would make every trial fail, said before the first; what installed packages can do."""
 
 import re
 import shutil

@@ -24,8 +24,7 @@ from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
-"""JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that
-``datasets`` saved whole."""
+"""JSON lines, Parquet, a table of ``datasets``, a text as one document, a saved folder."""
 _KINDS: dict[str, DataKind] = {
     ".jsonl": "lines",
     ".json": "lines",

@@ -20,9 +20,7 @@ from highwater.errors import UsageError
 
 
 class DataRecord(NamedTuple):
-    """One record, and where it stands. Its methods raise UsageError, with its name, for a field
-    that is not what it has to be.
-    """
+    """One record, and where it stands. Methods raise UsageError, naming it, for wrong fields."""
 
     fields: Mapping[str, Any]
     row: int
@@ -140,9 +138,7 @@ class DataRecord(NamedTuple):
         return all(told) if told else None
 
     def refuse_flags(self, fields: Mapping[str, Any]) -> None:
-        """Raise UsageError for a number, a yes or a no in a field of a message, a part of one or a
-        call, unless it is known to be about that.
-        """
+        """Refuse a number, a yes or a no, unless its field is known to be about what has it."""
         for name, value in fields.items():
             if not is_about(name, value) and _has_other_than_texts(value):
                 raise self.refusal(

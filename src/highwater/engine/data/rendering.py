@@ -236,9 +236,7 @@ class RewardFunction:
         self.function = user_function(source, keywords, what="reward function", define=define)
 
     def __call__(self, record: DataRecord, prompt: Any, response: Any) -> float:
-        """The reward of a response. Raises UsageError, with the record's name, for what the
-        function raises, and for what is no number.
-        """
+        """The reward of a response; UsageError for what the function raises, and for no number."""
         try:
             value = self.function(prompt=prompt, response=response, record=record.fields)
         except Exception as error:  # the user's code: whatever it is, they mend it

@@ -70,9 +70,7 @@ def _in_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
-    """Bytes of float32 sums of ten sorted rows each, for more than 3,072 tokens. Source:
-    ATen/native/cuda/EmbeddingBackwardKernel.cu.
-    """
+    """Bytes of float32 sums of ten sorted rows each, as in ATen's EmbeddingBackwardKernel.cu."""
     gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
     width = -(-gradient.shape[-1] // 32) * 32
     return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
@@ -407,8 +405,7 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 _FIRST_PHASE = "experience"
-"""First phase of a step. Before it the host reads the last step's loss, for which it waits until
-the GPU is done."""
+"""First phase of a step; before it the host reads the last loss, and waits for the GPU."""
 _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched before the GPU ran them: CUDA's queue. With it FSDP1's
 trials on an H200 reserve at most 0.5 % more than their traces, else 7.6 % (docs/results/lab)."""

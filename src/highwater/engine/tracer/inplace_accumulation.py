@@ -44,9 +44,7 @@ class _Counts(NamedTuple):
 
 
 class InplaceAccumulation:
-    """Chooses, under a dispatch mode, the operator that plain tensors would use; sums stay copies
-    until it has learned.
-    """
+    """Chooses, in a dispatch mode, what plain tensors run; until it learns, sums are copies."""
 
     def __init__(self) -> None:
         self._alone: _Counts | None = None

@@ -71,9 +71,7 @@ def group_experience(
     mesh: DeviceMesh,
     sequence: dist.ProcessGroup | None,
 ) -> list[Experience]:
-    """Return GRPO's experience: advantages within groups of rewards, over all micro-batches of all
-    ranks, and the reference's log-probabilities.
-    """
+    """GRPO's experience: advantages in groups of all ranks, and reference log-probabilities."""
     device = torch.device(mesh.device_type)
     advantages = iter(_group_advantages(micro_batches, mesh, sequence))
     experiences: list[Experience] = []

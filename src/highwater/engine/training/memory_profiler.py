@@ -54,9 +54,7 @@ class MemoryProfiler:
         self.max_entries = max_entries
 
     def start(self) -> Self:
-        """Forget earlier events, and record from here on. Existing allocations keep the stacks that
-        they were recorded with, if any.
-        """
+        """Forget earlier events and record from here; what is alive keeps the stack that it has."""
         _record("all", max_entries=self.max_entries, clear=True)
         return self
 

@@ -65,9 +65,7 @@ def clip_loss(
 
 
 def old_logprobs(sampled_N: Tensor | None, before_N: Tensor) -> Tensor:
-    """Log-probabilities under the policy that sampled the tokens; where they are NaN (unknown for a
-    document), under the policy before the step.
-    """
+    """Log-probabilities when sampled; where NaN (unknown), those of the policy before the step."""
     if sampled_N is None:
         return before_N
     sampled_N = sampled_N.to(before_N.dtype)

@@ -238,9 +238,7 @@ class RankRun(ABC):
         self.report = self.with_(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
-        """Train one step (the first is 1) and record its results; raises FloatingPointError if its
-        loss or a norm is not finite.
-        """
+        """Train a step (from 1) and record it; FloatingPointError if it is not finite."""
         synchronize(training.device)
         began = time.perf_counter() - _preparing_s(training)
         first = self.report.first_step_at_unix_s or time.time()

@@ -319,9 +319,7 @@ def _parameters_with_gradients(step: Step, backward: Backward) -> int:
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients go to the shards meanwhile: of the layer behind; with copies of
-    two.
-    """
+    """Parameters whose gradients go to the shards meanwhile: a layer's; with copies, of two."""
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:
         return 0

@@ -1,6 +1,4 @@
-"""Residuals: what recorded trials used of a GPU, over what had been predicted of them: those that
-come along, and a study's own.
-"""
+"""Residuals: what recorded trials used of a GPU, over what had been predicted of them."""
 
 import shlex
 from collections.abc import Sequence
