@@ -237,9 +237,8 @@ def _micro_batch(
     sequences: int,
     whole: int,
 ) -> _Work:
-    """Return the work of one GPU: every layer of every trained model, the head, passes that an
-    objective needs beforehand, and copies of parameters. Only the last ``whole`` layers attend over
-    whole documents.
+    """Return the work of one GPU: every layer of every trained model, the head, earlier passes, and
+    copies of parameters. The last ``whole`` layers alone attend over whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)

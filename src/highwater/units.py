@@ -64,9 +64,8 @@ def binary_size(count: int) -> str:
 
 
 def parse_memory(text: str) -> int:
-    """Parse the size of a GPU's or host's memory, or of a part of one, like ``parse_bytes``. A
-    number below a MiB needs a unit, unless it is 0: UsageError for ``"79.15"``, as nobody means 79
-    bytes.
+    """Parse the size of a GPU's or host's memory, or a part of it, like ``parse_bytes``. Below a
+    MiB it needs a unit, unless it is 0: nobody means 79 bytes by ``"79.15"``.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")

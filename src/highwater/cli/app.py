@@ -16,8 +16,7 @@ from highwater.cli.grammar import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""Errors by which a system answers a wrong program. All else that it refuses is the machine's:
-rights, room, names, limits."""
+"""How a system answers a wrong program. All else is the machine's: rights, room, limits."""
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -124,7 +124,6 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _line_words(line: BenchLine) -> str:
-    """Say on one line what is known now."""
     if line.machine is not None:
         return f"{plain(line.machine.device_name)}, dense attention on {line.machine.kernel}"
     if line.check is not None:

@@ -62,7 +62,6 @@ def _has(words: Sequence[str], *names: str) -> bool:
 
 
 def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, command: str) -> None:
-    """Raise UsageError where no row has the words."""
     if not found:
         raise UsageError(
             f"no {what} of the catalog has {' and '.join(map(repr, words))} in its name",

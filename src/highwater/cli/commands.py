@@ -122,7 +122,6 @@ def try_(arguments: argparse.Namespace) -> int:
 
 
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
-    """Notes on one trial for its user, before it starts."""
     if spec.foreign is not None:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)

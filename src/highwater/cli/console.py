@@ -34,9 +34,8 @@ _DIGITS_OF_A_WIDTH = 6
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for any text; raises UsageError when stdout is closed. What is
-    closed is opened to nowhere: else the next file to be opened, a study for one, would be taken
-    for it.
+    """Make stdout and stderr fit for any text; UsageError when stdout is closed. What is closed is
+    opened to nowhere: the next file to be opened, a study, would be taken for it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)

@@ -110,9 +110,8 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     sources: _Texts = _flag(
         "guide",
         (),
-        "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
-        "max_model_len; 0: nothing fits, empty: unknown), or the .json of `highwater predict "
-        "--json`",
+        "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; "
+        "0: nothing fits, empty: unknown), or the .json of `highwater predict --json`",
         place="*",
         metavar="SOURCE",
     )

@@ -169,7 +169,6 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _command(self, name: str) -> argparse.Action:
-        """A command as a line of the help."""
         parser = self.commands[name]
         text = (parser.description or "").removeprefix(f"{name}: ")
         return _Line(option_strings=[], dest=name, metavar=name, help=text)
@@ -352,8 +351,7 @@ a report
     highwater schema > study.schema.json
     highwater schema | python -m json.tool --compact
 """
-"""Headings of the help, the commands below each, and three examples of each command: the first one
-is the hint of a refusal, too."""
+"""Headings of the help, the commands below each, and three examples; the first is a hint, too."""
 _PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
 _NUMBERS: Mapping[str, tuple[Topic, ...]] = {
     "the optimizer, which changes no memory": ("optimizer",),

@@ -184,7 +184,6 @@ class Progress:
         return max(0.0, trials * sum(scaled_s) / len(scaled_s) - ran_s) / at_once
 
     def _cell_left_s(self, cell: Cell) -> float:
-        """Seconds that a cell is expected to take from now on."""
         expected_s, began_at = self._cells_s[cell] or 0.0, self._cell_began_at.get(cell)
         return expected_s if began_at is None else max(0.0, expected_s - self._clock() + began_at)
 

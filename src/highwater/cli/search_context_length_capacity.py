@@ -277,8 +277,7 @@ def place_of(
     model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
     """The device of the trials and their lengths: GPUs, or the CPU of a machine without one for a
-    small model, where lengths are short and close together, unless the request ``starts`` at one
-    of its own.
+    small model, with short lengths close together, unless the request ``starts`` elsewhere.
     """
     room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4

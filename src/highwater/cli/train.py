@@ -124,9 +124,8 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     trained = trained_parameters(shape, trial.settings)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
-        f"{counted(spec.micro_batches, 'row')} of {row} tokens, "
-        f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
-        f"{trial.layout.suffix}",
+        f"{counted(spec.micro_batches, 'row')} of {row} tokens, {short_settings(settings)}, "
+        f"{counted_ranks(trial.layout.gpus, trial.device)}{trial.layout.suffix}",
         f"learning rate {trial.hyperparameters.learning_rate:g}, "
         f"{trained:,} of {shape.parameters:,} parameters trained",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "

@@ -226,19 +226,17 @@ def predict_cell(
     if not found and shown > 1:
         shortest = _told(predictor, grid.length(1), factors)
         told = msgspec.structs.replace(told, lacks_bytes=shortest.lacks_bytes)
+    binding = "ceiling"
+    if found < size:
+        beyond = formula.at(grid.length(found + 1)).footprint
+        binding = "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
     return msgspec.structs.replace(
         told,
         capacity_tokens=grid.length(found) if found else 0,
         does_not_fit_tokens=grid.length(found + 1) if found < size else None,
-        binding=_binding(formula, grid.length(found + 1)) if found < size else "ceiling",
+        binding=binding,
         likely_tokens=likely and grid.length(likely),
     )
-
-
-def _binding(formula: FormulaPredictor, beyond_tokens: int) -> Literal["device", "host"]:
-    """The memory that a length beyond the longest runs out of."""
-    beyond = formula.at(beyond_tokens).footprint
-    return "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
 
 
 def predict_at(

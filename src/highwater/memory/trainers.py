@@ -61,8 +61,7 @@ class TrainerMemory:
     residuals: Callable[[], tuple[Residual, ...]] | None = None
     """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
     learn: Callable[[Study, MachineConstants | None], tuple[Residual, ...]] | None = None
-    """What a user's own study of it teaches intervals, given constants measured on its GPUs. None:
-    its trials are not run here."""
+    """What a user's own study of it teaches, given their constants. None: it is not run here."""
     is_timed: bool = False
     """Whether the time of its steps is predicted."""
     replay: BundledReplay | None = None

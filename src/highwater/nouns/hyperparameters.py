@@ -160,8 +160,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
             if part is not None and not part.is_in(settings):
                 raise UsageError(
                     f"{name.replace('_', ' ')} {getattr(self, name)} would change nothing: the "
-                    f"loss of {settings.objective} "
-                    f"has {part.absent} here",
+                    f"loss of {settings.objective} has {part.absent} here",
                     hint=f"leave `{flag_of(name)}` out",
                 )
 

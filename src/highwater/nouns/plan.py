@@ -139,8 +139,7 @@ def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
     ):
         raise UsageError(
             f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
-            f"saved of {model.name} with "
-            "it could not be loaded",
+            f"saved of {model.name} with it could not be loaded",
             hint="leave `--save-hf` out",
         )
 
@@ -337,9 +336,8 @@ def _question(
 
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
-    """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it
-    names a count. Raises what ``plan`` raises, and UsageError when the request names several
-    layouts.
+    """One trial of a request: the cheapest rung and one GPU, unless the request names others.
+    Raises what ``plan`` raises, and UsageError when the request names several layouts.
     """
     if length_tokens < 2:
         raise UsageError(
@@ -406,7 +404,6 @@ def gpus_hint(request: Request, length_tokens: int) -> str:
 
 
 def _check_proof(request: Request, model: Model) -> None:
-    """Raise UsageError for what a search cannot prove in that way."""
     if request.attention_depth is not None:
         raise UsageError(
             "an attention depth is for one trial: a search chooses it", hint="use `--proof memory`"

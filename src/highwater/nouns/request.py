@@ -608,7 +608,6 @@ def _check_texts(request: Request) -> None:
 
 
 def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
-    """Raise RefusedError for numbers of GPUs, or degrees, that cannot be."""
     if counts is None:
         return
     if not counts or min(counts) < 1:
@@ -623,7 +622,6 @@ def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
 
 
 def _check_runner(request: Request) -> None:
-    """Raise RefusedError for a cluster that nobody joins."""
     if request.address is not None and request.runner == "local":
         raise RefusedError(
             "runner",

@@ -202,8 +202,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         },
     )
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
-    faster, the more so the longer the sequence, and one more number per token, layer and query
-    channel is kept."""
+    faster, the more so the longer the sequence, for one more number per token and query channel."""
     activations: Activations = setting(
         "gpu",
         "where recomputed layers keep what their backward pass needs: gpu, or host memory",

@@ -308,9 +308,8 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     )
     settings: str | None = setting(
         None,
-        "whose settings: those recommended for the length, or those that a study of "
-        "`highwater find` measured; default: those that are named, and recommended ones where none "
-        "is",
+        "whose settings: those recommended for the length, or those that a study of `highwater "
+        "find` measured; default: those that are named, and recommended ones where none is",
         **_RUN,
         metavar="{recommended,STUDY}",
     )

@@ -1,6 +1,5 @@
-"""Commands that do again what a study did, the whole search and one trial on each side of every
-edge; and the line of a trial that ran out of memory: what had no room, what was alive, what to try
-first.
+"""Commands that do again what a study did, the search and a trial on each side of every edge; and
+the line of a trial that ran out: what had no room, what was alive, what to try.
 """
 
 import os

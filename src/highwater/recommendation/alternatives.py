@@ -109,9 +109,8 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
-    """As many of each larger kind in the catalog, the smallest first. Of two kinds with the same
-    memory the first in the catalog comes first; AMD's are named where the GPUs in question are
-    AMD's.
+    """As many of each larger kind in the catalog, the smallest first; of two with the same memory
+    the first there. AMD's are named where the GPUs in question are AMD's.
     """
     has_trials = runs_trials(goal.where.device_name)
     kinds = [

@@ -1,6 +1,5 @@
-"""What follows from a benchmark of attentions: the longest lengths, the fit of memory, other GPUs,
-what sharing brings, and what to use for which lengths. Pure: figures in, figures out;
-``pages/attention`` shows them.
+"""What follows from a benchmark of attentions: longest lengths, the fit of memory, other GPUs, what
+sharing brings, what to use. Pure; ``pages/attention`` shows it.
 """
 
 from collections.abc import Iterator, Sequence

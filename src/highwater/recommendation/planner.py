@@ -31,9 +31,8 @@ _RECOMPUTED: tuple[Recompute, ...] = ("layer", "all-but-attention")
 
 
 def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
-    """The best plan of each kind (offload, activations, recompute, layout), the best kind first;
-    kinds of which no plan fits stand where they would. Raises UsageError where nothing is known of
-    what is aimed at.
+    """The best plan of each kind (offload, activations, recompute, layout), the best first; kinds
+    without one stand where they would. UsageError: nothing is known of the aim.
     """
     if goal.trainer != OURS:
         raise UsageError(

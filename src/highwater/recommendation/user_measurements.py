@@ -96,9 +96,8 @@ def own_residuals(
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[Residual, ...]:
-    """Residuals of the trials in these files; by trace, of those trials that tell the most. Raises
-    HighwaterError, before anything is traced, for studies that teach nothing about what is
-    predicted.
+    """Residuals of the trials in these files; by trace, of those that tell the most. Raises
+    HighwaterError, before anything is traced, for studies that teach nothing here.
     """
     read = [read_study(Path(path)) for path in studies]
     learn = MEMORY[trainer].learn

@@ -26,9 +26,8 @@ from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
-    """The plan of a search: of the grid that is named, or else of the simplest and the longest
-    settings, with a note on the others; of the cells of a ``study`` instead that is gone on with,
-    if they are among those.
+    """The plan of a search: of the named grid, else of the simplest and the longest settings, with
+    a note on the others; or of the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
     if device == "cpu" or request.trainer != OURS or request.names_grid:

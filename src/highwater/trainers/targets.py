@@ -255,9 +255,8 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
-    """Write the files into a folder, which is made where there is none; the paths of all. Raises
-    UsageError where one is there with another content, and MachineError where writing fails:
-    nothing new is left then.
+    """Write the files into a folder, made if need be; the paths of all. UsageError where one is
+    there with another content, MachineError where writing fails: nothing new is left.
     """
     refuse_no_folder(folder)
     others = [

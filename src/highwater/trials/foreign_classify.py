@@ -154,7 +154,6 @@ def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> L
 def _of_stream(
     stream: str, lines: Sequence[tuple[int, LogLine]], device: Device
 ) -> list[LoggedError]:
-    """The errors of one stream."""
     found: list[LoggedError] = []
     in_traceback = is_caused = is_warned = False
     before, quotes_to = "", -1
@@ -442,7 +441,6 @@ def _crash(
 
 
 def _steps(spec: TrialSpec, done: StepsShown) -> str:
-    """Count the steps it was seen to do."""
     if not done.is_shown and not done.steps:
         return "no step seen in its log"
     return f"{min(done.steps, spec.steps)} of {spec.steps} steps seen in its log"

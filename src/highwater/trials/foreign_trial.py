@@ -125,19 +125,16 @@ class SampledPeak:
 
     def sample(self, handles: Sequence[object]) -> None:
         """Look once."""
-        for position, handle in enumerate(handles):
-            self._sample_gpu(position, handle)
-        self._sample_processes()
-
-    def _sample_gpu(self, position: int, handle: object) -> None:
         import pynvml
 
-        with suppress(pynvml.NVMLError):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            self._used_bytes[position] = max(self._used_bytes[position], int(memory.used))
-            self._total_bytes[position] = int(memory.total)
-            if int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu):
-                self._worked_at = time.monotonic()
+        for position, handle in enumerate(handles):
+            with suppress(pynvml.NVMLError):
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                self._used_bytes[position] = max(self._used_bytes[position], int(memory.used))
+                self._total_bytes[position] = int(memory.total)
+                if int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu):
+                    self._worked_at = time.monotonic()
+        self._sample_processes()
 
     def _sample_processes(self) -> None:
         alive: set[int] = set()

@@ -145,9 +145,8 @@ class LocalRunner(SeveralAtOnce[_LocalOccupant]):
     def __init__(
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
-        """``machine`` is what it runs on, as it was read when nothing of it ran; None: read now.
-        ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
-        GPUs, one on the CPU.
+        """``machine``, as it was read when nothing ran; None: read now. ``most_trials`` at a time;
+        None: as many as there is room for on GPUs, one on the CPU.
         """
         super().__init__(most_trials)
         self._launcher = launcher

@@ -84,9 +84,8 @@ def read_constants(gpus: int) -> Constants:
 
 @contextmanager
 def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
-    """Each result of a benchmark as it is known, while the block runs; nothing of it runs any more
-    afterwards. ``measures``: the module that measures. Raises MachineError where nothing can be
-    measured.
+    """Each result of a benchmark as it is known, while the block runs; nothing of it runs
+    afterwards. ``measures``: the module that measures. MachineError: nothing can be.
     """
     obstacles = package_obstacles(probe())
     if obstacles:

@@ -110,9 +110,8 @@ class RayCluster(NamedTuple):
 
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
-    """The cluster at ``address``; None: as Ray finds one. Raises MachineError where Ray is not
-    installed, or too old to keep trials on chosen nodes, or nobody listens, and UsageError for an
-    address that cannot be one.
+    """The cluster at ``address``; None: as Ray finds one. MachineError where Ray is missing or too
+    old, or nobody listens; UsageError for an address that cannot be one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:

@@ -142,7 +142,6 @@ def _check_around_a_trainer(
 
 
 def _refuse_no_script(command: str) -> None:
-    """Raise UsageError where the script that is launched is no file here."""
     script = launched_command(split_words(command)).script
     if script is not None and not script.is_file():
         raise UsageError(

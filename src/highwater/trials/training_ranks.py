@@ -80,7 +80,6 @@ def run_ranks(
 
 
 def _progress(ranks: StartedRanks) -> TrainingProgress:
-    """Words of the first rank on itself."""
     try:
         said = read_file(ranks.path / REPORTS / PHASE_FILE, most_bytes=_PHASE_BYTES)
         return from_json(said, TrainingProgress)
@@ -136,7 +135,6 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
 
 
 def _less_memory(spec: TrainingSpec) -> str:
-    """A hint of what to type where memory ran out."""
     if spec.trial.device == "cpu":
         budget = format_bytes(spec.trial.memory_budget_bytes or 0)
         return f"name a larger `--memory` than {budget}"

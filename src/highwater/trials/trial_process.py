@@ -157,9 +157,8 @@ _TAIL_BYTES = 256 * 1024
 
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
-    """The path of a trial's log, by the layout of logs.
-    ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
-    Before the rung of a foreign trainer stands its name.
+    """The path of a trial's log: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``;
+    published: without ``<rung>/``. A foreign trainer's name stands before the rung.
     """
     folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
     if layout == "rung":

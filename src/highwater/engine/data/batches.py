@@ -38,11 +38,9 @@ class Document(NamedTuple):
     """The token itself, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
-    """The number of the document's group: sequences of one prompt, among those of all ranks' step.
-    GRPO compares their rewards."""
+    """The group, sequences of one prompt, by number in all ranks' step: GRPO compares rewards."""
     old_logprobs_L: Tensor | None = None
-    """Log-probability of each token under the policy that sampled it; None: under the policy that
-    is trained, before the step."""
+    """Log-probability of each token when it was sampled; None: under the policy before the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +279,6 @@ def _is_whole(document: Document) -> bool:
 
 
 def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
-    """Yield a fault for ids and labels that are no tokens of this model."""
     ids_L, labels_L = document.ids_L, document.labels_L
     if ((ids_L < 0) | (ids_L >= vocab_size)).any():
         yield f"token ids outside 0..{vocab_size - 1}", "use the model's own tokenizer"
@@ -295,7 +292,6 @@ def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
 
 
 def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) -> Iterator[_Fault]:
-    """Yield a fault for a document too long for the trial, or for a layer to attend to."""
     if longest > spec.length_tokens:
         yield (
             f"a document of {longest:,} tokens for a length of {spec.length_tokens:,}",
@@ -312,7 +308,6 @@ def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) 
 
 
 def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
-    """Yield a fault for what would make the loss NaN, while the document is known."""
     if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
         yield f"a document with the reward {document.reward}", "yield finite rewards"
     is_trained, logprobs = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L

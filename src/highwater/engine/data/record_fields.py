@@ -156,9 +156,8 @@ class DataRecord(NamedTuple):
                 )
 
     def refuse_unread(self) -> None:
-        """Raise UsageError for a record that is masked, and for fields of it that nobody read,
-        unless they are about the record, or texts that say again what was read, or beside token ids
-        a mask that is 1 everywhere.
+        """Refuse a record that is masked, and fields of it that nobody read, unless they are about
+        the record, texts that say again what was read, or beside token ids a mask of ones.
         """
         self.refuse_masked()
         read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}

@@ -288,7 +288,6 @@ def _has_several(record: DataRecord) -> bool:
 
 
 def _responses(record: DataRecord) -> list[_Sampled]:
-    """The responses of a record, one or several."""
     if not _has_several(record):
         name = record.first("response", "completion")
         if name is None and not record.has("response_ids"):

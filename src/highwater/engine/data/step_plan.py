@@ -401,7 +401,6 @@ def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
 
 
 def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
-    """Raise UsageError for documents, units or rows that fit into no step."""
     documents = len(units.lengths)
     _refuse_long(int(units.lengths.max()), row_tokens)
     if documents < rows:

@@ -1,6 +1,5 @@
-"""Text to token ids: by a tokenizer of a local directory, or, where there is none, byte by byte;
-and texts that a tokenizer makes into exactly so many tokens. No text is cut: what a tokenizer would
-do silently is off.
+"""Text to token ids, by a tokenizer of a local directory, else byte by byte; and texts of exactly
+so many tokens. No text is cut, as a tokenizer would silently.
 """
 
 import random

@@ -283,7 +283,6 @@ def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
 def _notes(
     order: CorpusOrder, found: DataFiles, tokens: TextTokens, writer: CorpusWriter
 ) -> tuple[str, ...]:
-    """Notes for the user about the corpus."""
     notes: list[str] = []
     if found.left_out:
         names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")

@@ -33,8 +33,7 @@ class MicroBatchStatistics(NamedTuple):
     entropies_N: Tensor
     router_loss: Tensor | None
     """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
-    to be divided by all tokens of the step. None for a model without such a loss, and if no
-    gradient is recorded."""
+    to be divided by the step's tokens. None without such a loss, or without gradients."""
 
 
 class Decoder(nn.Module):

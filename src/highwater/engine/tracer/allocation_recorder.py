@@ -126,8 +126,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
         self.is_muted = False
-        """True while nothing is recorded, because DTensor computes shapes with tensors of the whole
-        model's size, which no rank ever has."""
+        """True while nothing is recorded: DTensor makes tensors of the model's size for shapes."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
         """Record of each storage by its ``_key``: the id of its current allocation (0 for none),
@@ -179,9 +178,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._lent[key] = (stream.stream_id, True)
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that autograd continues with a gradient on a stream. A sum of gradients was made on
-        that stream: its allocation moves there, and its addends are lent. Any other gradient is
-        lent.
+        """Note that autograd continues with a gradient on a stream. A sum of gradients was made
+        there: its allocation moves, and its addends are lent. Any other gradient is lent.
         """
         record = self._ids.get(_key(gradient.untyped_storage()))
         if record is None or not record[0] or record[2] == stream.stream_id:

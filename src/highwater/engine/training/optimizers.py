@@ -14,8 +14,7 @@ from highwater.nouns.objective import OPTIMIZERS, OptimizerName
 from highwater.nouns.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Patterns in the names of norms and biases, which have no weight decay. Source:
-``Trainer.get_decay_parameter_names``, transformers 5.23."""
+"""Names of norms and biases, without weight decay, as transformers' trainer 5.23 has it."""
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:

@@ -111,7 +111,6 @@ def _model(
     loss: Loss | None,
     seed: int = 0,
 ) -> Decoder:
-    """Build a model to train, as the settings say."""
     settings = spec.settings
     trained: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -371,8 +370,7 @@ class Trial(RankRun):
         if len(digests.unique()) > 1:
             raise UsageError(
                 f"{self.spec.data} yielded different documents to the {context.sequence_degree} "
-                f"ranks of data rank "
-                f"{context.data_rank}, each of which trains a part of them",
+                f"ranks of data rank {context.data_rank}, each of which trains a part of them",
                 hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
             )
 

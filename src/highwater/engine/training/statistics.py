@@ -116,9 +116,8 @@ class Statistics:
         self._parts[name] = part
 
     def add_documents(self, logprob_sums: Sequence[float] | None, counts: Sequence[int]) -> None:
-        """Add this rank's part of its documents: for each the sum of its trained tokens'
-        log-probabilities (None if the step has none) and their count. Ranks that share documents
-        add them in the same order.
+        """Add this rank's part of its documents: each one's sum of trained log-probabilities (None
+        if the step has none) and their count. Ranks that share documents keep one order.
         """
         self._has_logprobs |= logprob_sums is not None
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)

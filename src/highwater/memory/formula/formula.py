@@ -70,8 +70,7 @@ _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
 _ROW_NUMBERS = 8
-"""Float32 numbers per trained token: its log-probability, entropy and normaliser, their gradients,
-and the objective's own."""
+"""Float32 numbers per trained token: three, their gradients, and the objective's own."""
 
 
 def refuse_unknown_family(model: Model) -> None:

@@ -178,8 +178,7 @@ _BETWEEN = re.compile(
     r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
     r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$|CachingAllocator"
 )
-"""Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer; the
-allocator's own besides."""
+"""Functions in between that say nothing, as in PyTorch's viewer; the allocator's besides."""
 _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
 """An operator of PyTorch's by its function of C++; what only allocates is none."""
 
@@ -196,7 +195,9 @@ class Attribution:
         self.is_between = cache(lambda index: _BETWEEN.search(frames[index].name) is not None)
         self._of_stack = cache(self._category_of_stack)
         self._is_own = cache(lambda file: not _PYTORCHS.search(_in_packages(file)))
-        self._is_part = cache(lambda index: _is_part_of_a_model(frames[index]))
+        self._is_part = cache(
+            lambda i: frames[i].name == "forward" and bool(_MODELING.search(frames[i].file))
+        )
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
@@ -303,10 +304,6 @@ class _AskedRules:
 def category_of(frame: Frame) -> Category | None:
     """Category of what a line allocates; None where the line does not tell."""
     return _AskedRules().category(frame)
-
-
-def _is_part_of_a_model(frame: Frame) -> bool:
-    return frame.name == "forward" and _MODELING.search(frame.file) is not None
 
 
 def _in_packages(file: str) -> str:
