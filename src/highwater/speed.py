@@ -1,5 +1,4 @@
-"""Speed: predict how long a step of our engine takes, part by part, from what it computes and moves
-and from one GPU kind's rates.
+"""Speed: predict how long a step takes, part by part, from its work and a GPU kind's rates.
 
 Overlaps are assumed where trials show them: one GPU takes the time of its kernels, or of the host's
 launches of them, whichever is longer; exchanges between GPUs are added. Only H200s were measured;

@@ -149,8 +149,7 @@ _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
     """The script of a job that types ``words``, a ``highwater find``.
 
-    Raises UsageError where nobody says how many GPUs a machine has, and for a word with a line end
-    in it.
+    UsageError where nobody says how many GPUs a machine has, and for a word with a line end.
     """
     words = _in_the_job(request, words)
     for word in words:

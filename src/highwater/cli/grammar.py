@@ -1,7 +1,6 @@
 """The grammar of ``highwater``: its commands, what each is for, and which settings it takes. A flag
 is written from the declaration at its field: of ``Request``, of ``TrainingRequest``, or of what a
-command alone has (flags.py). The parser's errors are errors like all others, and its help ends with
-examples.
+command alone has (flags.py). Its errors are like all others, and its help ends with examples.
 
 Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.

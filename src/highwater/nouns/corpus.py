@@ -1,7 +1,6 @@
 """Corpora: what is tokenised once, for training and for evaluation, and what came of it.
 
-A CorpusOrder goes to one process of the data plane, and a Corpus comes back: a folder of flat files
-that ranks map into memory.
+A CorpusOrder goes to one process of the data plane; a Corpus, a folder of flat files, comes back.
 
 Packing: as many sequences are packed into a micro-batch as a token budget holds, so that a shorter
 length may pack more tokens: one that just does not go into it twice leaves almost half of it empty.

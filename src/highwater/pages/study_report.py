@@ -1,7 +1,6 @@
 """The report about one study, as data: from its file, its logs and what was predicted of it.
 
-Figures of trials are measured, or simulated where the question says so; what is predicted stands in
-fields that say so.
+Figures of trials are measured, or simulated where the question says so; others: predicted.
 """
 
 from bisect import bisect_right, insort

@@ -1,9 +1,8 @@
 """Targets: a row for every trainer that a configuration is emitted for; and the folder to take
 away, with its files, the script that starts the training, and a page of what to check.
 
-Nothing in a folder is written over. A file that is there already with the very same content
-stays, so that a command may be given twice; with another content it is the user's, and nothing is
-written at all.
+Nothing in a folder is written over. A file that is there already with the very same content stays,
+so that a command may be given twice; with another nothing is written.
 """
 
 import os

@@ -359,8 +359,7 @@ def _exited_well(
 def _failed_allocation(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """A word of an allocation that failed while the steps were done, caught or not; None where
-    nothing does.
+    """A word of an allocation that failed during the steps, caught or not; None without one.
 
     A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
     before training is said to begin, as a kernel that is tried and not taken, says nothing, unless

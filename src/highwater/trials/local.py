@@ -137,9 +137,8 @@ class _LocalOccupant(Occupant):
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
-    Trials that keep states in host memory run alone, and host memory is counted for the others.
-    One that ran out of host memory beside others is launched once more, alone: only then does it
-    say anything about its length.
+    Trials that keep states in host memory run alone, and host memory is counted for the others. One
+    that ran out of host memory beside others is launched once more, alone.
     """
 
     def __init__(

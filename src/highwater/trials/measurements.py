@@ -1,5 +1,4 @@
-"""Measurements of this machine by jobs: constants of its GPUs, as trials meet them, and attentions,
-a line for each result.
+"""Measurements by jobs: constants of GPUs, and attentions, a line for each result.
 
 A benchmark of attentions has a group of processes for each attention and mode: one rank for each
 GPU, which go from case to case while all of them fit, to compile an attention only once. A case

@@ -156,8 +156,7 @@ class Chosen(NamedTuple):
 
 
 def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] | None) -> Chosen:
-    """The nodes of one kind: answers of unlike GPUs, or of two versions of torch, are not of one
-    study.
+    """The nodes of one kind: unlike GPUs, or two versions of torch, are not of one study.
 
     It is the kind of which a node has as many GPUs as are asked for, then that with the most of
     them. Raises MachineError where no node can run a trial, UsageError for a count that no node

@@ -1,5 +1,4 @@
-"""SimulatedRunner: answers trials from a memory law, without training anything, for ``--dry-run``
-and for tests.
+"""SimulatedRunner: answers trials from a memory law, for ``--dry-run`` and for tests.
 
 A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The result is
 what a real trial would leave, labelled ``simulated``: peaks by the law, and no times.

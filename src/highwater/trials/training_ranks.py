@@ -58,12 +58,10 @@ def own_folder(directory: Path) -> Generator[None]:
 def run_ranks(
     spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
-    """Train until every rank has ended by itself and well, on this machine or ``across`` several;
-    what they report.
+    """Train until every rank has ended well, here or ``across`` machines; what they report.
 
     Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
-    is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
-    else ended them, with what to type.
+    is raised when they have; a second one ends them at once. HighwaterError: what else ended them.
     """
     directory = Path(spec.output_directory)
     place = trial_place(

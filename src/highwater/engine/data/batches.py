@@ -195,8 +195,7 @@ def read_documents(
     """The documents of a micro-batch that ``source``, which errors name, yielded.
 
     Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
-    be, where only those that every layer attends to whole can. How long they are together is not
-    looked at.
+    be, where only those that every layer attends to whole can. Their sum is not looked at.
     """
     if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
         raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
@@ -356,12 +355,10 @@ def batches(
 ) -> Iterator[Batch]:
     """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
 
-    ``window_tokens``: the longest document that can be trained, where only those that every layer
-    attends to whole can.
+    ``window_tokens``: the longest document, where every layer has to attend to it whole.
 
     Synthetic sequences are numbered, and a number is the same sequence on any layout: data ranks
-    take turns, a micro-batch each, so that a step has the same ones however many ranks its
-    micro-batches are on.
+    take turns, a micro-batch each, so that a step has the same ones on any number of ranks.
 
     A function of the user's, ``module:function``, is called with ``data_rank``,
     ``data_parallel_degree``, ``length_tokens`` and ``sequences`` as keywords, and again when it

@@ -2,9 +2,8 @@
 of their bytes, and their records, one after the other, never a whole file in memory.
 
 A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
-file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes a date
-of a text that looks like one, gives the records of a file one type for a field, and refuses no line
-by its number.
+file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes dates
+of texts, gives the records of a file one type for a field, and refuses no line by its number.
 """
 
 import gzip
@@ -238,8 +237,7 @@ def _refuse_unreadable(path: Path) -> None:
 def records(file: DataFile) -> Iterator[DataRecord]:
     """The records of a file, in its order.
 
-    Raises UsageError, with the file and the line, for what cannot be read, and for a file of
-    records that has none.
+    UsageError, with file and line, for what cannot be read, and for a file without records.
     """
     row = 0
     try:

@@ -2,8 +2,7 @@
 refused by the record's name and the field's, and nothing is rounded or guessed.
 
 Of fields that nobody reads, those about a record, a message or a call are passed over by their
-name, and masks say whether it is trained. Any other text, number, yes or no may be a part of it,
-and is refused.
+name, and masks say whether it is trained. Any other text, number, yes or no is refused.
 """
 
 import math

@@ -132,8 +132,7 @@ class SavedWeights:
     ) -> None:
         """Raise ModelError unless the files hold exactly these parameters, in their shapes.
 
-        ``buffers`` may be there, in their shapes; so may ``others``, and names that match the
-        patterns ``ignored``.
+        ``buffers``, in their shapes, ``others`` and names like ``ignored`` may be there.
         """
         expected = set(others)
         for name, parameter in parameters.items():

@@ -144,8 +144,7 @@ class TrainingRows:
         ]
 
     def evaluate(self, training: Training) -> float | None:
-        """Return the mean loss over the evaluation corpus, each document once; None if there is no
-        corpus.
+        """Return the mean loss over the evaluation corpus, each document once; None without one.
 
         Data ranks take turns in its rows. The last rows, fewer than the ranks, are evaluated by
         every rank: all must evaluate equally many, as shards are gathered for each.

@@ -175,8 +175,7 @@ def capped_products(
 _WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
 """Bytes of an element: gathered in bfloat16, reduced in float32, on the host float32 if trained."""
 _HOLE_FROM = 7 / 3
-"""Activations that leave a hole for the root's gradients in float32 are at least this many times
-as large as those.
+"""Times as large as the root's float32 gradients that activations leave a hole for them.
 
 The gradients themselves are 1; the root as it was gathered and its gradients in bfloat16, which cut
 what activations left into holes, half of that each; the rest is what lies between. Source: traces
