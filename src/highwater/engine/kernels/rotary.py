@@ -8,13 +8,12 @@ Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves o
 against each other, as Hugging Face's models do.
 """
 
-import importlib.util
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.gates import BLOCK_BYTES
+from highwater.engine.kernels.gates import BLOCK_BYTES, kernels_in
 
 PARTS = 1024
 """Partial sums of the norm's gradient on a GPU, each over some of the tokens.
@@ -120,9 +119,4 @@ def _blocks(x_THD: Tensor) -> list[slice]:
     return [slice(start, min(tokens, start + rows)) for start in range(0, tokens, rows)]
 
 
-def _triton() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import rotary_triton
-
-    return rotary_triton
+_triton = partial(kernels_in, "rotary_triton")

@@ -1,5 +1,4 @@
-"""Experience: numbers of every trained token that a step needs before its update, from passes that
-record no gradient.
+"""Experience: numbers of trained tokens that an update needs, from passes without gradients.
 
 Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among those  D documents of
 the micro-batch
@@ -46,8 +45,7 @@ class Experience:
 def forward_batch(
     model: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
 ) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, or a critic's values at them, computed micro-batch
-    by micro-batch; each N.
+    """Log-probabilities of trained tokens, or a critic's values, by micro-batch; each N.
 
     Dropout is off: the model's predictions are wanted, nothing is trained.
     """

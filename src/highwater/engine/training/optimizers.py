@@ -40,9 +40,8 @@ def make_optimizer(
     """Return AdamW on the float32 shards, with both moments and every gradient allocated as zeros.
     Without ``keeps_gradients`` no gradient is kept; each step makes and frees its own.
 
-    It runs where the shards are: on the host if they are offloaded. With ``on_host`` only the
-    moments are there (engine/training/host_states.py). Frozen parameters are left out: they have no
-    gradient, no state and no decay.
+    It runs where the shards are; with ``on_host`` only moments are on the host (host_states.py).
+    Frozen parameters are left out: they have no gradient, no state and no decay.
 
     What lives as long as the training is allocated before the first activation. Left to the first
     step, gradients and moments would be cut out of blocks that activations just freed, and the

@@ -124,8 +124,7 @@ def _model(
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
-    """Build the policy as it was: frozen, in its compute dtype, in host memory, from which one
-    layer at a time comes to the device.
+    """Build the policy as it was, frozen, in host memory, from which it comes layer by layer.
 
     It uses the policy's own kernels: others round differently, and over a document's thousands of
     tokens that adds up to a log-ratio where there should be none.

@@ -123,8 +123,7 @@ class Statistics:
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """Return the step's numbers (those with parts, and the caller's own) and forget the parts;
-        all ranks must call it.
+        """Return the step's numbers that have parts, and forget those; all ranks must call it.
 
         ``most_documents``: the most that any rank added, the same on all ranks. A number not
         combined from all ranks is the one of this rank's group. Raises UsageError if a rank added

@@ -54,8 +54,7 @@ def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
 
     The loss is the objective's for pairs (``rw``, ``dpo``), else the negative log-likelihood of the
     trained tokens. Dropout is off, no gradient is recorded, and logits are computed in chunks
-    whatever loss the training uses. The routers' auxiliary loss is not included. Raises UsageError
-    without a micro-batch.
+    whatever loss the training uses. No router's loss is in it. UsageError without a micro-batch.
     """
     if not micro_batches:
         raise UsageError(

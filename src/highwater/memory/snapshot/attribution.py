@@ -31,15 +31,8 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """The categories, from what stays longest to what nobody knows."""
 CATEGORY_WORDS: Mapping[Category, str] = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states",
-    "activations": "activations",
-    "backward_pass": "backward pass",
+    **{name: name.replace("_", " ") for name in CATEGORIES},
     "logits": "logits, loss",
-    "communication": "communication",
-    "workspaces": "workspaces",
-    "unattributed": "unattributed",
 }
 """The categories in words."""
 
@@ -188,7 +181,7 @@ class Attribution:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._rules = _AskedRules()
+        self._rules = LineRules()
         self.place = cache(self._place)
         frames = snapshot.frames
         self.line = cache(lambda index: shown(frames[index]))
@@ -283,7 +276,7 @@ class Attribution:
         return self._snapshot.frames[self._snapshot.stacks[stack][-1]].name
 
 
-class _AskedRules:
+class LineRules:
     """The rules, of which each pattern is searched once in each path and in each name."""
 
     def __init__(self) -> None:
@@ -299,11 +292,6 @@ class _AskedRules:
     def _rules_of_file(self, file: str) -> Sequence[int]:
         path = _in_packages(file)
         return [rule for rule, pattern in enumerate(_FILES) if pattern.search(path)]
-
-
-def category_of(frame: Frame) -> Category | None:
-    """Category of what a line allocates; None where the line does not tell."""
-    return _AskedRules().category(frame)
 
 
 def _in_packages(file: str) -> str:
