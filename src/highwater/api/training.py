@@ -23,7 +23,7 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
-from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
+from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths
 from highwater.nouns.environment import SnapshotOrder
 from highwater.nouns.hardware import Machine
 from highwater.nouns.hyperparameters import ADAPTERS_RATE
@@ -129,7 +129,7 @@ def prepare_training(
     corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
-        held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
+        held_out = msgspec.structs.replace(order, data=whole_paths(asked.eval_data))
         evaluation = tokenised(
             held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
         )
@@ -190,7 +190,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
-    _absolute((*asked.data, *asked.eval_data))
+    whole_paths((*asked.data, *asked.eval_data))
     return request, chosen
 
 
@@ -243,7 +243,7 @@ def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) 
     if not has_tokenizer:
         _refuse_conversations(data)
     return CorpusOrder(
-        data=_absolute(data),
+        data=whole_paths(data),
         objective=trial.settings.objective,
         length_tokens=trial.length_tokens,
         tokenizer=str(directory) if has_tokenizer else None,
@@ -274,14 +274,6 @@ def _refuse_conversations(data: Sequence[str]) -> None:
                 "`tokenizer.save_pretrained`, or write texts: "
                 '`{"prompt": "Hi", "completion": "Yes"}`',
             )
-
-
-def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    """Whole paths; raises UsageError for what is not there."""
-    for path in paths:
-        if not Path(path).exists():
-            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
-    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 def training_spec(

@@ -13,7 +13,7 @@ Preparation: what another trainer is given for a trial beside its configuration:
 that it can open, and documents of exactly a length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,6 +27,14 @@ from highwater.nouns.study import Cell, Question
 
 LongDocuments = Literal["truncate", "split", "refuse"]
 TrainedTokens = Literal["all", "responses"]
+
+
+def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
+    """Absolute paths of data; raises UsageError for what is not there."""
+    for path in paths:
+        if not Path(path).exists():
+            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
+    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):

@@ -201,23 +201,18 @@ def _inside(path: Path, name: str) -> Iterator[DataFile]:
         yield DataFile(path, name, "saved")
         return
     if (path / "dataset_dict.json").is_file():
-        _refuse_several_splits(path)
+        splits = sorted(each.name for each in path.iterdir() if (each / "state.json").is_file())
+        if len(splits) > 1:  # one of them is for tests
+            first = "train" if "train" in splits else splits[0]
+            raise UsageError(
+                f"{path} has {len(splits)} splits: {', '.join(splits)}",
+                hint=f"name the one to train on: `--data {quote(str(path / first))}`",
+            )
     for each in sorted(path.iterdir()):
         is_about = each.name in _ABOUT_DATA or each.name.startswith(_OWN_CACHE)
         is_passed = each.is_symlink() if each.is_dir() else is_about
         if not each.name.startswith(".") and not is_passed:
             yield from _inside(each, f"{name}/{each.name}")
-
-
-def _refuse_several_splits(folder: Path) -> None:
-    """Raise UsageError where ``datasets`` saved several splits: one of them is for tests."""
-    splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
-    if len(splits) > 1:
-        first = "train" if "train" in splits else splits[0]
-        raise UsageError(
-            f"{folder} has {len(splits)} splits: {', '.join(splits)}",
-            hint=f"name the one to train on: `--data {quote(str(folder / first))}`",
-        )
 
 
 def _refuse_unreadable(path: Path) -> None:
