@@ -112,9 +112,7 @@ def train(
 def prepare_training(
     request: Request, asked: TrainingRequest, *, on_phase: OnPhase = unheard
 ) -> PreparedTraining:
-    """The run of a request: settings chosen, memory and time predicted, data tokenised, and
-    compared with what is in its folder; raises HighwaterError for what cannot be.
-    """
+    """The run of a request, prepared and compared with its folder; raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
     refuse_missing_reporters(asked.report_to)
@@ -163,9 +161,7 @@ def prepare_training(
 
 
 def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
-    """Raise MachineError where there is no room for what a run has at once: the latest checkpoint
-    with the one that replaces it, the best one, and the model.
-    """
+    """Raise MachineError without room for two checkpoints and the best one, and the model."""
     saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
@@ -259,9 +255,7 @@ _RECORD_BYTES = 1 << 20
 
 
 def _refuse_conversations(data: Sequence[str]) -> None:
-    """Raise UsageError for a file that begins with a conversation, which a tokenizer would make a
-    text of: before anything starts to read it, which refuses all others.
-    """
+    """Refuse a file that begins with a conversation, which a tokenizer would make a text of."""
     for path in filter(Path.is_file, map(Path, data)):
         record: object = None
         with path.open("rb") as file, suppress(ValueError):

@@ -40,9 +40,7 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def gpus(arguments: argparse.Namespace) -> int:
-    """Print the kinds of GPUs, all or those whose names have the words that were typed; as JSON
-    with the machines whose host memory is taken where nobody names another.
-    """
+    """Print the kinds of GPUs that have the typed words; as JSON with their usual machines."""
     kinds = [each for each in gpu_catalog() if _has(arguments.words, each.name, each.match)]
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:

@@ -29,9 +29,7 @@ SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
-    """The settings in a file, if any, with the model that was typed. Raises UsageError for a file
-    that cannot be read, and for settings that cannot be.
-    """
+    """The settings in a file, if any, with the typed model; UsageError for what cannot be."""
     if config is None:
         return {}
     from_file = _read_yaml(Path(config))
@@ -42,9 +40,7 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same as the request, every setting spelled out that has a
-    value in it; of a foreign trainer those that it can be told.
-    """
+    """The configuration that asks the same, with every setting that its trainer can be told."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     foreign = foreign_name(request.trainer)
     if foreign is not None:

@@ -189,9 +189,7 @@ class Progress:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for each trial that has run for a
-        while, with its cell where there are several.
-        """
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for trials that ran for a while."""
         device, is_one = self._question.device, len(self._running) == 1
         return tuple(
             f"{'' if is_one else f'{cell.label_on(device)}: '}{self._running_line(each)}"

@@ -30,9 +30,7 @@ from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train, or go on with it, and say what it came to. Where its terminal closes it stops in
-    order, too: a run takes days, and a connection drops.
-    """
+    """Train, or go on with it, and say what it came to; a closing terminal stops it in order."""
     with heeding(signal.SIGHUP):
         return _train(arguments)
 

@@ -1,6 +1,4 @@
-"""Capacities: the longest length of one model on some GPUs with some settings, whoever found it:
-a study, a prediction, or a published table (memory/table_accuracy.py).
-"""
+"""Capacities: the longest length of a model on some GPUs with some settings, by whoever."""
 
 from typing import Literal
 

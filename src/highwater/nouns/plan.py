@@ -1,6 +1,4 @@
-"""Plan: a request made into a question that this machine can be asked: its lengths, its time and
-how they are proven. Pure: nothing is started, nothing is written.
-"""
+"""Plan: a request made into a question that this machine can be asked. Nothing is started."""
 
 import shlex
 from collections.abc import Mapping, Sequence

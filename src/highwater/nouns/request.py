@@ -584,9 +584,7 @@ def values_of(settings: Settings) -> dict[str, Any]:
 def trial_flags(
     cell: Cell, length_tokens: int, foreign: ForeignName | None = None
 ) -> tuple[str, ...]:
-    """The flags of ``highwater try`` that name a cell at a length, of this engine or of a foreign
-    trainer, which is told no setting that it has not.
-    """
+    """Flags of ``highwater try`` for a cell at a length, as far as its trainer is told them."""
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)

@@ -1,6 +1,4 @@
-"""Studies: what one asks (Question, Cell, the Grid of lengths), what it answers (CellAnswer), its
-record (Study), and the headroom that a prediction is to leave.
-"""
+"""Studies: what one asks (Question, Cell, Grid), its answers, its record, its headroom."""
 
 from bisect import bisect_left
 from collections.abc import Iterator

@@ -160,9 +160,7 @@ class FormulaLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law by which ``highwater predict`` answers: a length fits where the pessimistic end of
-    its prediction does and the headroom in question is left.
-    """
+    """The law of ``highwater predict``: the pessimistic end fits and the headroom is left."""
 
     question: Question
     limit: MemoryLimit

@@ -75,9 +75,7 @@ class Rendering:
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
-        """The tokens of a text in parts, each trained or not; with the tokenizer's own beginning,
-        and with an end-of-text token unless it ends in one.
-        """
+        """The tokens of a text in parts, trained or not, with the tokenizer's beginning and end."""
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
         if starts and self.tokens.start_ids:

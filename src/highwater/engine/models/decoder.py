@@ -25,9 +25,7 @@ from highwater.nouns.trial import Weights
 
 
 class MicroBatchStatistics(NamedTuple):
-    """Results of a forward pass: TokenStatistics of the trained tokens, and the whole micro-batch's
-    share of the routers' loss.
-    """
+    """Results of a forward pass: the trained tokens' statistics, and the routers' loss."""
 
     logprobs_N: Tensor
     entropies_N: Tensor

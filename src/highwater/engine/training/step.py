@@ -350,9 +350,7 @@ def reward_loss(
 def preference_loss(
     training: Training, logprobs_N: Tensor, batch: Batch, experience: Experience, *, pairs: int
 ) -> Tensor:
-    """Return DPO's loss. A document's log-ratio is summed over its tokens on all ranks; each rank
-    that shares it returns an equal share.
-    """
+    """Return this rank's share of DPO's loss; log-ratios are summed over a document's ranks."""
     assert experience.reference_logprobs_N is not None
     log_ratios_D = objectives.document_sums(
         logprobs_N - experience.reference_logprobs_N,

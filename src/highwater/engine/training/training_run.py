@@ -114,9 +114,7 @@ class TrainingRows:
     """Micro-batches of this rank, for any step."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
-        """Open the training and evaluation corpora. Raises UsageError for a corpus that is damaged,
-        or that cannot be made into rows for this layout.
-        """
+        """Open the corpora; UsageError for a damaged one, or one without rows for this layout."""
         self._context = context
         self._ranks = spec.trial.layout.data_parallel_degree
         self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
@@ -404,9 +402,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:
-    """Drop the lines past a step from a file of statistics, if there is one: an interrupted run
-    trains the steps after its last checkpoint again.
-    """
+    """Drop lines past a step from statistics, if any: an interrupted run trains them again."""
     try:
         with open_regular(path) as file:
             lines = file.readlines()

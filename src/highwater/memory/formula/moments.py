@@ -205,9 +205,7 @@ def cached_bytes(
 def _too_long_for_a_hole(
     shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int
 ) -> int:
-    """Bytes of a block kept for the root's gradients in float32 before they are reduced, unless a
-    hole that activations left is long enough, which takes long sequences.
-    """
+    """Bytes of a block kept for the root's float32 gradients, unless activations left a hole."""
     whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
     has_gradients = layout.shard_degree > 1 and settings.lora is None
     return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0
