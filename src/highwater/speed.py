@@ -187,7 +187,9 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None without rates. ``attention_depth``: as a trial's."""
+    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
+    of a memory-only trial, whose other layers attend within short pieces.
+    """
     rates = rates_of(device_name)
     if rates is None:
         return None

@@ -206,7 +206,9 @@ def _order(arguments: argparse.Namespace, machine: Machine) -> BenchOrder:
 def _patterns(
     typed: dict[str, str], names: Sequence[str], device: Device
 ) -> dict[str, SparsePatternConfig]:
-    """Patterns of the implementations that take one, as typed; UsageError for none of them."""
+    """The patterns of the implementations that take one, with what was typed. Raises UsageError for
+    what training refuses too, and for a pattern of none of them.
+    """
     if not typed:
         return {}
     request = request_from({"model": "tiny", "attention": "block_sparse", **typed})

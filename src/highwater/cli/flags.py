@@ -396,7 +396,9 @@ def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """The request in the file of ``--config`` and the flags over it; UsageError: it cannot be."""
+    """The request in the file of ``--config``, if any, and the flags over it. Raises UsageError for
+    a file that cannot be read, and for settings that cannot be.
+    """
     typed, from_file = typed_values(arguments), dict[str, Any]()
     if arguments.config is not None:
         from highwater.cli.config import settings_in  # without a file nobody waits for YAML

@@ -54,7 +54,9 @@ class Predictor(Protocol):
         ...
 
     def start(self, room_bytes: int, likely: int | None) -> int | None:
-        """Index of the length that is likely the longest, given that without headroom; or None."""
+        """Index of the length that most likely is the longest to fit, given that of the likely
+        longest, which leaves no headroom; None: nobody knows.
+        """
         ...
 
     def at(self, length_tokens: int, room_bytes: int | None) -> PredictedPeak:

@@ -308,7 +308,9 @@ def at_native(
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:
-    """The limit, with this machine's host memory or a usual one's where nobody said."""
+    """The limit, with the host memory of this machine or of one that usually has such GPUs, where
+    nobody said. For more GPUs than any machine has it is that of the largest.
+    """
     if limit.host_bytes is not None and limit.usual_host is None:
         return limit
     if where.host_bytes is not None:

@@ -1,4 +1,6 @@
-"""Capacities: the longest length of a model on some GPUs with some settings, by whoever."""
+"""Capacities: the longest length of one model on some GPUs with some settings, whoever found it:
+a study, a prediction, or a published table (memory/table_accuracy.py).
+"""
 
 from typing import Literal
 

@@ -188,7 +188,9 @@ def refuse_small_gpu(memory_bytes: int) -> None:
 
 
 def card_memory(text: str) -> int:
-    """Bytes of a GPU's memory, as in ``--gpu-memory``; UsageError for ``24GB`` as sold."""
+    """Bytes of a GPU's memory, as ``--gpu-memory`` has them. Raises UsageError for a size that
+    cards are sold by, ``24GB``: drivers report less, each card's its own.
+    """
     sold = _SOLD.fullmatch(text)
     most_bytes = int(sold[1]) * GIB if sold else 0
     cards = {

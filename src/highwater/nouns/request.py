@@ -183,7 +183,9 @@ else:
 
 
 class Request(_WithSettings, frozen=True, kw_only=True):
-    """A search for the longest context. Sizes as "80GiB", lengths as "32k", times as "40m"."""
+    """A search for the longest context that trains. Sizes as "80GiB", lengths as "32k", times as
+    "40m".
+    """
 
     # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
 

@@ -135,7 +135,9 @@ class _PlanSearch(NamedTuple):
         return tuple(each for each in range(1, heads + 1) if heads % each == 0) or (1,)
 
     def _placed(self, cell: Cell, aim: Aim) -> _PlannedCell:
-        """The best number of last layers on the GPU: the fewest, or as many more as save time."""
+        """The best number of last layers on the GPU: the fewest that host memory allows, or, for
+        the fastest, as many more as save time and fit.
+        """
         fewest = self._predicted(cell)
         if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:
             return fewest

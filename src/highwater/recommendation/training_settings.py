@@ -151,7 +151,9 @@ class _Training:
         return replace(self, asked=msgspec.structs.replace(self.asked, rows=rows))
 
     def question(self, cell: Cell) -> Question:
-        """The question of one cell at the training's length, rows as micro-batches if named."""
+        """The question of one cell at the training's length, with a rank's rows as micro-batches:
+        a study's, or the usual ones, where no rows are named.
+        """
         own = self.request.micro_batches if cell.settings.accumulates else 1
         if self.asked.rows is not None:
             own = max(1, self.asked.rows // cell.layout.data_parallel_degree)

@@ -125,7 +125,9 @@ class FullTrials:
         return max(0.0, result.wall_s - steps_s) + steps_s * growth
 
     def next_index(self, fits: int, length: Callable[[int], int]) -> int | None:
-        """Return the longest index whose full trial ends in time and is worth it; None: none is."""
+        """Return the longest index up to ``fits`` whose full trial should end in time, below any
+        that ran out of memory; None if a trial there is not worth it.
+        """
         if self._longest is None and not self.foresees:
             return None
         known_tokens = 0 if self._longest is None else self._longest[0]

@@ -61,7 +61,9 @@ def said_of(record: DataRecord, name: str, value: Any = None) -> Said:
 
 
 def prompt_of(record: DataRecord) -> Said | None:
-    """The prompt as it is, or messages if the record has more of a conversation; None: none."""
+    """The prompt: ``prompt`` as it is, or messages where the record has more of a
+    conversation than that, or asks in another field; None where it asks nothing.
+    """
     name = record.first("prompt") or record.first(*_QUESTIONS, "input")
     if name is None:
         return None

@@ -47,7 +47,9 @@ from highwater.units import MIB, counted
 
 
 class LengthLimit:
-    """Cuts units to a length, and counts what it did; what then trains no token is left out."""
+    """Cuts units to a length, and counts what it did. A document's first token is never predicted:
+    one of which no other is trained is left out.
+    """
 
     def __init__(self, order: CorpusOrder) -> None:
         self._length, self._choice = order.length_tokens, order.long_documents

@@ -61,7 +61,9 @@ def pass_on(
 def swap(
     sent: Tensor | None, received: Tensor | None, *, to: int, source: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Start to send a tensor to a rank and receive another's; None: nothing. The transfers."""
+    """Start sending a contiguous tensor to one rank of a group and receiving another's; None:
+    nothing. Returns the transfers to wait for.
+    """
     transfers: list[dist.P2POp] = []
     if sent is not None:
         transfers.append(dist.P2POp(dist.isend, sent, dist.get_global_rank(group, to), group))

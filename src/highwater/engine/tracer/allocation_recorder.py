@@ -348,7 +348,9 @@ class AllocationRecorder(TorchDispatchMode):
         )
 
     def wait_for(self, stream: fake_cuda.Stream) -> None:
-        """Record a wait for a stream; what other streams use is free at the host's next wait."""
+        """Record that the host waits until a stream is done. Allocations used by other streams that
+        this wait does not cover are taken as free at the host's next wait.
+        """
         awaited, self._awaited = self._awaited, deque()
         for each in awaited:
             if each.was_waited or stream.has_waited(each.stream_id, each.moment):

@@ -166,7 +166,9 @@ def _wait_in_every_layer(policy: Decoder) -> None:
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:
-    """Return the actor on meta: attention of ours, allocating as flash does, HF's other layers."""
+    """Return the actor on meta, with our attention, which allocates like flash attention, and
+    Hugging Face's own layers for all else.
+    """
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(
             copy.deepcopy(config),

@@ -128,7 +128,9 @@ def token_experience(
     sequence: dist.ProcessGroup | None,
     hyperparameters: Hyperparameters,
 ) -> list[Experience]:
-    """PPO's experience: generalized advantages, whitened over all ranks; no critic: rewards."""
+    """Return PPO's experience: generalized advantages, whitened over the trained tokens of all
+    ranks; without a critic they come from rewards alone.
+    """
     device = torch.device(mesh.device_type)
     if critic is None:
         values = [

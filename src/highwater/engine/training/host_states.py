@@ -121,7 +121,9 @@ class HostStateAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this optimizer's state dict, or ``torch.optim.AdamW``'s, into host memory."""
+        """Load a state dict of this optimizer or of ``torch.optim.AdamW`` into host memory.
+        PyTorch's own method would move all moments to the device.
+        """
         own_states = dict(self.state)
         super().load_state_dict({**state_dict, "state": {}})  # loads only the groups
         self.state.update(own_states)

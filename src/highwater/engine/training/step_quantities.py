@@ -1,4 +1,6 @@
-"""Quantities: every number of a step's statistics, over what, by which ranks."""
+"""Quantities: every number that the statistics of a step have, what it is over, and which ranks it
+is put together from. The reference page is written from this table.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -225,7 +225,9 @@ def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[T
 
 
 def likely_footprint(step: Step) -> Footprint:
-    """Memory that a step takes most likely, as often too much as too little."""
+    """Memory that a step takes most likely: as often too much as too little, where ``footprint`` is
+    to be enough. Intervals lie around it, and a search begins with it.
+    """
     enough = footprint(step)
     if step.device == "cpu":
         return enough

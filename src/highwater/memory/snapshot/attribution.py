@@ -306,7 +306,9 @@ def is_traced(snapshot: Snapshot, stack: int) -> bool:
 
 
 def shown(frame: Frame) -> str:
-    """A frame on one line: two parts of its path, line, function; traced: module and operator."""
+    """A frame on one line: the last two parts of its path, its line, its function; of what was
+    traced the module, ``*`` for the number of a layer, and the operator.
+    """
     if frame.file == _PHASE:
         return frame.name
     path = "/".join(frame.file.replace("\\", "/").split("/")[-2:])

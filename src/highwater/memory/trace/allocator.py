@@ -193,7 +193,9 @@ class CachingAllocator:
         return pool
 
     def give_back(self, handle: int) -> None:
-        """Count an allocation no more, but keep its block, which another stream still uses."""
+        """Count an allocation no more, but keep its block, which another stream uses: it is free
+        when ``free`` says so, or when memory runs short.
+        """
         self.allocated_bytes -= self._live[handle].size
         self._awaited[handle] = None
 

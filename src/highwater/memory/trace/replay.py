@@ -153,7 +153,9 @@ def _changes(events: tuple[int, ...], kinds: int) -> list[int]:
 
 
 def coded(log: EventLog) -> ScaledTrace:
-    """A log's events in numbers, which replay in half the time, without frees of what is not."""
+    """The events of a log in numbers, whatever the tokens: a replay of them takes half the time.
+    What the log frees that it did not allocate is nothing.
+    """
     kinds: dict[tuple[int, ...], int] = {}
     phases: dict[str, int] = {"setup": 0}
     numbers: dict[int, int] = {}
