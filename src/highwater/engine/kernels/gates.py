@@ -6,9 +6,7 @@ blocks of rows. Both compute in float32 (float64 for float64) and round once.
 Shapes:  T tokens  F intermediate size
 """
 
-from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
+import importlib.util
 from typing import Any
 
 import torch
@@ -55,11 +53,9 @@ def _blocks(*tensors: Tensor) -> Any:
     return zip(*(t.split(rows) for t in tensors), strict=True)
 
 
-def kernels_in(name: str) -> Any:
-    """The module of this folder that needs Triton; RuntimeError where that is missing."""
-    if find_spec("triton") is None:
+def _triton() -> Any:
+    if importlib.util.find_spec("triton") is None:
         raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    return import_module(f"highwater.engine.kernels.{name}")
+    from highwater.engine.kernels import gates_triton
 
-
-_triton = partial(kernels_in, "gates_triton")
+    return gates_triton

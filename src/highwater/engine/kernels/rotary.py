@@ -8,12 +8,13 @@ Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves o
 against each other, as Hugging Face's models do.
 """
 
-from functools import partial
+import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.gates import BLOCK_BYTES, kernels_in
+from highwater.engine.kernels.gates import BLOCK_BYTES
 
 PARTS = 1024
 """Partial sums of the norm's gradient on a GPU, each over some of the tokens.
@@ -119,4 +120,9 @@ def _blocks(x_THD: Tensor) -> list[slice]:
     return [slice(start, min(tokens, start + rows)) for start in range(0, tokens, rows)]
 
 
-_triton = partial(kernels_in, "rotary_triton")
+def _triton() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
+    from highwater.engine.kernels import rotary_triton
+
+    return rotary_triton

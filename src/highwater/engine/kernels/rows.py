@@ -9,13 +9,12 @@ both passes do so as they read, and no second buffer is as wide as the vocabular
 Shapes:  N rows  V vocabulary
 """
 
-from functools import partial
-from typing import NamedTuple
+import importlib.util
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.gates import kernels_in
 from highwater.model.families import PLAIN, LogitTransform
 from highwater.units import MIB
 
@@ -120,4 +119,9 @@ def _block_rows(logits_NV: Tensor) -> int:
     return max(1, _LOGITS_BYTES // (4 * logits_NV.shape[1]))
 
 
-_triton = partial(kernels_in, "rows_triton")
+def _triton() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
+    from highwater.engine.kernels import rows_triton
+
+    return rows_triton
