@@ -1,15 +1,19 @@
-"""Trials, and questions of one cell, that a test describes by what is special of them."""
+"""Trials, and questions of one cell, that a test describes by what is special of them; and a
+simulated runner whose trials take time.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Grid, Question
-from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.trials.simulated import Law
+from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.trials.simulated import Law, SimulatedRunner
 from highwater.units import GIB
 
 
@@ -67,3 +71,37 @@ def question_on(grid: Grid, *cells: Cell, model: str = "Qwen3-0.6B", **changes: 
 
 def fits_up_to(tokens: int) -> Law:
     return lambda spec: Outcome.FIT if spec.length_tokens <= tokens else Outcome.OUT_OF_MEMORY
+
+
+TimeLaw = Callable[[TrialSpec], float]
+"""Seconds of one optimizer step of a trial that fits."""
+
+
+class TimedRunner(SimulatedRunner):
+    """A simulated runner whose trials that fit take so long, or longer than they may."""
+
+    def __init__(self, law: Law, *, step_time: TimeLaw, timeout_s: float | None = None) -> None:
+        super().__init__(law)
+        self._step_time = step_time
+        self._timeout_s = timeout_s
+
+    def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
+        result = super().run(spec, attempt=attempt, repeat=repeat)
+        if not result.outcome.is_fit:
+            return result
+        step_s = self._step_time(spec)
+        wall_s = spec.steps * step_s
+        if self._timeout_s is not None and wall_s > self._timeout_s:
+            return TrialResult(
+                outcome=Outcome.TIMEOUT,
+                reason="simulated: not done in time",
+                attempt=attempt,
+                wall_s=self._timeout_s,
+                simulated=True,
+            )
+        if spec.is_memory_only:
+            return msgspec.structs.replace(result, wall_s=wall_s)
+        ranks = result.ranks or tuple(RankReport(rank=rank) for rank in range(spec.layout.gpus))
+        times_s = (step_s,) * spec.steps
+        timed = tuple(msgspec.structs.replace(rank, step_times_s=times_s) for rank in ranks)
+        return msgspec.structs.replace(result, ranks=timed, wall_s=wall_s)

@@ -1,6 +1,4 @@
-"""highwater: the longest context you can train a model with, on these GPUs, and with which
-settings.
-"""
+"""highwater: the longest context that a model trains with on these GPUs, with which settings."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,4 @@
-"""Speed: predict how long a step of our engine takes, part by part, from what it computes and moves
-and from one GPU kind's rates.
+"""Speed: predict how long a step takes, part by part, from its work and a GPU kind's rates.
 
 Overlaps are assumed where trials show them: one GPU takes the time of its kernels, or of the host's
 launches of them, whichever is longer; exchanges between GPUs are added. Only H200s were measured;
@@ -119,8 +118,7 @@ _BACKWARD_PRODUCTS = 2.5
 _UPDATE_BYTES = 40
 """Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
-"""Bytes moved per parameter and micro-batch: from float32 to the compute dtype, twice, and its
-gradient back."""
+"""Bytes moved per parameter and micro-batch: cast from float32 twice, its gradient back."""
 _NARROW_BYTES = 8
 """Bytes moved instead if parameters are in bfloat16: copied into place, twice."""
 _LOW_BIT_TENSOR_S = 0.0009
@@ -238,9 +236,8 @@ def _micro_batch(
     sequences: int,
     whole: int,
 ) -> _Work:
-    """Return the work of one GPU: every layer of every trained model, the head, passes that an
-    objective needs beforehand, and copies of parameters. Only the last ``whole`` layers attend over
-    whole documents.
+    """Return the work of one GPU: every layer of every trained model, the head, earlier passes, and
+    copies of parameters. The last ``whole`` layers alone attend over whole documents.
     """
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)

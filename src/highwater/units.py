@@ -18,8 +18,7 @@ _DECIMAL_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TOKEN_UNITS = {"": 1, "k": KIB, "m": MIB}
 _SECOND_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 MOST_BYTES = 1 << 60
-"""Largest size in bytes, an EiB: anything larger is a typing error, and may exceed the numbers that
-a file can hold."""
+"""Largest size in bytes, an EiB: anything larger is a typing error, and may fit no file."""
 MOST_TOKENS = 1 << 30
 """Largest length in tokens: 1,073,741,824."""
 MOST_SECONDS = 366 * 86_400.0
@@ -65,9 +64,8 @@ def binary_size(count: int) -> str:
 
 
 def parse_memory(text: str) -> int:
-    """Parse the size of a GPU's or host's memory, or of a part of one, like ``parse_bytes``. A
-    number below a MiB needs a unit, unless it is 0: UsageError for ``"79.15"``, as nobody means 79
-    bytes.
+    """Parse the size of a GPU's or host's memory, or a part of it, like ``parse_bytes``. Below a
+    MiB it needs a unit, unless it is 0: nobody means 79 bytes by ``"79.15"``.
     """
     count = parse_bytes(text)
     number, unit = _split(text, what="a memory size", example="80GiB")

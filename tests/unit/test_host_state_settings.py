@@ -13,7 +13,7 @@ from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
-from highwater.memory.snapshot.attribution import category_of
+from highwater.memory.snapshot.attribution import LineRules
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import (
     device_state_bytes,
@@ -203,4 +203,4 @@ def test_a_trainer_that_offloads_all_or_nothing_refuses_states():
 
 def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them():
     frame = Frame("/opt/highwater/engine/host_states.py", 100, "_stream")
-    assert category_of(frame) == "optimizer_states"
+    assert LineRules().category(frame) == "optimizer_states"

@@ -6,7 +6,7 @@ from highwater.api.prediction import predict
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
-from highwater.memory.snapshot.attribution import category_of
+from highwater.memory.snapshot.attribution import LineRules
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import checkpoint_bytes, device_state_bytes, gradient_bytes
 from highwater.model.layer_kind import Matrices
@@ -147,7 +147,7 @@ def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(optim
     ],
 )
 def test_a_snapshot_tells_moments_by_the_file_that_makes_them(frame):
-    assert category_of(frame) == "optimizer_states"
+    assert LineRules().category(frame) == "optimizer_states"
 
 
 def test_a_label_names_an_optimizer_that_is_lossy():

@@ -25,9 +25,9 @@ from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinis
 from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
 from highwater.search.scheduler import search_cells
 from highwater.search.start_length import MemoryLine
-from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
+from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
-from trial_specs import fits_up_to, grid_of, question_on
+from trial_specs import TimedRunner, TimeLaw, fits_up_to, grid_of, question_on
 
 STEP = 4096
 GRID_SIZE = 128
@@ -58,8 +58,8 @@ def steps_at(flops_per_s: float) -> TimeLaw:
     return seconds
 
 
-def runner(capacity: int, flops_per_s: float) -> SimulatedRunner:
-    return SimulatedRunner(
+def runner(capacity: int, flops_per_s: float) -> TimedRunner:
+    return TimedRunner(
         fits_up_to(capacity * STEP), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S
     )
 
@@ -143,7 +143,7 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
 
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             hangs = spec.length_tokens > 20 * STEP and not spec.is_memory_only
-            return SimulatedRunner(
+            return TimedRunner(
                 fits_up_to(50 * STEP), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S
             ).run(spec)
 
@@ -182,7 +182,7 @@ def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is
     class Leaky(OneByOne):
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
             law = fits_up_to((100 if spec.is_memory_only else 4) * STEP)
-            return SimulatedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
+            return TimedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
 
     def hint(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
         return MemoryLine(
@@ -208,7 +208,7 @@ def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
 def test_a_forecast_scales_the_steps_and_leaves_the_rest():
     trials = FullTrials(ask(), ask().cells[0], LIMIT_S)
     assert trials.expected_s(STEP) is None
-    result = SimulatedRunner(fits_up_to(9 * STEP), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
+    result = TimedRunner(fits_up_to(9 * STEP), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
         ask().trial(ask().cells[0], STEP)
     )
     trials.tell(STEP, result)
@@ -227,7 +227,7 @@ def test_a_forecast_scales_the_steps_and_leaves_the_rest():
 
 def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
     trials, spec = FullTrials(ask(), ask().cells[0], LIMIT_S), ask().trial(ask().cells[0], STEP)
-    gpu = SimulatedRunner(fits_up_to(40 * STEP), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
+    gpu = TimedRunner(fits_up_to(40 * STEP), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
     for index in (20, 60, 50):
         length_tokens = index * STEP
         trials.tell(

@@ -286,8 +286,7 @@ def test_a_step_on_gpus_ends_as_its_shipped_trace(row):
         layout=Layout(gpus=row["gpus"], ulysses_degree=row["ulysses_degree"]), settings=settings
     )
     shape = load_model(row["model"]).shape
-    lines = bundled_trace(shape, cell)
-    assert lines is not None
+    lines = bundled_trace((shape, cell.layout))
     log = log_at(lines, Step(shape, settings, cell.layout, row["length_tokens"]).tokens)
     ours = replay(
         log, allocator=row["allocator"], capacity_bytes=row["capacity_bytes"], is_share=True
@@ -367,8 +366,7 @@ def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_pea
 @pytest.mark.parametrize("capacity_bytes", [None, 75 * GIB, 60 * GIB, 30 * GIB])
 def test_a_bundled_step_is_replayed_as_its_log_is(allocator, capacity_bytes):
     cell = Cell(layout=Layout(gpus=4, ulysses_degree=2), settings=Settings(strategy="fsdp"))
-    trace = bundled_trace(load_model("Qwen3-8B").shape, cell)
-    assert trace is not None
+    trace = bundled_trace((load_model("Qwen3-8B").shape, cell.layout))
     asked: dict[str, Any] = {"allocator": allocator, "capacity_bytes": capacity_bytes}
     assert scaled(trace, 16_384, **asked) == replay(log_at(trace, 16_384), **asked)
     blocks = [event for event in log_at(trace, 16_384).events if isinstance(event, Allocate)]

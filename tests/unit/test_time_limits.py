@@ -25,8 +25,9 @@ from highwater.pages.study_page import question_table, state
 from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
-from highwater.trials.simulated import OneByOne, SimulatedRunner, TimeLaw
+from highwater.trials.simulated import OneByOne
 from places import examples
+from trial_specs import TimedRunner, TimeLaw
 
 Ends = Sequence[Outcome | None]
 
@@ -54,7 +55,7 @@ class Ran(OneByOne):
         kill: int | None = None,
         ends: Ends = (),
     ) -> None:
-        self._gpu = SimulatedRunner(
+        self._gpu = TimedRunner(
             fits_up_to(capacity * STEP), step_time=steps_at(flops_per_s), timeout_s=timeout_s
         )
         self._capacity = capacity
@@ -76,7 +77,7 @@ class Ran(OneByOne):
 
     def take(self, step_time: TimeLaw, timeout_s: float) -> None:
         """Let steps take another time."""
-        self._gpu = SimulatedRunner(
+        self._gpu = TimedRunner(
             fits_up_to(self._capacity * STEP), step_time=step_time, timeout_s=timeout_s
         )
 
@@ -120,9 +121,9 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
             if spec.settings.mlp_tiles == 1:
                 return super().run(spec, attempt=attempt, repeat=repeat)
             self.specs.append(spec)
-            return SimulatedRunner(
-                fits_up_to(70 * STEP), step_time=lambda _: 0.01, timeout_s=20.0
-            ).run(spec)
+            return TimedRunner(fits_up_to(70 * STEP), step_time=lambda _: 0.01, timeout_s=20.0).run(
+                spec
+            )
 
     path = tmp_path / "study.jsonl"
     first = search(path, within(20.0, cells=cells), TwoRungs(100, SLOW, 20.0))

@@ -22,7 +22,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
-from highwater.nouns.corpus import CorpusOrder, missing_files
+from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import OnPhase, unheard
 from highwater.trials.inputs import tokenised
@@ -88,16 +88,14 @@ def data_lengths(
         raise UsageError(f"a price of {price} an hour", hint="for example `--price 2.50`")
     hour_price = float(read_price[1]) if read_price else None
     paths = (data,) if isinstance(data, str) else tuple(data)
-    for path in paths:
-        if not Path(path).exists():
-            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
+    read_from = whole_paths(paths)
     folder, vocab_size = None, _BYTES
     if model is not None:
         read = load_model(model)
         vocab_size = read.shape.vocab_size
         folder = None if missing_files(Path(read.directory)).tokenizer else read.directory
     order = CorpusOrder(
-        data=tuple(str(Path(path).absolute()) for path in paths),
+        data=read_from,
         objective=asked.get("objective", Settings().objective),
         length_tokens=MOST_TOKENS,
         tokenizer=folder,

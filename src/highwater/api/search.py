@@ -69,9 +69,7 @@ def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
 
 
 def open_study(path: str | Path) -> Study:
-    """The study in a file, as it is now; raises StudyError when there is none, or when it is
-    damaged.
-    """
+    """The study in a file, as it is now; StudyError when there is none, or it is damaged."""
     return read_study(Path(path))
 
 
@@ -86,9 +84,7 @@ def machine_notes(request: Request) -> tuple[str, ...]:
 
 
 def prepare(request: Request) -> Plan:
-    """The question of a request, after every check that can be made before the first trial. Raises
-    HighwaterError for what cannot be asked.
-    """
+    """The question of a request, checked before the first trial; raises HighwaterError."""
     machine, of_machine = _machine(request)
     check_request(request, machine, steps=request.steps)
     machines = across(request)

@@ -23,7 +23,7 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
-from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files
+from highwater.nouns.corpus import Corpus, CorpusOrder, missing_files, whole_paths
 from highwater.nouns.environment import SnapshotOrder
 from highwater.nouns.hardware import Machine
 from highwater.nouns.hyperparameters import ADAPTERS_RATE
@@ -112,9 +112,7 @@ def train(
 def prepare_training(
     request: Request, asked: TrainingRequest, *, on_phase: OnPhase = unheard
 ) -> PreparedTraining:
-    """The run of a request: settings chosen, memory and time predicted, data tokenised, and
-    compared with what is in its folder; raises HighwaterError for what cannot be.
-    """
+    """The run of a request, prepared and compared with its folder; raises HighwaterError."""
     folder = TrainingFolder(asked.output)
     folder.refuse_missing(asked.resume_from)
     refuse_missing_reporters(asked.report_to)
@@ -129,7 +127,7 @@ def prepare_training(
     corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
-        held_out = msgspec.structs.replace(order, data=_absolute(asked.eval_data))
+        held_out = msgspec.structs.replace(order, data=whole_paths(asked.eval_data))
         evaluation = tokenised(
             held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
         )
@@ -163,9 +161,7 @@ def prepare_training(
 
 
 def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
-    """Raise MachineError where there is no room for what a run has at once: the latest checkpoint
-    with the one that replaces it, the best one, and the model.
-    """
+    """Raise MachineError without room for two checkpoints and the best one, and the model."""
     saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
@@ -173,9 +169,7 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
-    """Complete the request by what it implies, and choose its trial; raises HighwaterError for what
-    cannot be, before the data is read.
-    """
+    """Complete the request and choose its trial; HighwaterError for what cannot be."""
     machine = probe()
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _completed(msgspec.structs.replace(request, log_dir=asked.output))
@@ -192,14 +186,12 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
     check_machine(request, machine, trial.settings, trial.device, gpus=trial.layout.machine_gpus)
-    _absolute((*asked.data, *asked.eval_data))
+    whole_paths((*asked.data, *asked.eval_data))
     return request, chosen
 
 
 def _completed(request: Request) -> Request:
-    """The request with what a training implies: merged weights are saved, and adapters learn
-    faster than whole models.
-    """
+    """The request with what a training implies: merged weights saved, adapters' faster rate."""
     named = msgspec.structs.asdict(request)
     implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
     if named["lora"] is not None and request.learning_rate is None:
@@ -247,7 +239,7 @@ def corpus_order(data: Sequence[str], trial: TrialSpec, asked: TrainingRequest) 
     if not has_tokenizer:
         _refuse_conversations(data)
     return CorpusOrder(
-        data=_absolute(data),
+        data=whole_paths(data),
         objective=trial.settings.objective,
         length_tokens=trial.length_tokens,
         tokenizer=str(directory) if has_tokenizer else None,
@@ -263,9 +255,7 @@ _RECORD_BYTES = 1 << 20
 
 
 def _refuse_conversations(data: Sequence[str]) -> None:
-    """Raise UsageError for a file that begins with a conversation, which a tokenizer would make a
-    text of: before anything starts to read it, which refuses all others.
-    """
+    """Refuse a file that begins with a conversation, which a tokenizer would make a text of."""
     for path in filter(Path.is_file, map(Path, data)):
         record: object = None
         with path.open("rb") as file, suppress(ValueError):
@@ -278,14 +268,6 @@ def _refuse_conversations(data: Sequence[str]) -> None:
                 "`tokenizer.save_pretrained`, or write texts: "
                 '`{"prompt": "Hi", "completion": "Yes"}`',
             )
-
-
-def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
-    """Whole paths; raises UsageError for what is not there."""
-    for path in paths:
-        if not Path(path).exists():
-            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
-    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 def training_spec(

@@ -1,6 +1,4 @@
-"""The ``highwater`` command: parse, dispatch, and turn every error into its message and exit
-code.
-"""
+"""The ``highwater`` command: parse, dispatch, and turn errors into messages and exit codes."""
 
 import argparse
 import errno
@@ -18,8 +16,7 @@ from highwater.cli.grammar import parse, usage
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
-"""Errors by which a system answers a wrong program. All else that it refuses is the machine's:
-rights, room, names, limits."""
+"""How a system answers a wrong program. All else is the machine's: rights, room, limits."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -28,9 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[Sequence[str]], int], words: Sequence[str]) -> int:
-    """The exit code of a command; an error of the user, of the machine or of ours is printed, and
-    each has its code.
-    """
+    """Run a command, print its error if it has one, and return the exit code."""
     try:
         console.open_streams()
         _refuse_what_is_not_utf_8(words)

@@ -124,7 +124,6 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _line_words(line: BenchLine) -> str:
-    """Say on one line what is known now."""
     if line.machine is not None:
         return f"{plain(line.machine.device_name)}, dense attention on {line.machine.kernel}"
     if line.check is not None:
@@ -292,9 +291,7 @@ def _memory_bytes(arguments: argparse.Namespace, device: Device, machine: Machin
 
 
 def bench_dtype(named: BenchDtype | None, device: Device, machine: Machine) -> BenchDtype:
-    """The dtype to compute in, unless another is named: the GPUs' fastest. Raises
-    MachineError for bf16 on one that has none.
-    """
+    """The dtype to compute in: the named, or the GPUs' fastest; MachineError for bf16 without."""
     if device == "cpu":
         return named or "fp32"
     oldest = min(machine.gpus, key=lambda gpu: gpu.compute_capability)

@@ -40,9 +40,7 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def gpus(arguments: argparse.Namespace) -> int:
-    """Print the kinds of GPUs, all or those whose names have the words that were typed; as JSON
-    with the machines whose host memory is taken where nobody names another.
-    """
+    """Print the kinds of GPUs that have the typed words; as JSON with their usual machines."""
     kinds = [each for each in gpu_catalog() if _has(arguments.words, each.name, each.match)]
     _refuse_none(kinds, arguments.words, what="kind of GPU", command="gpus")
     if arguments.json:
@@ -62,7 +60,6 @@ def _has(words: Sequence[str], *names: str) -> bool:
 
 
 def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, command: str) -> None:
-    """Raise UsageError where no row has the words."""
     if not found:
         raise UsageError(
             f"no {what} of the catalog has {' and '.join(map(repr, words))} in its name",
@@ -134,8 +131,7 @@ def _host_memory(host: Host) -> str:
 
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"
-"""Functions of the script. A name with ``_dir`` tells shtab that what it completes may be a
-directory."""
+"""Functions of the script. ``_dir`` in a name tells shtab that it may complete a directory."""
 _FILES = {"FILE", "CSV", "STUDY", "SOURCE", "PATH"}
 _FOLDERS = {"DIR"}
 _SOURCED = {

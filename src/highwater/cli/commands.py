@@ -1,6 +1,4 @@
-"""The commands: each takes what was typed, prints its answer and the next command to type, and
-returns the exit code.
-"""
+"""The commands: each prints its answer and the next command, and returns the exit code."""
 
 import argparse
 import os
@@ -124,7 +122,6 @@ def try_(arguments: argparse.Namespace) -> int:
 
 
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
-    """Notes on one trial for its user, before it starts."""
     if spec.foreign is not None:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
@@ -138,9 +135,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """``highwater show``: a study, or several, as a table, in the published layout, as its final
-    lines, or as JSON.
-    """
+    """``highwater show``: studies as a table, as published, as their final lines, or as JSON."""
     studies = [read_study(Path(name)) for name in arguments.studies] or [
         newest_study(Path(arguments.log_dir))
     ]
@@ -235,9 +230,7 @@ def _say_found(
 
 
 def _diagnose(request: Request, study: Study) -> None:
-    """Repeat the first out of memory with its memory recorded, and say where that is; the answer
-    is there already, and nothing here changes it.
-    """
+    """Repeat the first out of memory, recorded, and say where; the answer stays as it is."""
     trial = undiagnosed(request, study)
     if trial is None:
         return
@@ -252,9 +245,7 @@ def _diagnose(request: Request, study: Study) -> None:
 
 
 def _note_resumed(request: Request, question: Question) -> bool:
-    """Say what a study has already, and whether that is anything; what is wrong with it is told
-    when it is opened for writing.
-    """
+    """Say what a study has already, and whether it is anything; its faults are told later."""
     path = search.study_file(request, question)
     # which knows no name too long, and no folder without rights
     if path is None or not os.path.exists(path):  # noqa: PTH110
@@ -287,18 +278,14 @@ def _after_show(study: Study, shown_as: str) -> str:
 
 
 def with_memory(words: Sequence[str], request: Request, budget_bytes: int | None) -> list[str]:
-    """Add the memory limit that nobody named to what was typed: it asks the same once more,
-    whatever memory is free then.
-    """
+    """Add the memory that nobody named: typed again it asks the same, whatever is free then."""
     if request.memory is not None or budget_bytes is None:
         return list(words)
     return [*words, "--memory", f"{budget_bytes // MIB}MiB"]
 
 
 def _after_try(command: Sequence[str]) -> str:
-    """The search with the same flags, as they were typed; a memory-only trial's is one with that
-    proof.
-    """
+    """The search with the same flags, as typed; of a memory-only trial one with that proof."""
     words = iter(command)
     kept: list[str] = []
     for word in words:

@@ -29,9 +29,7 @@ SCHEMA_ID = "urn:highwater:schema:study"
 
 
 def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
-    """The settings in a file, if any, with the model that was typed. Raises UsageError for a file
-    that cannot be read, and for settings that cannot be.
-    """
+    """The settings in a file, if any, with the typed model; UsageError for what cannot be."""
     if config is None:
         return {}
     from_file = _read_yaml(Path(config))
@@ -42,9 +40,7 @@ def settings_in(config: str | None, model: str | None) -> dict[str, Any]:
 
 
 def to_yaml(request: Request) -> str:
-    """The configuration that asks the same as the request, every setting spelled out that has a
-    value in it; of a foreign trainer those that it can be told.
-    """
+    """The configuration that asks the same, with every setting that its trainer can be told."""
     settings = {name: value for name, value in to_builtins(request).items() if value is not None}
     foreign = foreign_name(request.trainer)
     if foreign is not None:
@@ -66,9 +62,7 @@ def as_key(name: str, value: object) -> str:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file. No key is required: the model may be named on the
-    command line.
-    """
+    """JSON Schema of a configuration file. No key is required: a flag may name the model."""
     schema = json_schema(Request)
     request = schema["$defs"]["Request"]
     del request["required"]
@@ -151,8 +145,7 @@ _NOT_OF_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 def sbatch_script(request: Request, words: Sequence[str]) -> str:
     """The script of a job that types ``words``, a ``highwater find``.
 
-    Raises UsageError where nobody says how many GPUs a machine has, and for a word with a line end
-    in it.
+    UsageError where nobody says how many GPUs a machine has, and for a word with a line end.
     """
     words = _in_the_job(request, words)
     for word in words:

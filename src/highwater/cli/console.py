@@ -34,9 +34,8 @@ _DIGITS_OF_A_WIDTH = 6
 
 
 def open_streams() -> None:
-    """Make stdout and stderr fit for any text; raises UsageError when stdout is closed. What is
-    closed is opened to nowhere: else the next file to be opened, a study for one, would be taken
-    for it.
+    """Make stdout and stderr fit for any text; UsageError when stdout is closed. What is closed is
+    opened to nowhere: the next file to be opened, a study, would be taken for it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(descriptor, True)
@@ -68,26 +67,20 @@ def write_no_more(stream: TextIO) -> None:
 
 
 def answer(text: str) -> None:
-    """Print text that is the answer, or a part of it; a terminal's lines end between words. Raises
-    what ``answer_exactly`` does.
-    """
+    """Print text that is the answer, or a part, folded; raises what ``answer_exactly`` does."""
     text = plain_lines(text)
     answer_exactly(terminal_text(text, width=width(sys.stdout)) if sys.stdout.isatty() else text)
 
 
 def answer_exactly(text: str) -> None:
-    """Print text that a program is to read, whatever it is shown on. Raises UsageError when it
-    cannot be written.
-    """
+    """Print text that a program is to read, unfolded; UsageError when it cannot be written."""
     with _answering():
         sys.stdout.write(f"{plain_lines(text)}\n")
         sys.stdout.flush()
 
 
 def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_table) -> None:
-    """Print a table that is the answer: ``drawn`` as long as its lines are, or folded where a
-    terminal is narrower.
-    """
+    """Print a table that is the answer: ``drawn`` whole, or folded for a narrower terminal."""
     text = drawn(table)
     if sys.stdout.isatty():
         columns = width(sys.stdout)
@@ -105,9 +98,7 @@ def answer_page(sentence: str, *tables: TextTable) -> None:
 
 
 def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
-    """Print the one document that is the answer, JSON in whatever encoding stdout has; returns the
-    exit code.
-    """
+    """Print the one document that is the answer, as JSON in stdout's encoding; the exit code."""
     text = plain_json(to_json(document, indent=2))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -120,9 +111,7 @@ def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
 
 
 def talk(text: str = "") -> None:
-    """Print to stderr what is not the answer; a terminal's lines end between words, but within no
-    command in backticks.
-    """
+    """Print to stderr what is not the answer; a terminal folds it, but no command in backticks."""
     text = plain(text)
     _say("\n".join(folded(text, width(sys.stderr))) if sys.stderr.isatty() else text)
 
@@ -146,9 +135,7 @@ def error(problem: HighwaterError) -> None:
 
 
 def bug(problem: Exception) -> None:
-    """Print that the program itself has failed, and where: what one needs to report it, without the
-    secrets that may be in it.
-    """
+    """Print that the program itself has failed and where, for a report, without secrets."""
     talk(
         f"error: highwater itself failed, which is a bug of ours: {type(problem).__name__}: "
         f"{kept(str(problem))}"
@@ -201,9 +188,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def heeding(number: signal.Signals) -> Generator[None]:
-    """Raises Terminated in the block when the signal comes, unless whoever started this process
-    decided otherwise.
-    """
+    """Raises Terminated in the block on this signal, unless our starter decided otherwise."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(number) is not signal.SIG_DFL:
         yield

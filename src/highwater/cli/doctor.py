@@ -1,6 +1,4 @@
-"""``highwater doctor``: what works on this machine, what to install for the rest, and what the
-machine is.
-"""
+"""``highwater doctor``: what works on this machine, what to install, what the machine is."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -36,8 +34,7 @@ from highwater.trials.readiness import Feature, features
 from highwater.units import counted, format_bytes
 
 _KEEP_CONSTANTS = "highwater doctor --measure --json > constants.json"
-"""The next command after ``--measure``; ``highwater predict --constants constants.json`` reads the
-file that it writes."""
+"""The next command after ``--measure``: ``predict --constants`` reads the file it writes."""
 _PREDICTION = "highwater predict Qwen3-8B --gpus 4xA100-80GB"
 """The next command where predictions are all that works."""
 _QUESTIONS = "`predict`, `recommend`, `guide` and `emit` work here"
@@ -70,16 +67,12 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 
     @property
     def is_sound(self) -> bool:
-        """True if nothing is missing for what is installed: either all that trials need, or none of
-        it, as where one only predicts.
-        """
+        """True if all that trials need is installed, or none of it, as where one only predicts."""
         return self.can_run or not {"torch", "transformers"} & self.machine.versions.keys()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print what works, and the diagnosis; exit code 3 when something is missing for what is
-    installed.
-    """
+    """Print what works, and the diagnosis; exit code 3 if what is installed lacks something."""
     machine = probe()
     obstacle = None
     if machine.gpus and not package_obstacles(machine):
@@ -127,9 +120,7 @@ def _unfit(gpu: Gpu) -> HighwaterError | None:
 
 
 def diagnose(machine: Machine, *, torch_obstacle: HighwaterError | None = None) -> Diagnosis:
-    """Find what stands in the way of trials on a machine; pure. ``torch_obstacle`` is why torch
-    cannot use its GPUs.
-    """
+    """Find what hinders trials on a machine; pure. ``torch_obstacle``: why torch has no GPU."""
     packages = package_obstacles(machine)
     findings = [
         Finding(problem=each, hint=INSTALL_HINT, stops_every_trial=True) for each in packages
@@ -233,9 +224,7 @@ def _measured(machine: Machine) -> tuple[Constants, ...]:
 
 
 def _constants_table(constants: tuple[Constants, ...]) -> TextTable:
-    """A row for each thing, in the order of its first use; what the allocator keeps of it in
-    brackets.
-    """
+    """A row for each thing, by its first use; in brackets what the allocator keeps of it."""
     names = list(dict.fromkeys(reading.name for each in constants for reading in each.readings))
     columns = [{reading.name: reading for reading in each.readings} for each in constants]
     rows = [(plain(name), *(_taken(column.get(name)) for column in columns)) for name in names]

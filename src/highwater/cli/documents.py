@@ -1,6 +1,4 @@
-"""``highwater report``, ``profile`` and ``guide``: a page about one study, about a memory snapshot,
-and of the simplest settings for each length.
-"""
+"""``highwater report``, ``profile`` and ``guide``: a study, a snapshot, each length's settings."""
 
 import argparse
 import os
@@ -65,9 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _after_report(made: StudyReport, output: Path | None) -> str:
-    """The next command: it goes on with a search that is not finished; else it shows the report as
-    a page, or the study in another form.
-    """
+    """Goes on with a search that is not finished; else shows it as a page, or otherwise."""
     study = made.study
     if not study.complete and study.command:
         return f"{shlex.join(resumed(study))}  (answers the rest)"

@@ -1,6 +1,4 @@
-"""The flags that commands alone have, declared as settings are; and what was typed, as requests and
-as words again.
-"""
+"""Flags that commands alone have, declared as settings are; and what was typed, as requests."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -112,9 +110,8 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     sources: _Texts = _flag(
         "guide",
         (),
-        "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, "
-        "max_model_len; 0: nothing fits, empty: unknown), or the .json of `highwater predict "
-        "--json`",
+        "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; "
+        "0: nothing fits, empty: unknown), or the .json of `highwater predict --json`",
         place="*",
         metavar="SOURCE",
     )

@@ -1,7 +1,6 @@
 """The grammar of ``highwater``: its commands, what each is for, and which settings it takes. A flag
 is written from the declaration at its field: of ``Request``, of ``TrainingRequest``, or of what a
-command alone has (flags.py). The parser's errors are errors like all others, and its help ends with
-examples.
+command alone has (flags.py). Its errors are like all others, and its help ends with examples.
 
 Each example is run by tests/cli/test_help.py, on names that it makes: ``study.jsonl``,
 ``snapshot.pickle``, ``capacities.csv``.
@@ -85,9 +84,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
-        """``flag`` as argparse names it: ``-o/--output``. ``kind``: the type that it has; None
-        where it is one of several words.
-        """
+        """``flag`` as argparse names it, ``-o/--output``; ``kind``: its type, None for words."""
         name = flag.rpartition("/")[2]
         if kind is not None:
             what = _KINDS.get(kind, f"a {kind}")
@@ -118,9 +115,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def format_help(self) -> str:
-        """The help: commands below their headings, flags, examples. No example is folded: it is
-        pasted.
-        """
+        """The help: commands below their headings, flags, and examples, which are never folded."""
         if self._groups is not None:
             return self._with_examples(self._grouped_help(self._groups))
         return self._with_examples(self._short_help() if self._first else super().format_help())
@@ -173,7 +168,6 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _command(self, name: str) -> argparse.Action:
-        """A command as a line of the help."""
         parser = self.commands[name]
         text = (parser.description or "").removeprefix(f"{name}: ")
         return _Line(option_strings=[], dest=name, metavar=name, help=text)
@@ -214,9 +208,7 @@ class _Line(argparse.Action):
 def parse_strictly(
     parser: Parser, words: Sequence[str], *, whole: Parser | None = None
 ) -> argparse.Namespace:
-    """The parsed words; raises UsageError for the first that ``parser`` (a command of ``whole``)
-    does not know.
-    """
+    """The parsed words; UsageError for one unknown to ``parser``, a command of ``whole``."""
     for word in words:
         if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
             raise UsageError(
@@ -358,8 +350,7 @@ a report
     highwater schema > study.schema.json
     highwater schema | python -m json.tool --compact
 """
-"""Headings of the help, the commands below each, and three examples of each command: the first one
-is the hint of a refusal, too."""
+"""Headings of the help, the commands below each, and three examples; the first is a hint, too."""
 _PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
 _NUMBERS: Mapping[str, tuple[Topic, ...]] = {
     "the optimizer, which changes no memory": ("optimizer",),

@@ -1,6 +1,4 @@
-"""Progress of a search and of a training: a live display with what is left on a terminal, a line
-now and then elsewhere.
-"""
+"""Progress of a search or a training: live on a terminal, else a line now and then."""
 
 import math
 import sys
@@ -33,11 +31,9 @@ from highwater.search.proof import trial_s
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _RECENT = 4
-"""Trials that the estimate of the time left is averaged over: later ones are more like those to
-come."""
+"""Trials that the time left is averaged over: later ones are more like those to come."""
 _TOLD_WITHIN = 2
-"""Times the longest of the recent lengths that fit: of trials longer than this nobody knows how
-long they take."""
+"""Of a trial so many times the longest recent fit, nobody knows how long it takes."""
 
 _SHOWN_AFTER_S = 2.0
 """Seconds after which a trial that runs gets a line of its own on a terminal."""
@@ -49,9 +45,7 @@ _REASON_WIDTH = 100
 
 @contextmanager
 def shown(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
-    """Show a search while it runs: a live table on a terminal, a line an event elsewhere. Yields
-    who hears the events.
-    """
+    """Show a search: live on a terminal, else a line an event; yields who hears the events."""
     state = Progress(planned.question, planned.timeout_s)
     if not sys.stderr.isatty():
 
@@ -109,8 +103,7 @@ class Progress:
         self._states: dict[Cell, str] = dict.fromkeys(question.cells, "waiting")
         self._fits: dict[Cell, int] = {}
         self._timed: list[tuple[int, float]] = []
-        """Length and seconds of each trial that fit: one that ran out of memory tells nothing about
-        those."""
+        """Length and seconds of each trial that fit; one that ran out tells nothing of those."""
         self._length_tokens = 0
         """Length of the trial that started last, or ended last."""
         self._running: dict[Cell, _Running] = {}
@@ -191,15 +184,12 @@ class Progress:
         return max(0.0, trials * sum(scaled_s) / len(scaled_s) - ran_s) / at_once
 
     def _cell_left_s(self, cell: Cell) -> float:
-        """Seconds that a cell is expected to take from now on."""
         expected_s, began_at = self._cells_s[cell] or 0.0, self._cell_began_at.get(cell)
         return expected_s if began_at is None else max(0.0, expected_s - self._clock() + began_at)
 
     @property
     def running(self) -> tuple[str, ...]:
-        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for each trial that has run for a
-        while, with its cell where there are several.
-        """
+        """``98,304 tokens: 35 s of about 1m 20s, step 1 of 2`` for trials that ran for a while."""
         device, is_one = self._question.device, len(self._running) == 1
         return tuple(
             f"{'' if is_one else f'{cell.label_on(device)}: '}{self._running_line(each)}"
@@ -274,9 +264,7 @@ class Progress:
         return f"; the whole message is in {plain(result.log_path)}, others beside it"
 
     def _answered(self, answer: CellAnswer, before: str = "", unit: str = "") -> str:
-        """The capacity, and what a memory-only proof adds to it; ``≥`` where the longest is one
-        that nothing stopped.
-        """
+        """The capacity, and what a memory-only proof adds; ``≥`` where nothing stopped it."""
         if not answer.reach_tokens:
             return "no answer" if answer.reach_tokens is None else "nothing fits"
         least, memory_only = "≥" if answer.is_at_least else "", ""

@@ -133,8 +133,7 @@ _FLAGS_HERE: Mapping[str, tuple[str | None, str, Mapping[str, Any]]] = {
     ),
     "dlc": ("runner", "join the running Ray cluster, as in an Aliyun PAI DLC job", _SWITCH),
 }
-"""The published flags, and a few more: the setting of a request that each names, its help, and how
-it is read."""
+"""The published flags and more: the request's setting of each, its help, how it is read."""
 _FIELDS = {flag: field for flag, (field, *_) in _FLAGS_HERE.items() if field is not None}
 _FLAG_OF = {field: flag for flag, field in _FIELDS.items()}
 _SWITCHES = {"entropy": "chunked", "offload": "true", "runner": "ray"}
@@ -146,8 +145,7 @@ _LEFT_OUT = (
 )
 """Two settings that one sentence leaves out, and a sentence each."""
 _RING = re.compile(r"`--ulysses \d+ --ring (?!1`)\d+`(?:, | or )| --ring 1(?=[ `])")
-"""Words about a ring, which the original does not know: alternatives with one, and that there is
-none."""
+"""Words about a ring, which the original lacks: of one to use, and that there is none."""
 _OF_A_RUNG = {row.name: row.default for row in RUNG_ROWS.values()}
 _USUAL = Request(model=".")
 _IN_THE_FILE = " in the file of `--config`"
@@ -228,9 +226,7 @@ def _notes(arguments: argparse.Namespace, planned: Plan, longest_tokens: int) ->
 
 
 def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEvent], None]:
-    """Says each event on stderr, and each answered cell on stdout as the original does; ``here``
-    puts what is said into the words of this command.
-    """
+    """Says each event on stderr, and each answered cell on stdout as the original does."""
     question = planned.question
     progress = Progress(question, planned.timeout_s)
 
@@ -248,9 +244,7 @@ def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEven
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse what was typed, with the original's defaults; UsageError for a flag that it does not
-    have.
-    """
+    """Parse what was typed, with the original's defaults; UsageError for any other flag."""
     return parse_strictly(grammar(), words)
 
 
@@ -262,9 +256,7 @@ def typed_in(words: Sequence[str]) -> frozenset[str]:
 
 
 def settings_of(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Settings:
-    """The settings that the flags name; the allocator's mode is in the environment there, as the
-    guide's "Env".
-    """
+    """The settings that flags name; the allocator is in the environment, as the guide's "Env"."""
     expandable = ALLOCATOR_MODES["expandable"].lower() in map(
         str.lower, allocator_options(environment)
     )
@@ -285,8 +277,7 @@ def place_of(
     model: Model, machine: Machine, asked: Request, *, starts: bool = False
 ) -> dict[str, str | int]:
     """The device of the trials and their lengths: GPUs, or the CPU of a machine without one for a
-    small model, where lengths are short and close together, unless the request ``starts`` at one
-    of its own.
+    small model, with short lengths close together, unless the request ``starts`` elsewhere.
     """
     room_bytes = asked.memory_bytes or cpu_memory(asked, machine)
     small = STATE_BYTES_PER_PARAMETER * model.shape.parameters <= room_bytes // 4

@@ -30,9 +30,7 @@ from highwater.units import counted, format_bytes, format_seconds, format_tokens
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train, or go on with it, and say what it came to. Where its terminal closes it stops in
-    order, too: a run takes days, and a connection drops.
-    """
+    """Train, or go on with it, and say what it came to; a closing terminal stops it in order."""
     with heeding(signal.SIGHUP):
         return _train(arguments)
 
@@ -124,9 +122,8 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     trained = trained_parameters(shape, trial.settings)
     lines = [
         f"{trial.model_name}: {counted(spec.steps, 'step')} of "
-        f"{counted(spec.micro_batches, 'row')} of {row} tokens, "
-        f"{short_settings(settings)}, {counted_ranks(trial.layout.gpus, trial.device)}"
-        f"{trial.layout.suffix}",
+        f"{counted(spec.micro_batches, 'row')} of {row} tokens, {short_settings(settings)}, "
+        f"{counted_ranks(trial.layout.gpus, trial.device)}{trial.layout.suffix}",
         f"learning rate {trial.hyperparameters.learning_rate:g}, "
         f"{trained:,} of {shape.parameters:,} parameters trained",
         f"data: {counted(corpus.documents, 'document')}, {corpus.tokens:,} tokens, longest "

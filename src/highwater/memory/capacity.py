@@ -75,8 +75,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     would only keep count as left, since it gives them back before it fails. Below 0: bytes that are
     lacking."""
     lacks_bytes: int | None = None
-    """Bytes of a GPU that are lacking for the shortest length, its upper end and the headroom in
-    question; None where a length fits."""
+    """Bytes of a GPU that the shortest length lacks, by its upper end; None: a length fits."""
     risk: Risk | None = None
     """How sure it is that this length fits; None: by the prediction itself it does not."""
     replayed: Replayed | None = None
@@ -88,8 +87,7 @@ class CellPrediction(Record, frozen=True, kw_only=True):
     interval: Interval | None = None
     """Interval of the GPU's memory at that length; None where no recorded trials tell."""
     step: PredictedStep | None = None
-    """The time of a step at that length; None where nothing fits, of GPUs whose rates nobody knows,
-    and of another trainer."""
+    """The time of a step there; None where nothing fits, for unknown rates and other trainers."""
     is_on_frontier: bool = True
     """Whether no other cell trains nearly as long in less time."""
 
@@ -167,9 +165,7 @@ class Prediction(Record, frozen=True, kw_only=True):
 
     @property
     def simplest(self) -> CellPrediction:
-        """The simplest cell that trains the native length; else that trains any; else none does,
-        and it is the one to explain.
-        """
+        """The simplest cell at the native length, else at any; else the one to explain."""
         fitting = (cell for cell in self.cells if cell.capacity_tokens)
         shortest = min(fitting, key=lambda each: simplicity(each.cell), default=self.explained)
         at_native = (each for each in self.cells if self.native and each.cell == self.native.cell)

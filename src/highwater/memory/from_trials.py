@@ -1,6 +1,4 @@
-"""What a study's trials say of a candidate: whether its length fits, what is left of the
-GPU, the time of a step.
-"""
+"""What a study's trials say of a candidate: does it fit, what is left, how long is a step."""
 
 from collections.abc import Sequence
 from math import log

@@ -123,9 +123,7 @@ does but for what is alive at the peak: the second value is how many events come
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """Replays of one step, none made twice: one that gave nothing back is the same in every room
-    that holds its peak.
-    """
+    """Replays of a step, each made once: one that gave nothing back is alike in larger rooms."""
 
     replay: Replay
     _made: dict[tuple[int, int | None], tuple[Replayed, int]] = field(default_factory=dict)
@@ -203,9 +201,7 @@ def predict_cells(
 def predict_cell(
     predictor: Predictor, factors: Factors | None = None, asked: Asked = "everything"
 ) -> CellPrediction:
-    """The longest length that leaves the headroom in question, and the likely longest without; with
-    factors the one whose upper end fits.
-    """
+    """The longest length with the headroom (by factors, its upper end), and the likely one."""
     formula = predictor.formula
     question, whole_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))
@@ -230,19 +226,17 @@ def predict_cell(
     if not found and shown > 1:
         shortest = _told(predictor, grid.length(1), factors)
         told = msgspec.structs.replace(told, lacks_bytes=shortest.lacks_bytes)
+    binding = "ceiling"
+    if found < size:
+        beyond = formula.at(grid.length(found + 1)).footprint
+        binding = "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
     return msgspec.structs.replace(
         told,
         capacity_tokens=grid.length(found) if found else 0,
         does_not_fit_tokens=grid.length(found + 1) if found < size else None,
-        binding=_binding(formula, grid.length(found + 1)) if found < size else "ceiling",
+        binding=binding,
         likely_tokens=likely and grid.length(likely),
     )
-
-
-def _binding(formula: FormulaPredictor, beyond_tokens: int) -> Literal["device", "host"]:
-    """The memory that a length beyond the longest runs out of."""
-    beyond = formula.at(beyond_tokens).footprint
-    return "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
 
 
 def predict_at(

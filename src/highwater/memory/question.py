@@ -1,6 +1,4 @@
-"""The question of a prediction, every rung and layout on GPUs that need not be here, and the
-memory that it is about.
-"""
+"""The question of a prediction: every rung and layout, on GPUs elsewhere, and their memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -11,11 +9,17 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
-from highwater.memory.frontier import at_native, with_frontier
-from highwater.memory.trainers import MEMORY, accuracy, by_replay, refused_settings
+from highwater.memory.interval.calibration import Calibration
+from highwater.memory.trainers import (
+    MEMORY,
+    accuracy,
+    by_replay,
+    predict_by_formula,
+    refused_settings,
+)
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.cells import heads_obstacle, ring_obstacle
+from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
@@ -25,6 +29,7 @@ from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.speed import MEASURED, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
 
@@ -210,9 +215,7 @@ def prediction_of(
     cells: tuple[CellPrediction, ...],
     **told: Any,
 ) -> Prediction:
-    """The document of a question's predicted cells, with what is known of their errors; the other
-    fields as ``told``.
-    """
+    """The document of predicted cells and what is known of their errors; ``told``: the rest."""
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
@@ -244,6 +247,64 @@ def prediction_of(
     reach, rope = best.capacity_tokens or best.likely_edge_tokens, best.cell.settings.rope
     scaled = yarn(question.model, length_tokens=reach, rope=rope)
     return msgspec.structs.replace(found, yarn_factor=scaled and scaled.factor)
+
+
+_GAIN = 1.2
+"""A slower cell has to train so many times as long as the one before it, or leave so much more."""
+
+
+def with_frontier(
+    question: Question, cells: Sequence[CellPrediction], *, is_one_length: bool
+) -> tuple[CellPrediction, ...]:
+    """The cells, each with whether it is on the frontier. Those that train nothing are not, unless
+    none trains anything; at one length what a cell leaves of a GPU stands for how long it trains.
+    """
+    pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
+
+    def reach(cell: CellPrediction) -> int:
+        return (
+            cell.headroom_bytes
+            if is_one_length
+            else cell.capacity_tokens or cell.likely_edge_tokens
+        )
+
+    times = {cell.cell: _token_s(question, cell.cell) for cell in pool}
+    kept, longest = list[CellPrediction](), max(pool, key=reach)
+    for each in sorted(pool, key=lambda c: (times[c.cell], -reach(c), simplicity(c.cell))):
+        if not kept or reach(each) > max(reach(kept[-1]), _GAIN * reach(kept[-1])):
+            kept.append(each)
+    frontier = {each.cell for each in (*kept, longest)}
+    return tuple(
+        msgspec.structs.replace(cell, is_on_frontier=cell.cell in frontier) for cell in cells
+    )
+
+
+def _token_s(question: Question, cell: Cell) -> float:
+    """Seconds of a token at the native length: an H200's for a kind whose rates nobody knows."""
+    name = question.device_name if rates_of(question.device_name) else MEASURED
+    step = predicted_step(
+        *(question.model.shape, cell.settings, cell.layout),
+        length_tokens=question.grid.native_length_tokens,
+        device_name=name,
+    )
+    assert step is not None, "its rates are known"  # noqa: S101
+    return step.time_s / step.step_tokens
+
+
+def at_native(
+    question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
+) -> CellPrediction | None:
+    """The simplest cell that trains the native length; None: none does, or lengths end before."""
+    native = question.grid.native_length_tokens
+    if not question.grid.start_tokens <= native <= question.grid.max_tokens:
+        return None
+    grid = msgspec.structs.replace(question.grid, start_tokens=native, max_tokens=native)
+    for cell in sorted(question.cells, key=simplicity):
+        alone = msgspec.structs.replace(question, cells=(cell,), grid=grid)
+        (found,) = predict_by_formula(alone, limit, trainer, known)
+        if found.capacity_tokens:
+            return found
+    return None
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:

@@ -42,8 +42,7 @@ PUBLISHED_SETTINGS: Mapping[str, Settings] = {
     "env+offload": _OFFLOAD,
     "env+offload+never": msgspec.structs.replace(_OFFLOAD, save_hf="never"),
 }
-"""The settings of each rung, by the published tables' name for it. Source: Trinity-RFT's
-length-test script and its guide."""
+"""The settings of each rung by its published name: Trinity-RFT's script and guide."""
 
 _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
 _CEILING_TOKENS = 1024**2

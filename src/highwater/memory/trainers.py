@@ -1,6 +1,4 @@
-"""How the memory of each trainer is predicted: what its module says of it, and what is made of
-that.
-"""
+"""How each trainer's memory is predicted: what its module says, and what is made of that."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +61,7 @@ class TrainerMemory:
     residuals: Callable[[], tuple[Residual, ...]] | None = None
     """Recorded trials of it, from which intervals are learned. None: nobody recorded any."""
     learn: Callable[[Study, MachineConstants | None], tuple[Residual, ...]] | None = None
-    """What a user's own study of it teaches intervals, given constants measured on its GPUs. None:
-    its trials are not run here."""
+    """What a user's own study of it teaches, given their constants. None: it is not run here."""
     is_timed: bool = False
     """Whether the time of its steps is predicted."""
     replay: BundledReplay | None = None

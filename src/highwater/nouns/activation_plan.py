@@ -1,6 +1,4 @@
-"""Activation plan: where each layer of a model keeps what its backward pass needs, on the GPU or in
-host memory, and which layers' are on the GPU at each moment of a step.
-"""
+"""Activation plan: where layers keep what their backward pass needs, and what is where when."""
 
 from typing import Literal
 

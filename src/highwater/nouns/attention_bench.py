@@ -1,6 +1,4 @@
-"""A benchmark of attentions: what is asked, what each process measured, and the document that
-``highwater bench attention`` answers with.
-"""
+"""A benchmark of attentions: what is asked, what each process measured, and the answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches

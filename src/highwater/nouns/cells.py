@@ -1,7 +1,6 @@
 """The cells that a request asks about: every layout that can work, on every rung of its ladder.
 
-The ladder: rungs ordered from the cheapest to the most memory-saving, and cells from the
-simplest on.
+The ladder: rungs from the cheapest to the most memory-saving, cells from the simplest on.
 """
 
 from collections.abc import Iterator, Sequence

@@ -303,9 +303,8 @@ def _has(kind: GpuKind, size: int) -> bool:
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that somebody may have meant who typed a name that no catalog has. It has the very
-    number that was typed, between the same letters, or nearly the same where they are a word;
-    another number is another card.
+    """The kind that may have been meant by a name that no catalog has: it has the very number
+    typed, between the same letters, or nearly; another number is another card.
     """
     typed = _numbered(name)
     if typed is None:
@@ -358,8 +357,7 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
 
 def own_memory(name: str, gpus: str = "") -> str:
     """A hint to type for a GPU whose memory no catalog has: never more than it has. A card of 48 GB
-    may have 48 x 10⁹ bytes; of one whose name says nothing its driver tells. ``gpus`` are flags in
-    front.
+    may have 48 x 10⁹ bytes; a driver tells where the name does not. ``gpus``: flags in front.
     """
     said = _SAID_SIZE.search(name.lower())
     if said is None:

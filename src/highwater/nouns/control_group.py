@@ -1,5 +1,4 @@
-"""Control group: what the kernel lets this process and its children take of the host's memory, and
-its kills for want of it.
+"""Control group: the host memory that the kernel lets us take, and its kills for want of it.
 
 Kills are counted in this process's own group, where its ranks are too: the count of the whole
 machine would blame them whenever anything else ran out. Sources: cgroups(7); in the kernel's

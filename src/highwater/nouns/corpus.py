@@ -1,7 +1,6 @@
 """Corpora: what is tokenised once, for training and for evaluation, and what came of it.
 
-A CorpusOrder goes to one process of the data plane, and a Corpus comes back: a folder of flat files
-that ranks map into memory.
+A CorpusOrder goes to one process of the data plane; a Corpus, a folder of flat files, comes back.
 
 Packing: as many sequences are packed into a micro-batch as a token budget holds, so that a shorter
 length may pack more tokens: one that just does not go into it twice leaves almost half of it empty.
@@ -14,7 +13,7 @@ Preparation: what another trainer is given for a trial beside its configuration:
 that it can open, and documents of exactly a length.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,6 +27,14 @@ from highwater.nouns.study import Cell, Question
 
 LongDocuments = Literal["truncate", "split", "refuse"]
 TrainedTokens = Literal["all", "responses"]
+
+
+def whole_paths(paths: Sequence[str]) -> tuple[str, ...]:
+    """Absolute paths of data; raises UsageError for what is not there."""
+    for path in paths:
+        if not Path(path).exists():
+            raise UsageError(f"there is no {path}", hint="name a file or a folder that is there")
+    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 class CorpusOrder(Record, frozen=True, kw_only=True):

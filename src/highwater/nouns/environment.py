@@ -60,9 +60,8 @@ def ignored_options(
 
 
 STORE_VARIABLE = "HIGHWATER_STORE"
-"""Path of the file through which the ranks of one trial meet. It is new for every trial, in a
-folder that only its user can read, and nobody has to listen on a port for it
-(docs/decisions/027)."""
+"""Path of the file through which the ranks of one trial meet: new for every trial, in a folder that
+only its user can read; nobody listens on a port for it (docs/decisions/027)."""
 
 
 RECORDED_VARIABLES = (

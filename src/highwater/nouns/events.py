@@ -1,6 +1,5 @@
 """Events: what one rank's step allocates and frees on its device, in order; written by the tracer,
-replayed by the prediction. And one of these allocations, which a kernel of PyTorch makes for itself
-where it sums over rows.
+replayed by the prediction. And the bytes that PyTorch's sums over rows take for themselves.
 """
 
 from typing import Literal, NamedTuple

@@ -341,9 +341,8 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
             what = "offloaded states" if is_offloaded else "the reference"
             raise MachineError(
                 f"{what} of {model.name} on {counted_ranks(gpus, 'cuda')} take "
-                f"{format_bytes(states)} of host memory, "
-                f"the processes {format_bytes(processes)}, and this machine has "
-                f"{format_bytes(machine.host_bytes)}",
+                f"{format_bytes(states)} of host memory, the processes {format_bytes(processes)}, "
+                f"and this machine has {format_bytes(machine.host_bytes)}",
                 hint=f"leave `{flags}` out"
                 if is_offloaded
                 else f"use `--objective {without_reference(settings.objective)}`, which has no "

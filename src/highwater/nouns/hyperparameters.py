@@ -1,6 +1,4 @@
-"""Hyperparameters: the numbers of the optimizer and of the objectives. A step's loss depends on
-them, its memory does not.
-"""
+"""Hyperparameters: numbers of the optimizer and of objectives, on which no memory depends."""
 
 import math
 from collections.abc import Callable
@@ -162,8 +160,7 @@ class Hyperparameters(DeclaredRecord, frozen=True, kw_only=True):
             if part is not None and not part.is_in(settings):
                 raise UsageError(
                     f"{name.replace('_', ' ')} {getattr(self, name)} would change nothing: the "
-                    f"loss of {settings.objective} "
-                    f"has {part.absent} here",
+                    f"loss of {settings.objective} has {part.absent} here",
                     hint=f"leave `{flag_of(name)}` out",
                 )
 

@@ -3,9 +3,8 @@
 Everybody reads the row. The name alone is compared where the objective's own formula is chosen
 (engine/training/step.py), and where another trainer's words for it are (emit/).
 
-Completions: TRL's GRPO generates a batch of whole groups, and a step's micro-batches are that
-batch. Source: ``num_generations`` and ``generation_batch_size`` in ``trl/trainer/grpo_config.py``
-of trl 1.16.0.
+Completions: TRL's GRPO generates a batch of whole groups, a step's micro-batches. Source:
+``num_generations`` and ``generation_batch_size`` in ``trl/trainer/grpo_config.py`` of trl 1.16.0.
 
 Optimizers: what each keeps for a parameter, and what it asks for.
 

@@ -1,6 +1,4 @@
-"""Plan: a request made into a question that this machine can be asked: its lengths, its time and
-how they are proven. Pure: nothing is started, nothing is written.
-"""
+"""Plan: a request made into a question that this machine can be asked. Nothing is started."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -139,8 +137,7 @@ def check_yarn(request: Request, model: Model, longest_tokens: int) -> None:
     ):
         raise UsageError(
             f"{model.shape.model_type} in transformers takes no YaRN from its config: what is "
-            f"saved of {model.name} with "
-            "it could not be loaded",
+            f"saved of {model.name} with it could not be loaded",
             hint="leave `--save-hf` out",
         )
 
@@ -337,9 +334,8 @@ def _question(
 
 
 def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialSpec:
-    """One trial of a request: the cheapest rung, unless the request names one; one GPU, unless it
-    names a count. Raises what ``plan`` raises, and UsageError when the request names several
-    layouts.
+    """One trial of a request: the cheapest rung and one GPU, unless the request names others.
+    Raises what ``plan`` raises, and UsageError when the request names several layouts.
     """
     if length_tokens < 2:
         raise UsageError(
@@ -406,7 +402,6 @@ def gpus_hint(request: Request, length_tokens: int) -> str:
 
 
 def _check_proof(request: Request, model: Model) -> None:
-    """Raise UsageError for what a search cannot prove in that way."""
     if request.attention_depth is not None:
         raise UsageError(
             "an attention depth is for one trial: a search chooses it", hint="use `--proof memory`"
@@ -455,9 +450,7 @@ IN_HEAD_GROUPS = (
 
 
 def _refuse_head_groups(groups: int, model: Model) -> None:
-    """Raise errors for a family whose attention does not go in head groups, and for a number that
-    does not divide the key/value heads.
-    """
+    """Refuse a family without head groups, and a number that does not divide the KV heads."""
     heads, family = model.shape.kv_heads, model.shape.model_type
     if groups > 1 and family not in IN_HEAD_GROUPS:
         raise ModelError(

@@ -1,6 +1,4 @@
-"""Request: what a user asks for, in the user's words: the flags of ``find``, the keys of
-``--config``, the keywords of the API.
-"""
+"""Request: what a user asks for, as flags of ``find``, keys of ``--config`` or API keywords."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -66,8 +64,7 @@ _USUAL_TIMEOUT_S = 40 * 60.0
 _SMALLEST_MEMORY_BYTES = 64 * MIB
 """Less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
-"""Fields of ``Settings`` that differ from rung to rung; a request that names one keeps the rungs
-with it."""
+"""Fields of ``Settings`` that differ by rung; a request that names one keeps its rungs."""
 OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
 """Settings that a search chooses itself unless one of them is named."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
@@ -571,9 +568,7 @@ def _mistyped(
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:
-    """The flags that name these settings: allocator and loss, which stand for a rung, and what is
-    not the default; none of the fields ``but_not``.
-    """
+    """Flags of these settings: allocator, loss and what is no default, less ``but_not``."""
     asked, usual = values_of(settings), values_of(_RUNG)
     named = {name: asked.pop(name) for name in _OF_THE_LADDER}
     named |= {name: value for name, value in asked.items() if value != usual.get(name)}
@@ -591,9 +586,7 @@ def values_of(settings: Settings) -> dict[str, Any]:
 def trial_flags(
     cell: Cell, length_tokens: int, foreign: ForeignName | None = None
 ) -> tuple[str, ...]:
-    """The flags of ``highwater try`` that name a cell at a length, of this engine or of a foreign
-    trainer, which is told no setting that it has not.
-    """
+    """Flags of ``highwater try`` for a cell at a length, as far as its trainer is told them."""
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)
@@ -615,7 +608,6 @@ def _check_texts(request: Request) -> None:
 
 
 def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
-    """Raise RefusedError for numbers of GPUs, or degrees, that cannot be."""
     if counts is None:
         return
     if not counts or min(counts) < 1:
@@ -630,7 +622,6 @@ def _check_counts(name: str, counts: tuple[int, ...] | None) -> None:
 
 
 def _check_runner(request: Request) -> None:
-    """Raise RefusedError for a cluster that nobody joins."""
     if request.address is not None and request.runner == "local":
         raise RefusedError(
             "runner",

@@ -119,8 +119,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         says_what=True,
         moves_loss=True,
     )
-    """``bf16``: an update rounds each parameter to one of its two neighbours at random
-    (engine/training/low_bit.py)."""
+    """``bf16``: an update rounds to either neighbour at random (engine/training/low_bit.py)."""
     offload: Offload = kinds.OFFLOAD(
         False,
         "keep parameters, gradients and optimizer states in host memory; states: the "
@@ -131,8 +130,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
             "states": ("moments on host", "the optimizer's moments in host memory"),
         },
     )
-    """Read by ``offloads_model`` and ``offloads_states``: both values are true
-    (engine/training/host_states.py)."""
+    """Both are true: see ``offloads_model`` and ``offloads_states`` (training/host_states.py)."""
     lora: int | None = kinds.COUNT(
         None,
         "train LoRA adapters of this rank; the model is frozen, in bf16",
@@ -204,16 +202,14 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         },
     )
     """None, each decoder layer's, or all of a layer's but what its attention kernel returns:
-    faster, the more so the longer the sequence, and one more number per token, layer and query
-    channel is kept."""
+    faster, the more so the longer the sequence, for one more number per token and query channel."""
     activations: Activations = setting(
         "gpu",
         "where recomputed layers keep what their backward pass needs: gpu, or host memory",
         labels={"host": "activations-on-host"},
         told={"host": ("activations on host", "the layers' activations in host memory")},
     )
-    """Each layer's input, and its attention's output if that is kept
-    (engine/activations/host.py)."""
+    """Each layer's input, and its attention's output if kept (engine/activations/host.py)."""
     layers_on_gpu: int = kinds.COUNT(
         1,
         "activations host: the last layers, whose activations stay on the GPU",
@@ -226,8 +222,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         example=8,
         other_label="mlp-tiles-{}",
     )
-    """1 is all at once. None: with recomputation, where they cost no time, tiles of a fixed size;
-    without it no tiles."""
+    """1: all at once. None: tiles of a fixed size where layers are recomputed, else none."""
     attention_head_groups: int = kinds.COUNT(
         1,
         "groups of key/value heads whose attention is computed one after the other in a recomputed "
@@ -565,8 +560,7 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
     ),
 )
-"""What is refused: whether settings are, the problem and the hint, in which ``s`` is the
-settings."""
+"""What is refused: a test of the settings ``s``, and in their terms the problem and the hint."""
 
 
 def _refuse_idle(settings: Settings) -> None:
@@ -598,9 +592,7 @@ _IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
 def short_settings(settings: Settings) -> str:
-    """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
-    ``nothing set`` where nothing is.
-    """
+    """What tells a table's rows apart: ``expandable, states on host``, or ``nothing set``."""
     told = _told(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
     if "activations" in told and settings.offload is not False:  # both on the host: said once

@@ -1,6 +1,4 @@
-"""Studies: what one asks (Question, Cell, the Grid of lengths), what it answers (CellAnswer), its
-record (Study), and the headroom that a prediction is to leave.
-"""
+"""Studies: what one asks (Question, Cell, Grid), its answers, its record, its headroom."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -54,8 +52,7 @@ class Grid(Record, frozen=True, kw_only=True):
             coarser = -(-(self.max_tokens - self.start_tokens) // (MOST_LENGTHS - 1))
             raise UsageError(
                 f"there are {format_tokens(self.size)} lengths to try up to "
-                f"{format_tokens(self.max_tokens)}, and "
-                f"{format_tokens(MOST_LENGTHS)} is the most",
+                f"{format_tokens(self.max_tokens)}, and {format_tokens(MOST_LENGTHS)} is the most",
                 hint=f"use `--resolution {coarser}` or more",
             )
 
@@ -150,8 +147,7 @@ class Question(Record, frozen=True, kw_only=True):
     data: str | None = None
     simulated: bool = False
     proof: Proof = "full"
-    """The trials that prove a length. ``memory``: where a full trial would exceed ``timeout_s``, a
-    memory-only one tells what fits."""
+    """``memory``: a memory-only trial proves a length whose full one exceeds ``timeout_s``."""
     hyperparameters: Hyperparameters = Hyperparameters()
     """Numbers of optimizer and objective, the same on every rung, at every length."""
     timeout_s: float | None = None

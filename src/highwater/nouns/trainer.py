@@ -185,9 +185,8 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
     base_config_digest: str | None = None
     """Digest of the bytes in that file."""
     done_pattern: str | None = None
-    """Regular expression that finds in the log that the steps are done; a group ``step`` in it is
-    the number of steps so far. Empty: exit status 0 proves it. None: the usual signs of progress
-    (trainers/logs.py)."""
+    """Finds in the log that the steps are done; a group ``step`` is the number of steps so far.
+    Empty: exit status 0 proves it. None: the usual signs of progress (trainers/logs.py)."""
     secrets_digest: str | None = None
     """Digest of the words as they were typed, where some of them are hidden: with another secret it
     is another question. It is too short to tell a secret by. None: none is hidden."""

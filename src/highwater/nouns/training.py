@@ -4,8 +4,7 @@ The step is a trial's: ``TrainingSpec.trial`` is what a search would have tried,
 and the step are made from it. Beside it stands what a trial has not: a corpus, a schedule,
 evaluation, checkpoints.
 
-Training requests: what a user asks of ``highwater train`` beside a trial's settings; and the
-result of the run.
+Training: what is asked of ``highwater train`` beside a trial's settings; a run's result.
 """
 
 import math
@@ -308,9 +307,8 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
     )
     settings: str | None = setting(
         None,
-        "whose settings: those recommended for the length, or those that a study of "
-        "`highwater find` measured; default: those that are named, and recommended ones where none "
-        "is",
+        "whose settings: those recommended for the length, or those that a study of `highwater "
+        "find` measured; default: those that are named, and recommended ones where none is",
         **_RUN,
         metavar="{recommended,STUDY}",
     )

@@ -86,10 +86,21 @@ def report_sections(bench: AttentionBench) -> Iterator[ReportSection]:
     yield ReportSection("Every implementation and mode", list(_case_tables(bench)))
     yield ReportSection("Ratio to dense", [_ratio_table(bench, each) for each in directions])
     alone = _lines("scaling", summary=summary)
-    yield ReportSection("Scaling efficiency", [_efficiency_table(summary)], alone)
+    efficiencies = _table(
+        "tokens/s and longest length of several GPUs, of one GPU's",
+        summary.efficiencies,
+        *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
+        footnotes=_lines("efficiency"),
+    )
+    yield ReportSection("Scaling efficiency", [efficiencies], alone)
     others = [predicted_table(bench, summary, direction) for direction in directions]
-    others.append(_estimate_table(summary))
-    yield ReportSection("Other GPUs, predicted", others, _too_little(summary))
+    formulas = _table(
+        "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
+        summary.estimates,
+        *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
+        footnotes=_lines("formula"),
+    )
+    yield ReportSection("Other GPUs, predicted", [*others, formulas], _too_little(summary))
 
 
 def longest_table(bench: AttentionBench, summary: AttentionSummary) -> TextTable:
@@ -167,7 +178,6 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _heading(name: str) -> str:
-    """The name of a field as a column has it."""
     word = re.sub("_(bytes|tokens|s)$", "", name)
     return _WORDS.get(word, word.replace("_", " "))
 
@@ -226,7 +236,6 @@ def _check_table(bench: AttentionBench) -> TextTable:
 
 
 def _case_tables(bench: AttentionBench) -> Iterator[TextTable]:
-    """A table for each implementation, mode and direction, with a row for each case."""
     for entry in entries(bench):
         rows = rows_of(bench, entry, batches=True)
         said = [(row.length_tokens, plain(row.reason)) for row in rows if row.reason]
@@ -255,25 +264,6 @@ def _ratio_table(bench: AttentionBench, direction: Direction) -> TextTable:
             if dense.keys() & own
         ),
         left_columns=1,
-    )
-
-
-def _estimate_table(summary: AttentionSummary) -> TextTable:
-    """The formula of each, and how far a measured peak is from it."""
-    return _table(
-        "peak allocated = overhead + bytes per token × length + bytes per pair × length²",
-        summary.estimates,
-        *(*_ENTRY, *(f"fit.{name}" for name in MemoryFit.__struct_fields__)),
-        footnotes=_lines("formula"),
-    )
-
-
-def _efficiency_table(summary: AttentionSummary) -> TextTable:
-    return _table(
-        "tokens/s and longest length of several GPUs, of one GPU's",
-        summary.efficiencies,
-        *(*_ENTRY, "gpus", "length_tokens", "speedup", "efficiency", "length_ratio"),
-        footnotes=_lines("efficiency"),
     )
 
 

@@ -1,9 +1,7 @@
-"""Pages that need nothing else: the frame that all of them extend, in which text from outside stays
-text.
+"""Pages that need nothing else: the frame of all, in which text from outside stays text.
 
-A page is handed around, and no folder of the machine that made it is on it: below the folder that
-one stands in a path is relative, below one's home it begins with ``~``; of any other its last two
-parts are left.
+A page is handed around, and no folder of the machine that made it is on it: a path is relative
+below the working folder, begins with ``~`` below one's home, and else has its last two parts.
 """
 
 import base64

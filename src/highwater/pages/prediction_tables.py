@@ -121,9 +121,7 @@ def _where(found: Prediction | Recommendation) -> str:
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
-    """Say how far positions are stretched; how much longer it may be with nothing to spare; and how
-    long it is without offload, where less.
-    """
+    """Say how far positions stretch, how far may fit with nothing spare, and on GPUs alone."""
     said = ""
     if prediction.yarn_factor is not None:
         stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"

@@ -1,6 +1,4 @@
-"""A memory profile, or two side by side, as text and as a page that needs nothing else, no network
-and no script: what was alive by category, by place and by stack.
-"""
+"""A memory profile, or two side by side, as text and as a page that needs nothing else."""
 
 from collections.abc import Sequence
 

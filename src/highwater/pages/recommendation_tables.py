@@ -1,6 +1,5 @@
-"""Tables of a recommendation: the rung to take, why simpler ones do not do, what the next would
-buy; or every rung that fits; and the page of a folder that is taken away, of which ``check.j2``
-has the prose.
+"""Tables of a recommendation: the rung to take, why not simpler ones, what the next would buy, or
+every rung that fits; and a taken folder's page, whose prose is in ``check.j2``.
 """
 
 from collections.abc import Sequence

@@ -66,8 +66,7 @@ def _nothing(study: Study) -> str:
     others = f" {left} of {len(question.cells)} searches are not finished." if left else ""
     return (
         f"No: {plain(question.model.name)} does not train at {shortest} tokens on "
-        f"{_place(question, cell)}, {question.figures}, with any of the settings tried."
-        f"{others}"
+        f"{_place(question, cell)}, {question.figures}, with any of the settings tried.{others}"
     )
 
 
@@ -374,9 +373,8 @@ def _high_water_mark(study: Study) -> str:
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
-    """The published layout, ``#GPU | SP | models``, for each rung and place. ``*`` is past the
-    native length, ``-`` none, ``≥`` that no longer one failed. A figure that no trial told is left
-    out, and a line without any.
+    """The published layout, ``#GPU | SP | models``, by rung and place: ``*`` past the native
+    length, ``-`` none, ``≥`` no longer one failed. What no trial told is left out.
     """
     groups: dict[str, dict[str, dict[Layout, str]]] = {}
     for study in studies:

@@ -1,6 +1,5 @@
-"""Commands that do again what a study did, the whole search and one trial on each side of every
-edge; and the line of a trial that ran out of memory: what had no room, what was alive, what to try
-first.
+"""Commands that do again what a study did, the search and a trial on each side of every edge; and
+the line of a trial that ran out: what had no room, what was alive, what to try.
 """
 
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.errors import HighwaterError
-from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, category_of
+from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, LineRules
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
 from highwater.memory.table_accuracy import published_grid
@@ -352,4 +351,4 @@ def _category(requested_by: str | None) -> Category | None:
     place = None if requested_by is None else _PLACE.fullmatch(requested_by)
     if place is None:
         return None
-    return category_of(Frame(file=place[1], line=int(place[2]), name=place[3]))
+    return LineRules().category(Frame(file=place[1], line=int(place[2]), name=place[3]))

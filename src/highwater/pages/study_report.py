@@ -1,7 +1,6 @@
 """The report about one study, as data: from its file, its logs and what was predicted of it.
 
-Figures of trials are measured, or simulated where the question says so; what is predicted stands in
-fields that say so.
+Figures of trials are measured, or simulated where the question says so; others: predicted.
 """
 
 from bisect import bisect_right, insort
@@ -129,14 +128,12 @@ class CellReport(Record, frozen=True, kw_only=True):
     predicted: PredictedCell | None = None
     """The prediction by formula, that of the highwater that made the report."""
     expected_tokens: int | None = None
-    """Longest length that was likely to fit, as predicted before the cell's first trial. It is as
-    the study recorded it; of a study from before that was recorded, as the prediction that its
-    command names has it."""
+    """Longest length that was likely to fit before the cell's first trial, as the study recorded
+    it; of an older study, as the prediction that its command names has it."""
     expected_by: str | None = None
     """The prediction that said so: ``formula``, as it was then, ``trace``, or a file."""
     begun_at_tokens: int | None = None
-    """The length that the search was told to begin with, by the prediction that it was given. None
-    of a linear search, which heeds none."""
+    """The length that the search was told to begin with; None of a linear one, which heeds none."""
 
     @property
     def longest_fit_tokens(self) -> int | None:
@@ -257,7 +254,6 @@ def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> S
 
 
 def _log_of(study: Study, result: TrialResult) -> LogEnd:
-    """The end of a trial's log."""
     first = result.first_failed
     failure = None if first is None else first.failure
     said = "" if failure is None else failure.text.partition("\n")[0]

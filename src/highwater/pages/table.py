@@ -277,9 +277,8 @@ def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
 def _wrapped_widths(
     columns: Sequence[_DrawnColumn], options: Sequence[Sequence[int]], width: int
 ) -> list[int] | None:
-    """Widths with which all columns have room beside each other, or None where none have. From
-    whole cells on, that column is broken next which adds the fewest lines for the room that it
-    gives.
+    """Widths with which all columns have room beside each other, or None. From whole cells on, that
+    column is broken next which adds the fewest lines for the room that it gives.
     """
     widths = [each[0] for each in options]
     while (excess := _taken(widths) - width) > 0:
@@ -311,7 +310,6 @@ def _widened(columns: Sequence[_DrawnColumn], widths: list[int], width: int) -> 
 
 
 def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int:
-    """Lines of all rows together."""
     heights = (
         [len(column.lines(cell, width)) for cell in column.cells]
         for column, width in zip(columns, widths, strict=True)

@@ -1,7 +1,6 @@
 """Plain text from untrusted text: logs, paths and model names are data, to a terminal too.
 
-A line may end at blanks, but not between a figure and its unit, and not within a command in
-backticks, which has to be pasted.
+A line may end at blanks, but neither before a unit nor within a command in backticks.
 """
 
 import html

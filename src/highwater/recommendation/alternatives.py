@@ -109,9 +109,8 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
-    """As many of each larger kind in the catalog, the smallest first. Of two kinds with the same
-    memory the first in the catalog comes first; AMD's are named where the GPUs in question are
-    AMD's.
+    """As many of each larger kind in the catalog, the smallest first; of two with the same memory
+    the first there. AMD's are named where the GPUs in question are AMD's.
     """
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
@@ -240,9 +239,7 @@ def tried_recommendation(
     studies: Sequence[Study],
     settings: Mapping[str, Any],
 ) -> Recommendation:
-    """Simplest settings in a foreign trainer's studies, which is told none but a headroom;
-    UsageError where none has an answer.
-    """
+    """Simplest settings in a foreign trainer's studies; UsageError where none has an answer."""
     others = [name for name in settings if name != "headroom"]
     if others:
         row, title = DECLARED[others[0]], trainer_title(trainer)

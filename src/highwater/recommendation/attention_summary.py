@@ -1,6 +1,5 @@
-"""What follows from a benchmark of attentions: the longest lengths, the fit of memory, other GPUs,
-what sharing brings, and what to use for which lengths. Pure: figures in, figures out;
-``pages/attention`` shows them.
+"""What follows from a benchmark of attentions: longest lengths, the fit of memory, other GPUs, what
+sharing brings, what to use. Pure; ``pages/attention`` shows it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -302,9 +301,7 @@ def _fastest(bench: AttentionBench, found: Sequence[LongestLength]) -> str | Non
 
 
 def memory_fit(peaks: Sequence[LengthPeak]) -> MemoryFit | None:
-    """The formula of these peaks; None of fewer than three lengths. No term is below zero. Errors
-    weigh as shares of their peaks.
-    """
+    """The formula of peaks, no term below 0, errors as shares; None below three lengths."""
     if len({length for length, _ in peaks}) < LEAST_LENGTHS:
         return None
     longest = max(length for length, _ in peaks)

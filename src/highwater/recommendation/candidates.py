@@ -1,6 +1,5 @@
-"""Candidates: every cell at one length, predicted with the default token budget and a lowered one,
-the simplest first; and the queries that ``recommend`` can be asked about a study, a prediction or a
-published capacity.
+"""Candidates: every cell at one length, with the default token budget and a lowered one, the
+simplest first; and what ``recommend`` can be asked about a study or a capacity.
 """
 
 import shlex

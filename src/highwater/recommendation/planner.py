@@ -31,9 +31,8 @@ _RECOMPUTED: tuple[Recompute, ...] = ("layer", "all-but-attention")
 
 
 def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
-    """The best plan of each kind (offload, activations, recompute, layout), the best kind first;
-    kinds of which no plan fits stand where they would. Raises UsageError where nothing is known of
-    what is aimed at.
+    """The best plan of each kind (offload, activations, recompute, layout), the best first; kinds
+    without one stand where they would. UsageError: nothing is known of the aim.
     """
     if goal.trainer != OURS:
         raise UsageError(
@@ -117,9 +116,7 @@ class _PlanSearch(NamedTuple):
                         yield _with(cell, recompute=recompute)
 
     def best(self, cell: Cell, aim: Aim) -> _PlannedCell:
-        """The best of a cell's head groups and last layers on the GPU; the roomiest where none
-        fits.
-        """
+        """The best of a cell's head groups and last layers on the GPU; else the roomiest."""
         plans: list[_PlannedCell] = []
         for groups in self._head_groups(cell):
             plans.append(self._placed(_with(cell, attention_head_groups=groups), aim))

@@ -294,8 +294,7 @@ def drafted(
     settings: Mapping[str, Any],
 ) -> Recommendation:
     """Every candidate that ``recommend`` would predict with its default budget, the simplest first;
-    none has a headroom, and none is chosen. Raises what ``recommend`` does for what cannot be
-    asked.
+    none has a headroom, and none is chosen. Raises what ``recommend`` does.
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))

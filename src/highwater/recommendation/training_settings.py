@@ -48,9 +48,7 @@ _POOLS = 2
 
 
 class ChosenTrial(NamedTuple):
-    """The trial whose step is trained, and what is known of it beforehand: where a study's settings
-    are taken, with the prompts of its sequences.
-    """
+    """The trial whose step is trained, and what a study or a prediction knows of it."""
 
     spec: TrialSpec
     predicted: CellPrediction
@@ -269,9 +267,7 @@ class _Training:
         return f"use {more}a smaller `--length`, or a smaller model"
 
     def room_bytes(self, predicted_bytes: int) -> int:
-        """What a process on the CPU may take beyond its prediction: errors, and what depends on its
-        cores and on the stack of each thread.
-        """
+        """Bytes that a CPU process may take past its prediction: errors, cores, threads' stacks."""
         stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
         if stack_bytes == resource.RLIM_INFINITY:
             stack_bytes = _STACK_BYTES

@@ -1,6 +1,4 @@
-"""What a user's own machine says to a prediction: constants read on its GPUs, and trials, whose
-residuals are by formula, or by a trace of each.
-"""
+"""What a user's machine says to a prediction: constants of its GPUs, residuals of trials."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -98,9 +96,8 @@ def own_residuals(
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
 ) -> tuple[Residual, ...]:
-    """Residuals of the trials in these files; by trace, of those trials that tell the most. Raises
-    HighwaterError, before anything is traced, for studies that teach nothing about what is
-    predicted.
+    """Residuals of the trials in these files; by trace, of those that tell the most. Raises
+    HighwaterError, before anything is traced, for studies that teach nothing here.
     """
     read = [read_study(Path(path)) for path in studies]
     learn = MEMORY[trainer].learn

@@ -113,12 +113,15 @@ class CellOutcomes:
         longest = max(self._trained, default=0)
         fit = self._trained.get(longest)
         capacity_tokens = 0 if bracket.is_proven and not bracket.fits else None
+        repeats = (result for (_, repeat, _), result in self.results.items() if repeat)
+        late = sum(result.outcome is Outcome.TIMEOUT for result in repeats)
+        reason += f"; repeats that took too long to confirm it: {late}" if late else ""
         return CellAnswer(
             cell=self._cell,
             capacity_tokens=grid.length(longest) if fit else capacity_tokens,
             does_not_fit_tokens=grid.length(bracket.fits + 1) if has_failed else None,
             limit=limit,
-            reason=reason + self._unconfirmed() + (f"; {self.untold}" if self.untold else ""),
+            reason=f"{reason}; {self.untold}" if self.untold else reason,
             trials=self.launches,
             monotone=not contradictions,
             contradictions=contradictions,
@@ -160,12 +163,6 @@ class CellOutcomes:
         if (late := next(timeouts, None)) is not None:
             return "time", f"{self._named(end)} took too long to tell: {late}"
         return "time", f"{self._named(end)} were not tried: {self._left_out[end]}"
-
-    def _unconfirmed(self) -> str:
-        """Count in words the repeats that ran out of time; empty if there are none."""
-        repeats = (result for (_, repeat, _), result in self.results.items() if repeat)
-        late = sum(result.outcome is Outcome.TIMEOUT for result in repeats)
-        return f"; repeats that took too long to confirm it: {late}" if late else ""
 
     def _why_not(self, no: TrialResult, tokens: str) -> tuple[Limit, str]:
         """Return the limit and the reason for a trial that did not count as a fit."""

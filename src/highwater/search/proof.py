@@ -22,9 +22,7 @@ _RAN_OUT_STEPS = 0.2
 
 
 def trial_s(question: Question, spec: TrialSpec) -> float | None:
-    """Predict the seconds of a trial that fits. None for GPUs of unknown rates, for users' own
-    data, for foreign trainers, and on the CPU.
-    """
+    """Seconds of a trial that fits; None: unknown rates, own data, foreign trainers, the CPU."""
     step_s = step_time_s(question, spec)
     return None if step_s is None else _launch_s(question, spec) + spec.steps * step_s
 

@@ -72,8 +72,7 @@ def search_cells(
     timeout_s: float | None = None,
     begins_shortest: bool = False,
 ) -> Iterator[SearchEvent]:
-    """Answer every cell of ``question``, in its order or in ``order``; the last event is the last
-    cell's answer.
+    """Answer every cell of ``question``, in its order or ``order``; the last answer comes last.
 
     ``line_of`` is the memory line of the trainer that ``runner`` starts; ``expected`` is the
     longest length in tokens that a cell is predicted to train, 0 for none, None if unknown. Both

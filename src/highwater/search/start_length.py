@@ -113,8 +113,7 @@ _LINES: Mapping[str, MemoryLineOf] = {
     **dict.fromkeys(("accelerate", "llamafactory", "axolotl", "ms-swift"), hugging_face_line),
     "command": unknown_trainer_line,
 }
-"""Memory lines of trainers without a formula; scripts of accelerate and trainers for supervised
-fine-tuning mostly have Hugging Face's loss."""
+"""Memory lines of trainers without a formula; most for fine-tuning have Hugging Face's loss."""
 
 
 _FIXED_DOUBT = 0.1

@@ -26,9 +26,8 @@ from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
-    """The plan of a search: of the grid that is named, or else of the simplest and the longest
-    settings, with a note on the others; of the cells of a ``study`` instead that is gone on with,
-    if they are among those.
+    """The plan of a search: of the named grid, else of the simplest and the longest settings, with
+    a note on the others; or of the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
     if device == "cpu" or request.trainer != OURS or request.names_grid:
@@ -63,9 +62,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
 
 
 def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Cluster, MemoryLimit]:
-    """So many GPUs of a machine, or of a dry run, for which a memory is named; and the memory that
-    training has of them.
-    """
+    """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
     here = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)

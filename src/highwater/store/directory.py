@@ -1,5 +1,4 @@
-"""Directories and files to write: where studies are, and checks, before anything starts, that there
-is room.
+"""Directories and files to write: where studies are, and whether, at first, there is room.
 
 Training folder: a run's folder as seen by whoever starts it: the run's specification, and how
 far it came. The ranks write the rest.

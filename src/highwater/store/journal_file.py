@@ -87,9 +87,8 @@ class JournalFile:
         return None
 
     def _lost(self, what: str, line: bytes) -> StudyError:
-        """Return the error for a file that somebody touched. If the file is gone from its path, it
-        can still be read through the open descriptor: all of it and the new line are saved beside
-        that path.
+        """Return the error for a file that somebody touched. If it is gone from its path, all of
+        it, read through the open descriptor, and the new line are saved beside that path.
         """
         problem = f"{self.path} was {what} while the search had it open"
         if what not in ("deleted", "replaced"):
@@ -128,9 +127,8 @@ class JournalFile:
 
 
 def open_file(path: Path, *, is_private: bool = False) -> JournalFile:
-    """Open the file at ``path`` for writing and lock it; it is created if need be. With
-    ``is_private`` only its user may read it. Raises StudyError if it cannot be opened, LockedError
-    if another process has it.
+    """Open the file at ``path`` for writing, made if need be, and lock it; with ``is_private`` for
+    its user alone. StudyError: it cannot be opened; LockedError: another process has it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """Logs of trials: the last lines of a log, and the memory snapshots beside it.
 
-Anyone may have written a study: a path in it is read only if its name is that of a trial's
-log.
+Anyone may have written a study: its paths are read only if named as a trial's log is.
 """
 
 import os

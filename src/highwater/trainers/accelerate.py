@@ -10,9 +10,8 @@ Ulysses is DeepSpeed's, with ZeRO-3 for the states: it is left for models with w
 Source of the names: ``commands/config/config_args.py`` and ``launch.py`` of accelerate 1.15.0; of
 what a ring refuses: ``_attach_context_parallel_hooks`` in its ``big_modeling.py``.
 
-Of a trial's file a field of the user's own stays unless it says how many processes there are and
-where, or a setting that was named. How states are shared is the user's too, if it is not by FSDP
-(docs/decisions/059).
+Of a trial's file a user's field stays unless it says how many processes there are and where, or a
+named setting. How states are shared is the user's too, if it is not by FSDP (docs/decisions/059).
 """
 
 from collections.abc import Collection, Mapping

@@ -4,8 +4,7 @@ AReaL's FSDP engine is FSDP2 with Ulysses, which it calls context parallelism
 (``areal/engine/fsdp_engine.py``). A micro-batch is cut before a sequence is shared, so
 ``max_tokens_per_mb`` counts the tokens of all GPUs that share one.
 
-SGLang takes new adapters from files alone, so ``weight_update_mode`` is ``disk`` with LoRA
-(``areal/engine/sglang_remote.py``).
+SGLang takes adapters from files alone: ``disk`` with LoRA (``engine/sglang_remote.py``).
 
 Source of the names: ``areal/api/cli_args.py`` and ``alloc_mode.py`` of areal 1.0.4.
 """

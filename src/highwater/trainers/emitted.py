@@ -1,5 +1,4 @@
-"""Emitted: a recommendation in another trainer's words, whose prediction stands behind it, and what
-configurations share.
+"""Emitted: a recommendation in a trainer's words, by whose prediction, and what all share.
 
 Logits: Hugging Face's loss, and torchtitan's, makes a copy of all logits in float32, whose gradient
 is as large. A fused loss makes a few at a time, and is written for some families alone. Sources:
@@ -95,8 +94,7 @@ class Dialect(NamedTuple):
     ) -> Emitted:
         """The configuration: its values under what is said of it. That is the heading, ``said``,
         what the trainer cannot express, the model's YaRN block after the reason ``yarn`` for it,
-        and the start, unless ``start`` is empty. ``text`` makes the file from that comment; None:
-        it is YAML.
+        and any ``start``. ``text`` makes the file from that comment; None: it is YAML.
         """
         comments = comment(
             [

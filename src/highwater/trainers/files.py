@@ -267,7 +267,6 @@ def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
 
 
 def _refuse_untried(trainer: Finetuner, launched: FinetunerTrial) -> None:
-    """Raise UsageError for settings and lengths that trials of the trainer cannot have."""
     length_tokens, multiple = launched.spec.length_tokens, trainer.multiple
     refuse_unlaunched(launched.spec, name=trainer.words.name)
     trainer.refuse(launched)

@@ -1,5 +1,4 @@
-"""LLaMA-Factory: its configuration file for supervised training, of a recommendation and of a
-trial.
+"""LLaMA-Factory: the configuration for supervised training, recommended or of a trial.
 
 FSDP is accelerate's, whose file lies beside it. Recomputation is LLaMA-Factory's own, so that
 FSDP's stays off. It loads a model in bfloat16, and has what is trained of it in float32. A sequence

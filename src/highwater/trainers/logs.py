@@ -1,5 +1,4 @@
-"""What the log of a foreign trainer shows: its lines without their decoration, by who wrote each,
-and the steps that are done.
+"""What a foreign trainer's log shows: plain lines, by who wrote each, and the steps done.
 
 Terminal colours go, a progress bar that overwrites itself becomes a line for each state, and what
 launchers and loggers put before a line (host, rank, process, time) goes: what names a process

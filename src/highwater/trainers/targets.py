@@ -1,9 +1,8 @@
 """Targets: a row for every trainer that a configuration is emitted for; and the folder to take
 away, with its files, the script that starts the training, and a page of what to check.
 
-Nothing in a folder is written over. A file that is there already with the very same content
-stays, so that a command may be given twice; with another content it is the user's, and nothing is
-written at all.
+Nothing in a folder is written over. A file that is there already with the very same content stays,
+so that a command may be given twice; with another nothing is written.
 """
 
 import os
@@ -255,9 +254,8 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> tuple[Path, ...]:
-    """Write the files into a folder, which is made where there is none; the paths of all. Raises
-    UsageError where one is there with another content, and MachineError where writing fails:
-    nothing new is left then.
+    """Write the files into a folder, made if need be; the paths of all. UsageError where one is
+    there with another content, MachineError where writing fails: nothing new is left.
     """
     refuse_no_folder(folder)
     others = [

@@ -260,15 +260,10 @@ def covers(shape: ModelShape, cell: Cell) -> bool:
     return is_whole and (shape, cell.layout) in _logs()
 
 
-def bundled_trace(shape: ModelShape, cell: Cell) -> ScaledTrace | None:
-    """The trace of this cell, if one speaks of it: FSDP, no offload, AdamW in float32, no LoRA."""
-    return _log((shape, cell.layout)) if covers(shape, cell) else None
-
-
 def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> ReplayPredictor:
     """The replay of a cell that a bundled trace speaks of."""
     shape, layout = place = question.model.shape, cell.layout
-    trace, replays = _log(place), _replays(place, cell.settings.allocator)
+    trace, replays = bundled_trace(place), _replays(place, cell.settings.allocator)
 
     def tokens(length_tokens: int) -> int:
         return Step(shape, cell.settings, layout, length_tokens).tokens
@@ -285,7 +280,7 @@ def predictor(question: Question, cell: Cell, memory_limit: MemoryLimit) -> Repl
 @cache
 def _replays(place: _Place, allocator: Allocator) -> Replays:
     """Replays by tokens, a twelfth of a second each; none where too much is alive already."""
-    trace = _log(place)
+    trace = bundled_trace(place)
     alive_bytes = cache(trace.least_bytes)
 
     def replay(tokens: int, capacity_bytes: int | None) -> tuple[Replayed, int]:
@@ -299,7 +294,8 @@ def _replays(place: _Place, allocator: Allocator) -> Replays:
 
 
 @cache
-def _log(place: _Place) -> ScaledTrace:
+def bundled_trace(place: tuple[ModelShape, Layout]) -> ScaledTrace:
+    """The trace of a model on a layout: FSDP, no offload, AdamW in float32, no LoRA."""
     return from_json(bytes(_logs()[place]), ScaledTrace)
 
 

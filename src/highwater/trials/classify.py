@@ -109,7 +109,10 @@ def _classify_silence(
         return Verdict(Outcome.CRASHED, _say(*_first(failures)))
     ranks = "1 rank" if len(silent) == 1 else f"{len(silent)} ranks"
     exited = f"the trial's processes exited with {ending.exit_code}"
-    said = _last_error(next((each.output for each in exits if each.status), ending.log_tail))
+    errors = _ERROR_LINE.findall(
+        next((each.output for each in exits if each.status), ending.log_tail)
+    )
+    said = f"; the last error in the log: {errors[-1]}" if errors else ""
     return Verdict(Outcome.CRASHED, f"{ranks} left no report; {exited}{said}")
 
 
@@ -159,9 +162,3 @@ def _say(rank: int, failure: Failure) -> str:
 def _phases(reports: Sequence[RankReport]) -> str:
     phases = sorted({report.failure.phase for report in reports if report.failure})
     return f"; a rank had failed in {', '.join(phases)}" if phases else ""
-
-
-def _last_error(output: str) -> str:
-    """The last line that names an error, in words; empty where there is none."""
-    errors = _ERROR_LINE.findall(output)
-    return f"; the last error in the log: {errors[-1]}" if errors else ""

@@ -194,6 +194,7 @@ class EngineLauncher(TrialLauncher):
                 ending = ranks.end(timeout_s=limit_s, is_late=code is None)
         raise_refusal(reports := ending.reports)
         outcome, reason = classify(spec, ending)
+        began_s = [r.first_step_at_unix_s for r in reports if r.first_step_at_unix_s is not None]
         if spec.is_memory_only:  # figures that would pass for a training's
             untrained = partial(
                 msgspec.structs.replace, losses=(), gradient_norms=(), step_times_s=()
@@ -203,7 +204,7 @@ class EngineLauncher(TrialLauncher):
             outcome=outcome,
             reason=reason,
             ranks=reports,
-            launch_to_first_step_s=_until_first_step_s(reports, began_unix),
+            launch_to_first_step_s=max(began_s) - began_unix if began_s else None,
             exit_code=ending.exit_code,
         )
         return _with_speed(spec, result)
@@ -254,13 +255,6 @@ def raise_refusal(reports: tuple[RankReport, ...]) -> None:
             kind, _, problem = failure.text.partition(": ")
             told = MachineError if kind == MachineError.__name__ else HighwaterError
             raise told(problem, hint=failure.hint or "see the log")
-
-
-def _until_first_step_s(reports: tuple[RankReport, ...], began_unix: float) -> float | None:
-    """Seconds from the launch to the last rank's first step; None where no rank began one."""
-    found = (report.first_step_at_unix_s for report in reports)
-    last = max((at_unix_s for at_unix_s in found if at_unix_s is not None), default=None)
-    return None if last is None else last - began_unix
 
 
 def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:

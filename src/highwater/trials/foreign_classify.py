@@ -154,7 +154,6 @@ def ending_error(errors: Sequence[LoggedError], *, progress_at: int | None) -> L
 def _of_stream(
     stream: str, lines: Sequence[tuple[int, LogLine]], device: Device
 ) -> list[LoggedError]:
-    """The errors of one stream."""
     found: list[LoggedError] = []
     in_traceback = is_caused = is_warned = False
     before, quotes_to = "", -1
@@ -360,8 +359,7 @@ def _exited_well(
 def _failed_allocation(
     done: StepsShown, lines: Sequence[LogLine], errors: Sequence[LoggedError]
 ) -> str | None:
-    """A word of an allocation that failed while the steps were done, caught or not; None where
-    nothing does.
+    """A word of an allocation that failed during the steps, caught or not; None without one.
 
     A trainer that leaves out a batch, or tries it again, counts the step all the same. What fails
     before training is said to begin, as a kernel that is tried and not taken, says nothing, unless
@@ -442,7 +440,6 @@ def _crash(
 
 
 def _steps(spec: TrialSpec, done: StepsShown) -> str:
-    """Count the steps it was seen to do."""
     if not done.is_shown and not done.steps:
         return "no step seen in its log"
     return f"{min(done.steps, spec.steps)} of {spec.steps} steps seen in its log"

@@ -3,12 +3,10 @@ from what the trainer reads to a classified result; nothing of it is left runnin
 
 ``--memory`` on GPUs is a bound of PyTorch's own allocator: every process reads PYTORCH_ALLOC_CONF,
 whose ``per_process_memory_fraction`` bounds what is reserved of the whole card. Context and NCCL
-come on top, as measured with our engine. Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to
-2.13.
+come on top. Source: c10/cuda/CUDAAllocatorConfig.h of PyTorch 2.11 to 2.13.
 
-The peak is sampled ten times a second, and missed between two samples: on GPUs what the driver
-reports as used, of each; on the CPU the largest data segment among the trial's processes, which
-RLIMIT_DATA bounds.
+The peak is sampled ten times a second, and may be missed: on GPUs what the driver reports as used,
+of each; on the CPU the largest data segment among the trial's processes, which RLIMIT_DATA bounds.
 """
 
 import json
@@ -125,19 +123,16 @@ class SampledPeak:
 
     def sample(self, handles: Sequence[object]) -> None:
         """Look once."""
-        for position, handle in enumerate(handles):
-            self._sample_gpu(position, handle)
-        self._sample_processes()
-
-    def _sample_gpu(self, position: int, handle: object) -> None:
         import pynvml
 
-        with suppress(pynvml.NVMLError):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            self._used_bytes[position] = max(self._used_bytes[position], int(memory.used))
-            self._total_bytes[position] = int(memory.total)
-            if int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu):
-                self._worked_at = time.monotonic()
+        for position, handle in enumerate(handles):
+            with suppress(pynvml.NVMLError):
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                self._used_bytes[position] = max(self._used_bytes[position], int(memory.used))
+                self._total_bytes[position] = int(memory.total)
+                if int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu):
+                    self._worked_at = time.monotonic()
+        self._sample_processes()
 
     def _sample_processes(self) -> None:
         alive: set[int] = set()

@@ -68,9 +68,8 @@ class Job(Generic[Report]):
     def run(
         self, folder: Path, *, ended: Event | None = None, on_phase: OnPhase = unheard
     ) -> Report:
-        """The report, made in ``folder``; nothing of the job runs any more when this returns or
-        raises. Raises what the job refused, MachineError where it left no report, and
-        TrialEndedError when ``ended`` is set.
+        """The report, made in ``folder``; nothing of the job runs afterwards. Raises what it
+        refused, MachineError where it left no report, and TrialEndedError when ``ended`` is set.
         """
         order, report, log = folder / "order.json", folder / "report.json", folder / "log"
         words = [str(report), *self.words]

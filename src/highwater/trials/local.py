@@ -137,17 +137,15 @@ class _LocalOccupant(Occupant):
 class LocalRunner(SeveralAtOnce[_LocalOccupant]):
     """Runs the trials of a launcher on this machine; each has GPUs of its own.
 
-    Trials that keep states in host memory run alone, and host memory is counted for the others.
-    One that ran out of host memory beside others is launched once more, alone: only then does it
-    say anything about its length.
+    Trials that keep states in host memory run alone, and host memory is counted for the others. One
+    that ran out of host memory beside others is launched once more, alone.
     """
 
     def __init__(
         self, launcher: Launcher, *, machine: Machine | None = None, most_trials: int | None = None
     ) -> None:
-        """``machine`` is what it runs on, as it was read when nothing of it ran; None: read now.
-        ``most_trials`` bounds the trials that run at a time; None: as many as there is room for on
-        GPUs, one on the CPU.
+        """``machine``, as it was read when nothing ran; None: read now. ``most_trials`` at a time;
+        None: as many as there is room for on GPUs, one on the CPU.
         """
         super().__init__(most_trials)
         self._launcher = launcher

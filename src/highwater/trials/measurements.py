@@ -1,5 +1,4 @@
-"""Measurements of this machine by jobs: constants of its GPUs, as trials meet them, and attentions,
-a line for each result.
+"""Measurements by jobs: constants of GPUs, and attentions, a line for each result.
 
 A benchmark of attentions has a group of processes for each attention and mode: one rank for each
 GPU, which go from case to case while all of them fit, to compile an attention only once. A case
@@ -84,9 +83,8 @@ def read_constants(gpus: int) -> Constants:
 
 @contextmanager
 def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[Iterator[BenchLine]]:
-    """Each result of a benchmark as it is known, while the block runs; nothing of it runs any more
-    afterwards. ``measures``: the module that measures. Raises MachineError where nothing can be
-    measured.
+    """Each result of a benchmark as it is known, while the block runs; nothing of it runs
+    afterwards. ``measures``: the module that measures. MachineError: nothing can be.
     """
     obstacles = package_obstacles(probe())
     if obstacles:

@@ -1,10 +1,8 @@
-"""Ranks across machines: a launcher of the user's, such as ``srun``, starts one process of ours on
-each, ``python -m highwater.trials.nodes FOLDER VERSION``, which becomes the reaper of that
-machine's ranks.
+"""Ranks across machines: a user's launcher, ``srun``, starts one process of ours on each, ``python
+-m highwater.trials.nodes FOLDER VERSION``, which becomes the reaper of that machine's ranks.
 
 The order and all reports lie in a folder on a file system that every machine sees. The ranks meet
-through a file beside it, which opens no port; where none is named, through the port that the
-launcher itself names.
+through a file beside it, or else through the port that the launcher names.
 """
 
 import os

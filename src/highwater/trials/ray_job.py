@@ -536,9 +536,8 @@ class TrialOnNode:
         self._ended.set()
 
     def _watch(self, ray: int) -> None:
-        """End this process, and the reaper with it the trial, when what Ray runs on the node is
-        gone, whose process ``ray`` is, or when nobody asks any more: the trial is taken for lost,
-        and its GPUs must be free.
+        """End this process, and with it the trial, when its ``ray`` parent is gone, or nobody asks
+        any more: the trial is taken for lost, and its GPUs must be free.
         """
         while os.getppid() == ray and time.monotonic() - self._asked_at < _FORGOTTEN_S:
             time.sleep(_WATCHED_S)

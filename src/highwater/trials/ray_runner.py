@@ -110,9 +110,8 @@ class RayCluster(NamedTuple):
 
 
 def cluster_at(address: str | None, needs: Needs) -> RayCluster:
-    """The cluster at ``address``; None: as Ray finds one. Raises MachineError where Ray is not
-    installed, or too old to keep trials on chosen nodes, or nobody listens, and UsageError for an
-    address that cannot be one.
+    """The cluster at ``address``; None: as Ray finds one. MachineError where Ray is missing or too
+    old, or nobody listens; UsageError for an address that cannot be one.
     """
     address = address or os.environ.get("RAY_ADDRESS") or AUTO
     if address != AUTO:
@@ -157,8 +156,7 @@ class Chosen(NamedTuple):
 
 
 def choose(nodes: Sequence[Node], device: Device | None, counts: Sequence[int] | None) -> Chosen:
-    """The nodes of one kind: answers of unlike GPUs, or of two versions of torch, are not of one
-    study.
+    """The nodes of one kind: unlike GPUs, or two versions of torch, are not of one study.
 
     It is the kind of which a node has as many GPUs as are asked for, then that with the most of
     them. Raises MachineError where no node can run a trial, UsageError for a count that no node

@@ -1,6 +1,4 @@
-"""What would make every trial of a request fail, said before the first one starts, and what can be
-done with the packages that are installed.
-"""
+"""What would make every trial fail, said before the first; what installed packages can do."""
 
 import re
 import shutil
@@ -64,22 +62,23 @@ def check_machine(
         if request.trainer == OURS:
             refuse_missing_package(settings, machine.versions)
         return
-    if request.trainer != OURS:
-        _check_around_a_trainer(request, machine, device, gpus=gpus)
-        return
-    obstacles = package_obstacles(machine)
-    if obstacles:
-        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
-    if request.data is not None:
-        _refuse_no_function(request.data)
-    refuse_missing_package(settings)
-    for gpu in used_gpus(machine, device=device, count=gpus):
-        refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    if request.trainer == OURS:
+        obstacles = package_obstacles(machine)
+        if obstacles:
+            raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+        if request.data is not None:
+            _refuse_no_function(request.data)
+        refuse_missing_package(settings)
+        for gpu in used_gpus(machine, device=device, count=gpus):
+            refuse_unfit_gpu(gpu.name, gpu.compute_capability)
+    else:  # GPUs apart the rest is its own affair
+        _refuse_no_program(request)
     if device == "cuda":
         refuse_unreadable_gpus(machine, count=gpus)
         if not request.allow_busy:
             refuse_busy_gpus(machine, count=gpus)
-        refuse_torch_without_gpu(machine)
+        if request.trainer == OURS:
+            refuse_torch_without_gpu(machine)
 
 
 def check_directories(request: Request, settings: Settings, device: Device) -> None:
@@ -121,10 +120,8 @@ def _refuse_no_function(source: str) -> None:
         raise UsageError(f"data source {source!r}: {spec.origin} has no {name!r}", hint=hint)
 
 
-def _check_around_a_trainer(
-    request: Request, machine: Machine, device: Device, *, gpus: int
-) -> None:
-    """Raise for a missing program or GPU of a foreign trainer; the rest is its own affair."""
+def _refuse_no_program(request: Request) -> None:
+    """Raise UsageError for a program of a foreign trainer, or a launched script, not found here."""
     trainer, program = foreign_name(request.trainer), program_of(request)
     is_launched = trainer is not None and FOREIGN[trainer].is_launched
     if program is not None and shutil.which(program) is None:
@@ -135,17 +132,9 @@ def _check_around_a_trainer(
             if is_launched
             else "give its whole path, or a program in PATH: `--command 'python ...'`",
         )
-    if is_launched and request.command is not None:
-        _refuse_no_script(request.command)
-    if device == "cuda":
-        refuse_unreadable_gpus(machine, count=gpus)
-        if not request.allow_busy:
-            refuse_busy_gpus(machine, count=gpus)
-
-
-def _refuse_no_script(command: str) -> None:
-    """Raise UsageError where the script that is launched is no file here."""
-    script = launched_command(split_words(command)).script
+    if not is_launched or request.command is None:
+        return
+    script = launched_command(split_words(request.command)).script
     if script is not None and not script.is_file():
         raise UsageError(
             f"the command's script {script} is not a file here",

@@ -1,17 +1,13 @@
-"""SimulatedRunner: answers trials from a memory law, without training anything, for ``--dry-run``
-and for tests.
+"""SimulatedRunner: answers trials from a memory law, for ``--dry-run`` and for tests.
 
 A law says what a trial needs (bytes) or how it ends (an outcome); it may also raise. The result is
-what a real trial would leave, labelled ``simulated``: peaks by the law, times by a second law, or
-unknown.
+what a real trial would leave, labelled ``simulated``: peaks by the law, and no times.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-
-import msgspec
 
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.constants import Term, context_bytes, outside_terms
@@ -35,7 +31,7 @@ from highwater.nouns.trial import (
     TrialSpec,
     unheard,
 )
-from highwater.units import format_bytes, format_seconds
+from highwater.units import format_bytes
 
 
 class OneByOne(ABC):
@@ -68,65 +64,25 @@ class OneByOne(ABC):
 Law = Callable[[TrialSpec], int | Outcome]
 """Bytes that a trial reserves on one GPU, or its outcome: FIT also if it is memory-only."""
 
-TimeLaw = Callable[[TrialSpec], float]
-"""Seconds of one optimizer step of a trial that fits."""
-
 
 class SimulatedRunner(OneByOne):
     """A ``Runner`` that trains nothing and takes no time."""
 
-    def __init__(
-        self,
-        law: Law,
-        *,
-        device_total_bytes: int | None = None,
-        step_time: TimeLaw | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Keep the laws; ``device_total_bytes`` is the card's memory, for trials without a budget.
-        None is a card without end. With ``step_time`` a trial that fits is said to take so long,
-        and one beyond ``timeout_s`` to have timed out.
-        """
+    def __init__(self, law: Law, *, device_total_bytes: int | None = None) -> None:
+        """``device_total_bytes``: the card's, for trials without a budget; None: no end."""
         self._law = law
         self._device_total_bytes = device_total_bytes
-        self._step_time = step_time
-        self._timeout_s = timeout_s
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:  # noqa: ARG002
-        """The result by the laws. Raises what they raise."""
-        result = self._by_memory(spec, attempt)
-        if result.outcome is not Outcome.FIT:
-            return result
-        if self._step_time is not None:
-            result = self._in_time(spec, result, self._step_time(spec))
-        if result.outcome is Outcome.FIT and spec.is_memory_only:
-            ranks = tuple(msgspec.structs.replace(rank, step_times_s=()) for rank in result.ranks)
-            return msgspec.structs.replace(result, outcome=Outcome.MEMORY_ONLY_FIT, ranks=ranks)
-        return result
-
-    def _in_time(self, spec: TrialSpec, result: TrialResult, step_s: float) -> TrialResult:
-        """The result of a trial that fits, with its times, or its timeout."""
-        wall_s = spec.steps * step_s
-        if self._timeout_s is not None and wall_s > self._timeout_s:
-            reason = f"simulated: not done after {format_seconds(self._timeout_s)}"
-            return TrialResult(
-                outcome=Outcome.TIMEOUT,
-                reason=reason,
-                attempt=result.attempt,
-                wall_s=self._timeout_s,
-                simulated=True,
-            )
-        ranks = result.ranks or tuple(RankReport(rank=rank) for rank in range(spec.layout.gpus))
-        timed = tuple(
-            msgspec.structs.replace(rank, step_times_s=(step_s,) * spec.steps) for rank in ranks
-        )
-        return msgspec.structs.replace(result, ranks=timed, wall_s=wall_s)
-
-    def _by_memory(self, spec: TrialSpec, attempt: int) -> TrialResult:
+        """The result by the law. Raises what it raises."""
+        fit = Outcome.MEMORY_ONLY_FIT if spec.is_memory_only else Outcome.FIT
         told = self._law(spec)
         if isinstance(told, Outcome):
             return TrialResult(
-                outcome=told, reason=f"simulated: {told.value}", attempt=attempt, simulated=True
+                outcome=fit if told is Outcome.FIT else told,
+                reason=f"simulated: {told.value}",
+                attempt=attempt,
+                simulated=True,
             )
         cap_bytes = self._cap_bytes(spec)
         fits = cap_bytes is None or told <= cap_bytes
@@ -135,10 +91,9 @@ class SimulatedRunner(OneByOne):
             reason += f", {format_bytes(cap_bytes)} usable"
         failure = None if fits else Failure(kind="device_memory", phase="backward", text=reason)
         reserved_bytes = told if cap_bytes is None else min(told, cap_bytes)
-        memory = self._memory(spec, reserved_bytes=reserved_bytes)
-        budget = self._budget(spec)
+        memory, budget = self._memory(spec, reserved_bytes), self._budget(spec)
         return TrialResult(
-            outcome=Outcome.FIT if fits else Outcome.OUT_OF_MEMORY,
+            outcome=fit if fits else Outcome.OUT_OF_MEMORY,
             reason=reason,
             ranks=tuple(
                 RankReport(rank=r, failure=failure, memory=memory, budget=budget)
@@ -155,7 +110,7 @@ class SimulatedRunner(OneByOne):
             limit_bytes = self._law.room_bytes(spec)
         return None if limit_bytes is None else limit_bytes - sum(self._outside_bytes(spec))
 
-    def _memory(self, spec: TrialSpec, *, reserved_bytes: int) -> RankMemory:
+    def _memory(self, spec: TrialSpec, reserved_bytes: int) -> RankMemory:
         """Peaks of one rank. A trial that failed had reserved all it could."""
         reserved_bytes = max(0, reserved_bytes)
         if spec.device == "cpu":
@@ -205,9 +160,7 @@ class FormulaLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedLaw(FormulaLaw):
-    """The law by which ``highwater predict`` answers: a length fits where the pessimistic end of
-    its prediction does and the headroom in question is left.
-    """
+    """The law of ``highwater predict``: the pessimistic end fits and the headroom is left."""
 
     question: Question
     limit: MemoryLimit

@@ -61,8 +61,7 @@ def predict_traced(
 
     The host's memory is the formula's: only a GPU's is traced. A cell takes two traces where the
     formula begins at the edge, two more where it does not and the line through the first two aims
-    well; and with a calibration one more for each length that fits if the prediction is right, but
-    not at the upper end.
+    well; and with a calibration one more for each length that fits but not at the upper end.
     """
     found: list[CellPrediction] = []
     for cell in question.cells:

@@ -58,12 +58,10 @@ def own_folder(directory: Path) -> Generator[None]:
 def run_ranks(
     spec: TrainingSpec, *, allow_busy: bool, on_progress: OnProgress, across: Across | None = None
 ) -> tuple[RankReport, ...]:
-    """Train until every rank has ended by itself and well, on this machine or ``across`` several;
-    what they report.
+    """Train until every rank has ended well, here or ``across`` machines; what they report.
 
     Ctrl-C and SIGTERM tell the ranks to stop after their step and to save: then KeyboardInterrupt
-    is raised when they have; a second one ends them at once. Raises HighwaterError for whatever
-    else ended them, with what to type.
+    is raised when they have; a second one ends them at once. HighwaterError: what else ended them.
     """
     directory = Path(spec.output_directory)
     place = trial_place(
@@ -80,7 +78,6 @@ def run_ranks(
 
 
 def _progress(ranks: StartedRanks) -> TrainingProgress:
-    """Words of the first rank on itself."""
     try:
         said = read_file(ranks.path / REPORTS / PHASE_FILE, most_bytes=_PHASE_BYTES)
         return from_json(said, TrainingProgress)
@@ -136,7 +133,6 @@ def _raise_failure(spec: TrainingSpec, ending: Ending, interrupt: KeyboardInterr
 
 
 def _less_memory(spec: TrainingSpec) -> str:
-    """A hint of what to type where memory ran out."""
     if spec.trial.device == "cpu":
         budget = format_bytes(spec.trial.memory_budget_bytes or 0)
         return f"name a larger `--memory` than {budget}"

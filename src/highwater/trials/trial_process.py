@@ -73,23 +73,10 @@ def await_release(gpus: tuple[str, ...] | None, count: int) -> None:
 
 _NOT_INHERITED = (
     *ALLOCATOR_VARIABLES,
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "NCCL_BUFFSIZE",
-    "PYTHONOPTIMIZE",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NCCL_COMM_ID",
+    *("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_LAUNCH_BLOCKING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NCCL_BUFFSIZE", "PYTHONOPTIMIZE"),
+    *("TORCH_DISTRIBUTED_DEBUG", "RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID"),
 )
 """Variables of the user's shell that trials do not inherit. They would change a trial's memory or
 its checks, or make it join another job or listen for one."""
@@ -157,9 +144,8 @@ _TAIL_BYTES = 256 * 1024
 
 
 def log_path_of(log_directory: Path, spec: TrialSpec, layout: LogLayout) -> Path:
-    """The path of a trial's log, by the layout of logs.
-    ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``; published: without ``<rung>/``.
-    Before the rung of a foreign trainer stands its name.
+    """The path of a trial's log: ``LOG_DIR/<model>/gpu-<N>/sp-<S>/<rung>/model_len-<L>.log``;
+    published: without ``<rung>/``. A foreign trainer's name stands before the rung.
     """
     folder = log_directory / spec.model_name / f"gpu-{spec.layout.gpus}" / spec.layout.slug
     if layout == "rung":

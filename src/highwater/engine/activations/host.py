@@ -1,6 +1,5 @@
-"""Activations in host memory: what a recomputed layer keeps for its backward pass, its input and
-perhaps its attention's output, leaves for the host in the forward pass and comes back one layer
-ahead in the backward pass.
+"""Activations in host memory: what a recomputed layer keeps, its input and perhaps its attention's
+output, leaves for the host in the forward pass and is back one layer ahead.
 
 Copies run on a stream of their own. Memory of the device goes back once the stream of the
 computation has waited for the copy, at the next layer: peaks depend on the order of layers, never
@@ -298,8 +297,7 @@ def map_pinned(
     """Map host memory, touch it, and register it with CUDA if the device is a GPU; returns its
     bytes, and a function that unmaps it.
 
-    Raises MemoryError for more than ``room_bytes``: beyond what the machine has, touching it would
-    end any process.
+    MemoryError for more than ``room_bytes``: touching what is not there ends a process.
     """
     if size > room_bytes:
         raise MemoryError(

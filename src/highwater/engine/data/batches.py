@@ -38,11 +38,9 @@ class Document(NamedTuple):
     """The token itself, or UNTRAINED; a document's first token is never predicted."""
     reward: float = 0.0
     group: int = 0
-    """The number of the document's group: sequences of one prompt, among those of all ranks' step.
-    GRPO compares their rewards."""
+    """The group, sequences of one prompt, by number in all ranks' step: GRPO compares rewards."""
     old_logprobs_L: Tensor | None = None
-    """Log-probability of each token under the policy that sampled it; None: under the policy that
-    is trained, before the step."""
+    """Log-probability of each token when it was sampled; None: under the policy before the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +195,7 @@ def read_documents(
     """The documents of a micro-batch that ``source``, which errors name, yielded.
 
     Raises UsageError for what cannot be trained: ``window_tokens`` is the longest document that can
-    be, where only those that every layer attends to whole can. How long they are together is not
-    looked at.
+    be, where only those that every layer attends to whole can. Their sum is not looked at.
     """
     if isinstance(micro_batch, str | bytes | Mapping) or not isinstance(micro_batch, Iterable):
         raise _refused(source, f"{seen(micro_batch)} as a micro-batch", _LISTS)
@@ -281,7 +278,6 @@ def _is_whole(document: Document) -> bool:
 
 
 def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
-    """Yield a fault for ids and labels that are no tokens of this model."""
     ids_L, labels_L = document.ids_L, document.labels_L
     if ((ids_L < 0) | (ids_L >= vocab_size)).any():
         yield f"token ids outside 0..{vocab_size - 1}", "use the model's own tokenizer"
@@ -295,7 +291,6 @@ def _faults_of_ids(document: Document, vocab_size: int) -> Iterator[_Fault]:
 
 
 def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) -> Iterator[_Fault]:
-    """Yield a fault for a document too long for the trial, or for a layer to attend to."""
     if longest > spec.length_tokens:
         yield (
             f"a document of {longest:,} tokens for a length of {spec.length_tokens:,}",
@@ -312,7 +307,6 @@ def _faults_of_length(longest: int, spec: TrialSpec, window_tokens: int | None) 
 
 
 def _faults_of_numbers(document: Document) -> Iterator[_Fault]:
-    """Yield a fault for what would make the loss NaN, while the document is known."""
     if not abs(document.reward) <= torch.finfo(torch.float32).max:  # nor is NaN
         yield f"a document with the reward {document.reward}", "yield finite rewards"
     is_trained, logprobs = without_first(document.labels_L) != UNTRAINED, document.old_logprobs_L
@@ -361,12 +355,10 @@ def batches(
 ) -> Iterator[Batch]:
     """Micro-batches without end for one data-parallel rank: synthetic, or from ``spec.data``.
 
-    ``window_tokens``: the longest document that can be trained, where only those that every layer
-    attends to whole can.
+    ``window_tokens``: the longest document, where every layer has to attend to it whole.
 
     Synthetic sequences are numbered, and a number is the same sequence on any layout: data ranks
-    take turns, a micro-batch each, so that a step has the same ones however many ranks its
-    micro-batches are on.
+    take turns, a micro-batch each, so that a step has the same ones on any number of ranks.
 
     A function of the user's, ``module:function``, is called with ``data_rank``,
     ``data_parallel_degree``, ``length_tokens`` and ``sequences`` as keywords, and again when it

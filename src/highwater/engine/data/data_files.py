@@ -2,9 +2,8 @@
 of their bytes, and their records, one after the other, never a whole file in memory.
 
 A record knows its name, ``data.jsonl:17``, which every message about it begins with: the line of a
-file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes a date
-of a text that looks like one, gives the records of a file one type for a field, and refuses no line
-by its number.
+file of lines, the row of a table. Lines are read here, and not by ``datasets``, which makes dates
+of texts, gives the records of a file one type for a field, and refuses no line by its number.
 """
 
 import gzip
@@ -24,8 +23,7 @@ from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import from_json, open_regular
 
 DataKind = Literal["lines", "parquet", "arrow", "text", "saved"]
-"""JSON lines, Parquet, a table of ``datasets``, one document of plain text, or a folder that
-``datasets`` saved whole."""
+"""JSON lines, Parquet, a table of ``datasets``, a text as one document, a saved folder."""
 _KINDS: dict[str, DataKind] = {
     ".jsonl": "lines",
     ".json": "lines",
@@ -203,23 +201,18 @@ def _inside(path: Path, name: str) -> Iterator[DataFile]:
         yield DataFile(path, name, "saved")
         return
     if (path / "dataset_dict.json").is_file():
-        _refuse_several_splits(path)
+        splits = sorted(each.name for each in path.iterdir() if (each / "state.json").is_file())
+        if len(splits) > 1:  # one of them is for tests
+            first = "train" if "train" in splits else splits[0]
+            raise UsageError(
+                f"{path} has {len(splits)} splits: {', '.join(splits)}",
+                hint=f"name the one to train on: `--data {quote(str(path / first))}`",
+            )
     for each in sorted(path.iterdir()):
         is_about = each.name in _ABOUT_DATA or each.name.startswith(_OWN_CACHE)
         is_passed = each.is_symlink() if each.is_dir() else is_about
         if not each.name.startswith(".") and not is_passed:
             yield from _inside(each, f"{name}/{each.name}")
-
-
-def _refuse_several_splits(folder: Path) -> None:
-    """Raise UsageError where ``datasets`` saved several splits: one of them is for tests."""
-    splits = sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
-    if len(splits) > 1:
-        first = "train" if "train" in splits else splits[0]
-        raise UsageError(
-            f"{folder} has {len(splits)} splits: {', '.join(splits)}",
-            hint=f"name the one to train on: `--data {quote(str(folder / first))}`",
-        )
 
 
 def _refuse_unreadable(path: Path) -> None:
@@ -239,8 +232,7 @@ def _refuse_unreadable(path: Path) -> None:
 def records(file: DataFile) -> Iterator[DataRecord]:
     """The records of a file, in its order.
 
-    Raises UsageError, with the file and the line, for what cannot be read, and for a file of
-    records that has none.
+    UsageError, with file and line, for what cannot be read, and for a file without records.
     """
     row = 0
     try:

@@ -2,8 +2,7 @@
 refused by the record's name and the field's, and nothing is rounded or guessed.
 
 Of fields that nobody reads, those about a record, a message or a call are passed over by their
-name, and masks say whether it is trained. Any other text, number, yes or no may be a part of it,
-and is refused.
+name, and masks say whether it is trained. Any other text, number, yes or no is refused.
 """
 
 import math
@@ -20,9 +19,7 @@ from highwater.errors import UsageError
 
 
 class DataRecord(NamedTuple):
-    """One record, and where it stands. Its methods raise UsageError, with its name, for a field
-    that is not what it has to be.
-    """
+    """One record, and where it stands. Methods raise UsageError, naming it, for wrong fields."""
 
     fields: Mapping[str, Any]
     row: int
@@ -140,9 +137,7 @@ class DataRecord(NamedTuple):
         return all(told) if told else None
 
     def refuse_flags(self, fields: Mapping[str, Any]) -> None:
-        """Raise UsageError for a number, a yes or a no in a field of a message, a part of one or a
-        call, unless it is known to be about that.
-        """
+        """Refuse a number, a yes or a no, unless its field is known to be about what has it."""
         for name, value in fields.items():
             if not is_about(name, value) and _has_other_than_texts(value):
                 raise self.refusal(
@@ -160,9 +155,8 @@ class DataRecord(NamedTuple):
                 )
 
     def refuse_unread(self) -> None:
-        """Raise UsageError for a record that is masked, and for fields of it that nobody read,
-        unless they are about the record, or texts that say again what was read, or beside token ids
-        a mask that is 1 everywhere.
+        """Refuse a record that is masked, and fields of it that nobody read, unless they are about
+        the record, texts that say again what was read, or beside token ids a mask of ones.
         """
         self.refuse_masked()
         read_texts = {text for name in self.read for text in _texts(self.fields.get(name))}

@@ -75,9 +75,7 @@ class Rendering:
     def document(
         self, record: DataRecord, parts: Sequence[tuple[str, bool]], *, starts: bool, ends: bool
     ) -> TokenDocument:
-        """The tokens of a text in parts, each trained or not; with the tokenizer's own beginning,
-        and with an end-of-text token unless it ends in one.
-        """
+        """The tokens of a text in parts, trained or not, with the tokenizer's beginning and end."""
         encoded = encode_parts(self.tokens, [text for text, _ in parts], name=record.name)
         pieces = [(ids, trained) for ids, (_, trained) in zip(encoded.ids, parts, strict=True)]
         if starts and self.tokens.start_ids:
@@ -236,9 +234,7 @@ class RewardFunction:
         self.function = user_function(source, keywords, what="reward function", define=define)
 
     def __call__(self, record: DataRecord, prompt: Any, response: Any) -> float:
-        """The reward of a response. Raises UsageError, with the record's name, for what the
-        function raises, and for what is no number.
-        """
+        """The reward of a response; UsageError for what the function raises, and for no number."""
         try:
             value = self.function(prompt=prompt, response=response, record=record.fields)
         except Exception as error:  # the user's code: whatever it is, they mend it
@@ -290,7 +286,6 @@ def _has_several(record: DataRecord) -> bool:
 
 
 def _responses(record: DataRecord) -> list[_Sampled]:
-    """The responses of a record, one or several."""
     if not _has_several(record):
         name = record.first("response", "completion")
         if name is None and not record.has("response_ids"):

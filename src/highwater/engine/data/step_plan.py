@@ -1,10 +1,8 @@
-"""The plan of a training: which documents are in which micro-batch (row) of which step, and the
-rows of an evaluation.
+"""Plans which documents are in which micro-batch (row) of a step, and in an evaluation's.
 
 It is a function of lengths, units, rows and a seed, the same on every machine and for every number
-of ranks, which take turns in the rows of a step. An epoch has every document once, in an order of
-its own; its last rows make a step with the first ones of the next. It takes some 20 bytes a
-document while it is in use.
+of ranks, which take turns in a step. An epoch has every document once, in an order of its own; its
+last rows make a step with the first ones of the next. In use it takes some 20 bytes a document.
 
 Where a unit has to be whole in one row, it goes into the row that it leaves the least room in,
 among the last ones that are open, and if none has room, opens another (best fit). Then the rows are
@@ -401,7 +399,6 @@ def _laid_out(steps: Sequence[Sequence[Iterable[int]]]) -> EpochRows:
 
 
 def _refuse_no_step(units: Units, row_tokens: int, rows: int) -> None:
-    """Raise UsageError for documents, units or rows that fit into no step."""
     documents = len(units.lengths)
     _refuse_long(int(units.lengths.max()), row_tokens)
     if documents < rows:

@@ -147,9 +147,7 @@ class OpenCorpus:
     def __init__(
         self, directory: Path, summary: Corpus, names: Sequence[str], checked: Collection[str]
     ) -> None:
-        """Map the files, of which all that are ``checked`` are as they were written. Raises
-        UsageError where one is not, or not what the summary says.
-        """
+        """Map the files, ``checked`` to be as written; UsageError where the summary differs."""
         self.summary = summary
         self._names, self._directory, self._checked = names, directory, checked
         ids_path = directory / "ids.bin"

@@ -1,6 +1,5 @@
-"""Text to token ids: by a tokenizer of a local directory, or, where there is none, byte by byte;
-and texts that a tokenizer makes into exactly so many tokens. No text is cut: what a tokenizer would
-do silently is off.
+"""Text to token ids, by a tokenizer of a local directory, else byte by byte; and texts of exactly
+so many tokens. No text is cut, as a tokenizer would silently.
 """
 
 import random
@@ -105,10 +104,9 @@ class Parts(NamedTuple):
 def encode_parts(tokens: TextTokens, parts: Sequence[str], *, name: str) -> Parts:
     """The tokens of each part of a text.
 
-    Together they are those of the whole text, wherever its tokens end where the parts do. Where
-    one would not, each part is tokenised by itself, as a model sees a prompt alone before it
-    responds; they are proven to spell the same text. Raises UsageError, with the record's name,
-    where neither can be.
+    Together they are those of the whole text, wherever its tokens end where the parts do. Where one
+    would not, each part is tokenised by itself, as a model sees a prompt alone before it responds;
+    they are proven to spell the same text. UsageError, naming the record, where neither can be.
     """
     apart = tuple(tokens.encode(part) if part else [] for part in parts)
     whole = apart[0] if len(parts) == 1 else tokens.encode("".join(parts))
@@ -146,8 +144,7 @@ _LETTERS = ("a", "b", "c", "d")
 def exact_texts(
     tokenizer: Any, *, length_tokens: int, count: int, seed: int, end: str
 ) -> list[str]:
-    """``count`` different texts of exactly so many tokens, with ``end``, which a trainer puts
-    behind each.
+    """``count`` different texts of exactly so many tokens, with the ``end`` that a trainer adds.
 
     Raises ModelError where no text of that length is found.
     """

@@ -63,8 +63,7 @@ class LengthLimit:
     def __call__(self, unit: Unit, *, name: str) -> Iterator[Unit]:
         """The units that are trained of a unit, without those of which nothing is.
 
-        Raises UsageError, with the record's name, for a document that is too long where none may
-        be.
+        UsageError, naming the record, for a document that is too long where none may be.
         """
         lengths = (len(document.ids_L) for document in unit.documents)
         self.longest_tokens = max(self.longest_tokens, *lengths)
@@ -162,8 +161,7 @@ def main() -> None:
 
 
 def tokenise(order: CorpusOrder, parent: Path, *, scratch: Path, on_phase: OnPhase) -> Corpus:
-    """The corpus of an order, in a folder below ``parent``, made in ``scratch`` where it is not
-    there yet.
+    """The corpus of an order, in a folder below ``parent``, made in ``scratch`` if need be.
 
     Raises UsageError for data that cannot be trained on, and MachineError where the disk refuses.
     """
@@ -283,7 +281,6 @@ def _nothing(order: CorpusOrder, limit: LengthLimit) -> UsageError:
 def _notes(
     order: CorpusOrder, found: DataFiles, tokens: TextTokens, writer: CorpusWriter
 ) -> tuple[str, ...]:
-    """Notes for the user about the corpus."""
     notes: list[str] = []
     if found.left_out:
         names = ", ".join(found.left_out[:3]) + (", ..." if len(found.left_out) > 3 else "")

@@ -111,9 +111,8 @@ def is_adapter(name: str) -> bool:
 
 
 def fill_adapter(name: str, parameter: nn.Parameter, *, seed: int, device: torch.device) -> None:
-    """Fill this rank's rows of an adapter, with the same numbers on any number of ranks: B with
-    zeros, so that the model begins unchanged; A like peft, evenly within plus or minus 1 over the
-    square root of its inputs.
+    """Fill this rank's rows of an adapter, alike on any number of ranks: B with zeros, so that the
+    model begins unchanged; A like peft, within plus or minus 1 over the root of its inputs.
     """
     local = local_shard(parameter.detach())
     if name.endswith(B):

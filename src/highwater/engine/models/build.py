@@ -1,6 +1,4 @@
-"""Build a trial's model: any Hugging Face decoder-only causal LM, built on meta, sharded, then
-materialised shard by shard.
-"""
+"""Build any decoder-only causal LM of Hugging Face: on meta, sharded, filled shard by shard."""
 
 import copy
 import inspect
@@ -178,9 +176,7 @@ def build_on_meta(
 
 
 def drop_storage(causal_lm: PreTrainedModel) -> None:
-    """Move to meta what the family's class created elsewhere, by functions that ignore the default
-    device: Fill gives all values.
-    """
+    """Move to meta what the family's class made elsewhere: Fill gives all values."""
     for module in causal_lm.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta:

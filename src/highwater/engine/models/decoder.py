@@ -25,16 +25,13 @@ from highwater.nouns.trial import Weights
 
 
 class MicroBatchStatistics(NamedTuple):
-    """Results of a forward pass: TokenStatistics of the trained tokens, and the whole micro-batch's
-    share of the routers' loss.
-    """
+    """Results of a forward pass: the trained tokens' statistics, and the routers' loss."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
     router_loss: Tensor | None
     """This rank's share of the routers' auxiliary loss, summed over tokens, times its coefficient;
-    to be divided by all tokens of the step. None for a model without such a loss, and if no
-    gradient is recorded."""
+    to be divided by the step's tokens. None without such a loss, or without gradients."""
 
 
 class Decoder(nn.Module):

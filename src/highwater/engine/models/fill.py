@@ -91,9 +91,7 @@ class Fill:
             _check_files(model, saved, self._other_names)
 
     def one_unit(self, unit: nn.Module) -> None:
-        """Give storage on the device, and values, to the modules of a unit that are still on meta;
-        units inside it are filled before.
-        """
+        """Give storage and values to a unit's modules on meta; the units inside come before."""
         own = {m: (*m.parameters(recurse=False), *m.buffers(recurse=False)) for m in unit.modules()}
         fresh = [module for module, tensors in own.items() if any(t.is_meta for t in tensors)]
         for module in fresh:
@@ -157,9 +155,7 @@ def _is_in(saved: weights.SavedWeights, name: str) -> bool:
 
 
 def _saved_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return a module's own buffers that are saved with it; transformers does not read others from
-    files either.
-    """
+    """Return a module's own buffers that are saved; transformers reads no others from files."""
     # state_dict itself uses this set
     left_out = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
     return [each for each in module.named_buffers(recurse=False) if each[0] not in left_out]

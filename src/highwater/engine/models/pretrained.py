@@ -86,8 +86,7 @@ class _File(NamedTuple):
 class PretrainedDirectory:
     """Weight files that are being written.
 
-    Create it with the shapes of all parameters, write their values in the same order, then close
-    it.
+    Create it with all parameters' shapes, write their values in that order, then close it.
     """
 
     def __init__(
@@ -242,8 +241,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the model's config with RoPE as it was trained, for transformers 4.57 and 5.
 
-    ``architecture`` is the class that loads it. Fields of the source's config.json that this
-    version does not know are kept.
+    ``architecture`` is the class that loads it. Unknown fields of config.json are kept.
     """
     theirs: dict[str, Any] = json.loads(read_file(source / "config.json", most_bytes=CONFIG_BYTES))
     config = model.config
@@ -269,8 +267,7 @@ def config_of(
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the config's fields about RoPE, for both versions.
 
-    Version 5 reads ``rope_parameters``; 4.57 reads ``rope_scaling``, with ``rope_theta`` and others
-    at the top level.
+    Version 5 reads ``rope_parameters``; 4.57 ``rope_scaling``, with ``rope_theta`` beside it.
     """
     if parameters is None or "rope_type" not in parameters:
         return {}  # no RoPE, or one for each kind of layer, for which 4.57 has other fields
@@ -297,8 +294,7 @@ def openable_directory(source: Path, cache: Path, scratch: Path, *, seed: int) -
     """Return the model's own directory if it is complete, else one below ``cache``, which is made
     in ``scratch`` first if it is not there yet.
 
-    Raises ModelError for files that are not a whole model's, and for a model with buffers that
-    cannot be computed.
+    ModelError for files that are no whole model's, and for buffers that cannot be computed.
     """
     missing = missing_files(source)
     if not any(missing):

@@ -26,9 +26,8 @@ def fill_random(
 ) -> None:
     """Fill this rank's rows of a parameter.
 
-    Vectors named ``weight`` (norms) become 1, biases 0, the rest normal with deviation ``std``. The
-    numbers are drawn on ``device``, wherever the parameter is: a GPU is a hundred times faster than
-    a host.
+    Vectors named ``weight`` (norms) become 1, biases 0, the rest normal with deviation ``std``.
+    Numbers are drawn on ``device``: a GPU is a hundred times faster than a host.
     """
     local = local_shard(parameter.detach())
     if parameter.ndim == 1 and name.endswith("bias"):

@@ -116,8 +116,7 @@ _STRANGE = (
 
 
 def prove_head(causal_lm: PreTrainedModel, transform: LogitTransform = PLAIN) -> None:
-    """Raise ModelError, naming the family, unless its logits are those of the head alone with this
-    transform.
+    """Raise ModelError unless a family's logits are the head's alone, so transformed.
 
     The model may be on meta.
     """

@@ -29,8 +29,7 @@ def scale_rope(config: PreTrainedConfig, *, length_tokens: int, rope: Rope) -> N
 
     YaRN's factor is length / native length; for a model with its own scaling and ``rope="yarn"``,
     the native length is the one that its scaling started from. Scaling that grows with the length
-    (``dynamic``) has no maximum. Raises UsageError past a maximum that cannot or may not be
-    exceeded.
+    (``dynamic``) has no maximum. UsageError past a maximum.
     """
     native = config.max_position_embeddings
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}

@@ -69,9 +69,7 @@ class SavedWeights:
     def __init__(
         self, directory: str, where: Mapping[str, Any], written: Mapping[str, str] | None = None
     ) -> None:
-        """``where``: the open file of every tensor, by the tensor's name; ``written``: the name
-        that it has there, if that is another.
-        """
+        """``where``: the open file of each tensor; ``written``: its name there, if another."""
         self.directory = directory
         self._where = where
         self._written = {name: name for name in where} if written is None else written
@@ -134,8 +132,7 @@ class SavedWeights:
     ) -> None:
         """Raise ModelError unless the files hold exactly these parameters, in their shapes.
 
-        ``buffers`` may be there, in their shapes; so may ``others``, and names that match the
-        patterns ``ignored``.
+        ``buffers``, in their shapes, ``others`` and names like ``ignored`` may be there.
         """
         expected = set(others)
         for name, parameter in parameters.items():

@@ -42,9 +42,8 @@ def shard_flat(
     """Wrap the model by units: ``materialise`` fills one, FSDP1 cuts it, then the next follows.
 
     The wrapper has all attributes of the model. Gradients are summed over the ranks, not averaged:
-    each rank's loss is already its share of the whole batch's. With ``use_orig_params`` the model
-    keeps its own parameters, as views of FSDP1's flat vectors; otherwise the vectors are its
-    parameters.
+    a rank's loss is its share of the batch's. With ``use_orig_params`` the model keeps its own
+    parameters, as views of FSDP1's flat vectors; otherwise the vectors are its parameters.
     """
     on_gpu = mesh.device_type == "cuda"
     own_gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None

@@ -40,8 +40,7 @@ def shard(
     device, in the compute dtype, it gathers nothing.
 
     Shards in bfloat16 have gradients in bfloat16: the ranks' gradients are summed in float32, and
-    the sum is rounded to the nearest, once. A single rank has no sum, and rounds only what it
-    computed wider.
+    the sum is rounded to the nearest, once. A single rank has no sum.
     """
     frozen = {p for p in model.parameters() if not p.requires_grad}
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}

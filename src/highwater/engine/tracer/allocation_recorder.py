@@ -70,9 +70,7 @@ def _in_backward(args: Sequence[Any]) -> list[int]:
 
 
 def _in_embedding_backward(args: Sequence[Any]) -> list[int]:
-    """Bytes of float32 sums of ten sorted rows each, for more than 3,072 tokens. Source:
-    ATen/native/cuda/EmbeddingBackwardKernel.cu.
-    """
+    """Bytes of float32 sums of ten sorted rows each, as in ATen's EmbeddingBackwardKernel.cu."""
     gradient, tokens, vocabulary = args[0], args[1].numel(), args[2]
     width = -(-gradient.shape[-1] // 32) * 32
     return [4 * width * (tokens // 10 + min(tokens, vocabulary))] if tokens > 3072 else []
@@ -128,8 +126,7 @@ class AllocationRecorder(TorchDispatchMode):
         self.modules: dict[str, int] = {"": 0}
         self.is_closed = False
         self.is_muted = False
-        """True while nothing is recorded, because DTensor computes shapes with tensors of the whole
-        model's size, which no rank ever has."""
+        """True while nothing is recorded: DTensor makes tensors of the model's size for shapes."""
         self._count = 0
         self._ids: dict[int, list[int]] = {}
         """Record of each storage by its ``_key``: the id of its current allocation (0 for none),
@@ -181,9 +178,8 @@ class AllocationRecorder(TorchDispatchMode):
             self._lent[key] = (stream.stream_id, True)
 
     def pass_on(self, gradient: Tensor, stream: fake_cuda.Stream) -> None:
-        """Note that autograd continues with a gradient on a stream. A sum of gradients was made on
-        that stream: its allocation moves there, and its addends are lent. Any other gradient is
-        lent.
+        """Note that autograd continues with a gradient on a stream. A sum of gradients was made
+        there: its allocation moves, and its addends are lent. Any other gradient is lent.
         """
         record = self._ids.get(_key(gradient.untyped_storage()))
         if record is None or not record[0] or record[2] == stream.stream_id:
@@ -407,8 +403,7 @@ def _waits_for_gpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
 
 
 _FIRST_PHASE = "experience"
-"""First phase of a step. Before it the host reads the last step's loss, for which it waits until
-the GPU is done."""
+"""First phase of a step; before it the host reads the last loss, and waits for the GPU."""
 _LAUNCHES_AHEAD = 1024
 """Kernels that the host may have launched before the GPU ran them: CUDA's queue. With it FSDP1's
 trials on an H200 reserve at most 0.5 % more than their traces, else 7.6 % (docs/results/lab)."""

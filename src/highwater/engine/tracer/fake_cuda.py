@@ -38,8 +38,7 @@ heard_record_stream: list[Callable[[torch.Tensor, "Stream"], object]] = []
 heard_wait: list[Callable[["Stream"], object]] = []
 """Listeners called when the host waits until a stream is done."""
 heard_gradient: list[Callable[[torch.Tensor, "Stream"], object]] = []
-"""Listeners called with a gradient of a part of FSDP1's vectors, and the stream on which autograd
-continues with it."""
+"""Called with a gradient of a part of FSDP1's vectors, and the stream autograd goes on with."""
 _kept: list[Any] = []
 """Objects that C++ points to and that must not be garbage-collected."""
 
@@ -61,9 +60,7 @@ def install() -> None:
 
 
 class Stream:
-    """A stream on which nothing runs, identified by a number. It tracks how far the work of other
-    streams is done before its own next work.
-    """
+    """A stream on which nothing runs; it tracks how far others are done before its next work."""
 
     current: ClassVar["Stream"]
     _count = 0

@@ -44,9 +44,7 @@ class _Counts(NamedTuple):
 
 
 class InplaceAccumulation:
-    """Chooses, under a dispatch mode, the operator that plain tensors would use; sums stay copies
-    until it has learned.
-    """
+    """Chooses, in a dispatch mode, what plain tensors run; until it learns, sums are copies."""
 
     def __init__(self) -> None:
         self._alone: _Counts | None = None
@@ -172,11 +170,9 @@ class _Symbol(ctypes.Structure):
 
 
 def _is_the_engines() -> bool:
-    """True if the engine itself asked for the sum that is being dispatched; a backward formula may
-    add tensors too.
+    """True if the engine itself asked for this sum; a backward formula may add tensors too.
 
-    Python has no frame for the engine, so the native stack is searched: PyTorch's own frames from
-    which Python was called.
+    Python has no frame for the engine, so PyTorch's own frames on the native stack are searched.
     """
     addresses = (ctypes.c_void_p * _MOST_CALLERS)()
     count: int = ctypes.CDLL(None).backtrace(addresses, _MOST_CALLERS)

@@ -1,5 +1,4 @@
-"""Tracer: run a trial's own steps on fake CUDA tensors, at full depth and any length, and write
-what a rank allocates and frees.
+"""Tracer: run a trial's own steps on fake CUDA tensors, and write what a rank allocates.
 
 ``python -m highwater.engine.tracer.tracer ORDER EVENTS`` runs in a process of its own, on any
 machine: no number is computed, no GPU is used. The engine's own code runs; kernels that a CPU build

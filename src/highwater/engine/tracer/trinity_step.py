@@ -42,9 +42,7 @@ TEMPERATURE = 1.0
 
 
 def set_up(recorder: AllocationRecorder, context: RankContext) -> None:  # noqa: ARG001
-    """Leave out the workspace of an embedding's gradient: memory in these traces must be linear in
-    the tokens, which this workspace is not.
-    """
+    """Leave out an embedding gradient's workspace, which is not linear in the tokens."""
     recorder.hidden.pop(torch.ops.aten.embedding_dense_backward.default)
 
 
@@ -103,9 +101,7 @@ class Actor(Decoder):
         # only for `sft`, which Trinity trains in another way
         logprob_gradient: float | None = None,  # noqa: ARG002
     ) -> MicroBatchStatistics:
-        """Log-probabilities of ``labels_N`` and entropies, each read at its position; shape N,
-        float32 or wider.
-        """
+        """Log-probabilities of ``labels_N`` and entropies, at their positions; shape N."""
         hidden_TE = self.hidden_states(input_ids_T, position_ids_T, document_lengths)
         logits_TV = self.head(hidden_TE[None]).squeeze(0)
         logits_TV = divided(logits_TV)
@@ -210,9 +206,7 @@ def on_fsdp1(
 def offloaded(
     actor: Actor, *, directory: str, mesh: DeviceMesh, compute_dtype: torch.dtype, seed: int = 0
 ) -> Decoder:
-    """Shard the actor by FSDP2, frozen and in host memory; one layer at a time is on the device, as
-    with FSDP1's offload.
-    """
+    """Shard the actor by FSDP2, frozen and in host memory, one layer at a time on the device."""
     with weights.opened(directory) as saved:
         fill = Fill(actor, saved, device=torch.device(mesh.device_type), seed=seed)
         fsdp2.shard(actor, list(actor.layers), mesh=mesh, compute_dtype=compute_dtype, offload=True)

@@ -47,8 +47,7 @@ from highwater.nouns.objective import Lora
 def save_sharded(
     model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, *, mesh: DeviceMesh
 ) -> int:
-    """Write every rank's shards of model and optimizer to ``directory``; returns the bytes that
-    this rank wrote.
+    """Write every rank's shards of model and optimizer to ``directory``; returns bytes written.
 
     The format is torch.distributed.checkpoint's, with keys ``model`` and ``optimizer`` (a tied
     head under its embedding's name alone), plus an index that ``load_sharded`` reads. It takes 12

@@ -1,5 +1,4 @@
-"""Experience: numbers of every trained token that a step needs before its update, from passes that
-record no gradient.
+"""Experience: numbers of trained tokens that an update needs, from passes without gradients.
 
 Shapes, per rank:  T packed tokens, this rank's share  N trained tokens among those  D documents of
 the micro-batch
@@ -46,8 +45,7 @@ class Experience:
 def forward_batch(
     model: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
 ) -> list[Tensor]:
-    """Log-probabilities of the trained tokens, or a critic's values at them, computed micro-batch
-    by micro-batch; each N.
+    """Log-probabilities of trained tokens, or a critic's values, by micro-batch; each N.
 
     Dropout is off: the model's predictions are wanted, nothing is trained.
     """
@@ -71,9 +69,7 @@ def group_experience(
     mesh: DeviceMesh,
     sequence: dist.ProcessGroup | None,
 ) -> list[Experience]:
-    """Return GRPO's experience: advantages within groups of rewards, over all micro-batches of all
-    ranks, and the reference's log-probabilities.
-    """
+    """GRPO's experience: advantages in groups of all ranks, and reference log-probabilities."""
     device = torch.device(mesh.device_type)
     advantages = iter(_group_advantages(micro_batches, mesh, sequence))
     experiences: list[Experience] = []

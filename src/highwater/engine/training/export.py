@@ -1,7 +1,6 @@
 """Export: write the trained model as a directory for other programs, whole or not at all.
 
-transformers loads it, or peft if adapters were trained. The tokenizer's files and chat templates
-are copied into it.
+transformers loads it, or peft adapters. The tokenizer's files and chat templates are in it.
 """
 
 import errno
@@ -45,8 +44,7 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
     plus its adapters. ``source`` is the directory that the model came from. The export is written
     under another name and renamed at the end.
 
-    Raises UsageError for a directory that exists already, MachineError if the disk cannot take it;
-    both on all ranks.
+    On all ranks: UsageError for a directory that exists, MachineError if the disk is full.
     """
     mesh, is_first = training.mesh, dist.get_rank() == 0
     partial = directory.with_name(directory.name + PARTIAL)

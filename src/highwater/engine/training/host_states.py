@@ -31,9 +31,7 @@ would be in the whole tensor."""
 
 
 class HostStateAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW(fused=True)`` with moments in host memory. Its state dicts are the same,
-    and each optimizer loads the other's.
-    """
+    """``torch.optim.AdamW(fused=True)`` with moments on the host; state dicts are the same."""
 
     def __init__(
         self,

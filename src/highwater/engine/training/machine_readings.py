@@ -1,5 +1,4 @@
-"""Machine readings: measure the memory that each library takes on this GPU at its first use,
-outside the allocator and inside it.
+"""Machine readings: memory that libraries take at first use, in the allocator and outside.
 
 ``python -m highwater.engine.training.machine_readings FILE`` runs on as many ranks as there are
 GPUs; rank 0 writes the largest readings. Each stage uses one library and leaves no tensor behind;

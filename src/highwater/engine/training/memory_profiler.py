@@ -54,9 +54,7 @@ class MemoryProfiler:
         self.max_entries = max_entries
 
     def start(self) -> Self:
-        """Forget earlier events, and record from here on. Existing allocations keep the stacks that
-        they were recorded with, if any.
-        """
+        """Forget earlier events and record from here; what is alive keeps the stack that it has."""
         _record("all", max_entries=self.max_entries, clear=True)
         return self
 
@@ -92,8 +90,7 @@ class TrialProfiler:
     """Profiler of one rank of a trial. From the beginning it records the stacks of live
     allocations, and in the steps that were asked for every event.
 
-    If a step fails, whoever runs the steps calls ``write_failed``, which writes a snapshot whatever
-    step it is.
+    Whoever runs a step that fails calls ``write_failed``, which writes a snapshot.
     """
 
     def __init__(self, order: SnapshotOrder, *, rank: int, place: str) -> None:

@@ -1,5 +1,4 @@
-"""Objectives: ordinary functions of per-token numbers; each returns this micro-batch's share of a
-mean over the whole step.
+"""Objectives: functions of per-token numbers; each returns its share of a mean over a step.
 
 The mean is over all trained tokens of all micro-batches and ranks, with equal weights:
 "token-mean" over the whole batch in verl's words, ``loss_type="dapo"`` in TRL's. For pairs it is
@@ -47,8 +46,7 @@ def clip_loss(
     dual: float,
     trained_tokens: int,
 ) -> Tensor:
-    """PPO's clipped policy loss with a dual clip, verl's ``vanilla``. With ``dual`` 0 there is no
-    dual clip, as in the PPO paper.
+    """PPO's clipped policy loss, verl's ``vanilla``: with a dual clip unless ``dual`` is 0.
 
     Sources: Schulman et al., https://arxiv.org/abs/1707.06347, equation 7; Ye et al.,
     https://arxiv.org/abs/1912.09729, equation 5.
@@ -65,9 +63,7 @@ def clip_loss(
 
 
 def old_logprobs(sampled_N: Tensor | None, before_N: Tensor) -> Tensor:
-    """Log-probabilities under the policy that sampled the tokens; where they are NaN (unknown for a
-    document), under the policy before the step.
-    """
+    """Log-probabilities when sampled; where NaN (unknown), those of the policy before the step."""
     if sampled_N is None:
         return before_N
     sampled_N = sampled_N.to(before_N.dtype)
@@ -138,8 +134,7 @@ def value_loss(
 
 
 def pairwise(rewards_D: Tensor, *, pairs: int) -> Tensor:
-    """Bradley-Terry loss of rewards; documents are ordered as chosen, rejected, chosen, rejected,
-    ...
+    """Bradley-Terry loss of rewards; documents are ordered as chosen, rejected, chosen, ...
 
     ``pairs`` counts all micro-batches of all ranks.
     """
@@ -170,8 +165,7 @@ def group_advantages(rewards: Sequence[float], groups: Sequence[int]) -> list[fl
     """GRPO's advantage of each sequence: its reward minus the group's mean, in standard deviations;
     in a group of one, reward / (1 + 1e-6).
 
-    Source: Shao et al., DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1, as verl
-    computes it.
+    Source: Shao et al., https://arxiv.org/abs/2402.03300, section 4.1, as verl computes it.
     """
     members: dict[int, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):

@@ -14,8 +14,7 @@ from highwater.nouns.objective import OPTIMIZERS, OptimizerName
 from highwater.nouns.trial import TrialSpec
 
 _NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Patterns in the names of norms and biases, which have no weight decay. Source:
-``Trainer.get_decay_parameter_names``, transformers 5.23."""
+"""Names of norms and biases, without weight decay, as transformers' trainer 5.23 has it."""
 
 
 def optimizer_of(model: nn.Module, spec: TrialSpec) -> torch.optim.Optimizer:
@@ -41,9 +40,8 @@ def make_optimizer(
     """Return AdamW on the float32 shards, with both moments and every gradient allocated as zeros.
     Without ``keeps_gradients`` no gradient is kept; each step makes and frees its own.
 
-    It runs where the shards are: on the host if they are offloaded. With ``on_host`` only the
-    moments are there (engine/training/host_states.py). Frozen parameters are left out: they have no
-    gradient, no state and no decay.
+    It runs where the shards are; with ``on_host`` only moments are on the host (host_states.py).
+    Frozen parameters are left out: they have no gradient, no state and no decay.
 
     What lives as long as the training is allocated before the first activation. Left to the first
     step, gradients and moments would be cut out of blocks that activations just freed, and the

@@ -111,7 +111,6 @@ def _model(
     loss: Loss | None,
     seed: int = 0,
 ) -> Decoder:
-    """Build a model to train, as the settings say."""
     settings = spec.settings
     trained: dict[str, Any] = {
         "strategy": settings.strategy,
@@ -125,8 +124,7 @@ def _model(
 
 
 def _reference(spec: TrialSpec, context: RankContext) -> Decoder:
-    """Build the policy as it was: frozen, in its compute dtype, in host memory, from which one
-    layer at a time comes to the device.
+    """Build the policy as it was, frozen, in host memory, from which it comes layer by layer.
 
     It uses the policy's own kernels: others round differently, and over a document's thousands of
     tokens that adds up to a log-ratio where there should be none.
@@ -238,9 +236,7 @@ class RankRun(ABC):
         self.report = self.with_(budget=budget)
 
     def step(self, training: Training, micro_batches: Sequence[Batch], *, number: int) -> None:
-        """Train one step (the first is 1) and record its results; raises FloatingPointError if its
-        loss or a norm is not finite.
-        """
+        """Train a step (from 1) and record it; FloatingPointError if it is not finite."""
         synchronize(training.device)
         began = time.perf_counter() - _preparing_s(training)
         first = self.report.first_step_at_unix_s or time.time()
@@ -373,8 +369,7 @@ class Trial(RankRun):
         if len(digests.unique()) > 1:
             raise UsageError(
                 f"{self.spec.data} yielded different documents to the {context.sequence_degree} "
-                f"ranks of data rank "
-                f"{context.data_rank}, each of which trains a part of them",
+                f"ranks of data rank {context.data_rank}, each of which trains a part of them",
                 hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
             )
 

@@ -57,8 +57,7 @@ BEST_FILE = "best.json"
 MODEL_FOLDERS = ("model", "critic")
 """Folders of the trained models' shards, in the order of ``Training.trained``."""
 PARTIAL, ASIDE = ".partial", ".set-aside"
-"""Suffixes of folder names: folders being written or removed; checkpoints set aside because the run
-went back to an earlier one."""
+"""Suffixes of folders: written, removed, or set aside because the run went back."""
 _OWN_FILE = re.compile(
     rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|{INDEX_FILE})"
     rf"|(?:{STATE_FILE}|{MANIFEST_FILE})(?:\.tmp)?"
@@ -258,7 +257,6 @@ class RunCheckpoints:
         return f"none before it is whole: `mv {folder} {folder}.damaged` lets the run begin anew"
 
     def _checkpoints(self) -> list[Path]:
-        """Return every folder with a checkpoint's name."""
         if not self.folder.is_dir():
             return []
         return [

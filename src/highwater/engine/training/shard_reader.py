@@ -139,8 +139,7 @@ class ShardReader:
     def fill(self, name: str, target: Tensor, held: FlatRange) -> None:
         """Fill a contiguous shard with the range of a saved tensor that it holds.
 
-        Raises UsageError for a tensor of another dtype, for 8-bit moments whose blocks would be
-        cut, and for damaged files.
+        UsageError for another dtype, 8-bit moments whose blocks would be cut, and damaged files.
         """
         saved = self.tensors[name]
         length = held.stop - held.start

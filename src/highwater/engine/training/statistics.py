@@ -116,16 +116,14 @@ class Statistics:
         self._parts[name] = part
 
     def add_documents(self, logprob_sums: Sequence[float] | None, counts: Sequence[int]) -> None:
-        """Add this rank's part of its documents: for each the sum of its trained tokens'
-        log-probabilities (None if the step has none) and their count. Ranks that share documents
-        add them in the same order.
+        """Add this rank's part of its documents: each one's sum of trained log-probabilities (None
+        if the step has none) and their count. Ranks that share documents keep one order.
         """
         self._has_logprobs |= logprob_sums is not None
         self._of_documents += zip(logprob_sums or [0.0] * len(counts), counts, strict=True)
 
     def export(self, *, most_documents: int) -> dict[str, Reduced]:
-        """Return the step's numbers (those with parts, and the caller's own) and forget the parts;
-        all ranks must call it.
+        """Return the step's numbers that have parts, and forget those; all ranks must call it.
 
         ``most_documents``: the most that any rank added, the same on all ranks. A number not
         combined from all ranks is the one of this rank's group. Raises UsageError if a rank added

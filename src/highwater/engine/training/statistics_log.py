@@ -212,8 +212,7 @@ def divide_budget(
 
 
 def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
-    """Say how the device came to use more than its budget; None if it did not, or if there is no
-    driver's reading.
+    """Say how the device came to use more than its budget; None if it did not, as far as read.
 
     The allocator compares its cap with what it is asked for, but expandable segments map 20 MiB at
     a time, so it can pass its cap by less than that.

@@ -96,8 +96,7 @@ class Training:
 def train_step(
     training: Training, micro_batches: Sequence[Batch], *, enter: OnPhase = unheard
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Train one step on this rank's micro-batches; returns the policy's loss over the whole batch,
-    and the gradients' norms.
+    """Train one step on this rank's micro-batches; returns the whole batch's loss, and norms.
 
     The first norm is the policy's, the second the critic's if there is one.
 
@@ -122,8 +121,7 @@ def backward_of(
     enter: OnPhase = unheard,
     then: UseGradients = lambda _, __: None,
 ) -> Tensor:
-    """Add the gradients of all micro-batches to the shards; returns this rank's share of the
-    policy's loss.
+    """Add all micro-batches' gradients to the shards; returns this rank's share of the loss.
 
     ``then`` is called for each model once its gradients are complete: for the critic before the
     policy's forward pass, so that the gradients of both are never alive together. The policy's loss
@@ -170,8 +168,7 @@ def clear_gradients(training: Training, model: nn.Module, optimizer: torch.optim
 
 
 def clip(model: nn.Module, *, mesh: DeviceMesh, max_norm: float) -> Tensor:
-    """Clip the whole gradient to ``max_norm`` (0: do not clip), in place; returns its norm before,
-    on the mesh's device.
+    """Clip the whole gradient in place to ``max_norm`` (0: not); returns its norm before.
 
     Shards are measured where they are, on the host if offloaded, and one number is summed over the
     ranks on the mesh's device: a collective on the host would need gloo beside NCCL. Norms are in
@@ -353,9 +350,7 @@ def reward_loss(
 def preference_loss(
     training: Training, logprobs_N: Tensor, batch: Batch, experience: Experience, *, pairs: int
 ) -> Tensor:
-    """Return DPO's loss. A document's log-ratio is summed over its tokens on all ranks; each rank
-    that shares it returns an equal share.
-    """
+    """Return this rank's share of DPO's loss; log-ratios are summed over a document's ranks."""
     assert experience.reference_logprobs_N is not None
     log_ratios_D = objectives.document_sums(
         logprobs_N - experience.reference_logprobs_N,

@@ -1,5 +1,4 @@
-"""Step record: numbers of each trained token from the forward passes of a step, copied to the host
-while the step goes on.
+"""Step record: numbers of each trained token of a step, copied to the host while it goes on.
 
 They take no device memory, and nothing waits for them: they may be read once the device is
 synchronised, as it is when a step's loss is read. They are 8 to 24 bytes for each trained token.

@@ -172,9 +172,7 @@ class Trainer:
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank's data-parallel group. Ranks that share sequences are in one group,
-        and must be given the same documents.
-        """
+        """Number of this data-parallel group, whose ranks must be given the same documents."""
         return self._context.data_rank
 
     @property

@@ -51,8 +51,7 @@ def trial_of(
 ) -> tuple[TrialSpec, Request]:
     """Return the trial whose step is trained, and the request that asks for it.
 
-    Raises HighwaterError for what cannot be trained, and for a setting that does not concern a
-    step; its hint is in keywords.
+    HighwaterError, with keywords in its hint, for what no step can be.
     """
     try:
         _refuse_what_is_no_steps(settings)

@@ -54,8 +54,7 @@ def evaluate(training: Training, micro_batches: Sequence[Batch]) -> Evaluation:
 
     The loss is the objective's for pairs (``rw``, ``dpo``), else the negative log-likelihood of the
     trained tokens. Dropout is off, no gradient is recorded, and logits are computed in chunks
-    whatever loss the training uses. The routers' auxiliary loss is not included. Raises UsageError
-    without a micro-batch.
+    whatever loss the training uses. No router's loss is in it. UsageError without a micro-batch.
     """
     if not micro_batches:
         raise UsageError(
@@ -115,9 +114,7 @@ class TrainingRows:
     """Micro-batches of this rank, for any step."""
 
     def __init__(self, spec: TrainingSpec, context: RankContext) -> None:
-        """Open the training and evaluation corpora. Raises UsageError for a corpus that is damaged,
-        or that cannot be made into rows for this layout.
-        """
+        """Open the corpora; UsageError for a damaged one, or one without rows for this layout."""
         self._context = context
         self._ranks = spec.trial.layout.data_parallel_degree
         self._row_tokens = spec.trial.length_tokens * spec.trial.sequences
@@ -144,8 +141,7 @@ class TrainingRows:
         ]
 
     def evaluate(self, training: Training) -> float | None:
-        """Return the mean loss over the evaluation corpus, each document once; None if there is no
-        corpus.
+        """Return the mean loss over the evaluation corpus, each document once; None without one.
 
         Data ranks take turns in its rows. The last rows, fewer than the ranks, are evaluated by
         every rank: all must evaluate equally many, as shards are gathered for each.
@@ -406,9 +402,7 @@ def _some_of(names: Sequence[str]) -> str:
 
 
 def keep_lines_up_to(path: Path, *, step: int) -> None:
-    """Drop the lines past a step from a file of statistics, if there is one: an interrupted run
-    trains the steps after its last checkpoint again.
-    """
+    """Drop lines past a step from statistics, if any: an interrupted run trains them again."""
     try:
         with open_regular(path) as file:
             lines = file.readlines()

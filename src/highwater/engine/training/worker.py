@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 _SPENT_BYTES = 64 * MIB
-"""Size of a test allocation, more than any thread's stack or library's data: a process that still
-gets it did not fail for lack of memory."""
+"""Bytes of a test allocation: a process that still gets it did not fail for lack of memory."""
 
 
 def main() -> None:

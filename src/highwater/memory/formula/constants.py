@@ -173,8 +173,7 @@ NCCL_SECOND_GROUP_BYTES = 196 * MIB
 its first all-to-all: no other collective runs on it. Read off the searches on four H200s with SP 2
 (docs/results/find), 642 MiB with an all-to-all of 446."""
 NCCL_ALL_TO_ALL_BYTES = {1: 0, 2: round(0.44 * GIB), 4: round(1.19 * GIB), 8: round(3.28 * GIB)}
-"""Device memory that a communicator's first all-to-all, which is Ulysses', adds, by number of GPUs.
-Same sources."""
+"""Memory that a communicator's first all-to-all adds, by number of GPUs. Same sources."""
 
 FILLED_SHARE: Mapping[str, float] = {"expandable": 0.992, "native": 0.879}
 """Share of the allocator's memory that live tensors fill before it runs out, by allocator, as dry

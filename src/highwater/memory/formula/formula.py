@@ -70,8 +70,7 @@ _ID_BYTES = 8
 _IDS = 5
 """Per token: ids, positions, labels, positions trained on, and a copy on their way to the GPU."""
 _ROW_NUMBERS = 8
-"""Float32 numbers per trained token: its log-probability, entropy and normaliser, their gradients,
-and the objective's own."""
+"""Float32 numbers per trained token: three, their gradients, and the objective's own."""
 
 
 def refuse_unknown_family(model: Model) -> None:
@@ -319,9 +318,7 @@ def _parameters_with_gradients(step: Step, backward: Backward) -> int:
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
-    """Parameters whose gradients go to the shards meanwhile: of the layer behind; with copies of
-    two.
-    """
+    """Parameters whose gradients go to the shards meanwhile: a layer's; with copies, of two."""
     layers = 2 if step.layout.replicate_degree > 1 else 1
     if reduced is None:
         return 0

@@ -175,8 +175,7 @@ def capped_products(
 _WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
 """Bytes of an element: gathered in bfloat16, reduced in float32, on the host float32 if trained."""
 _HOLE_FROM = 7 / 3
-"""Activations that leave a hole for the root's gradients in float32 are at least this many times
-as large as those.
+"""Times as large as the root's float32 gradients that activations leave a hole for them.
 
 The gradients themselves are 1; the root as it was gathered and its gradients in bfloat16, which cut
 what activations left into holes, half of that each; the rest is what lies between. Source: traces
@@ -206,9 +205,7 @@ def cached_bytes(
 def _too_long_for_a_hole(
     shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int
 ) -> int:
-    """Bytes of a block kept for the root's gradients in float32 before they are reduced, unless a
-    hole that activations left is long enough, which takes long sequences.
-    """
+    """Bytes of a block kept for the root's float32 gradients, unless activations left a hole."""
     whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
     has_gradients = layout.shard_degree > 1 and settings.lora is None
     return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0

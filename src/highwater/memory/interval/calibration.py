@@ -1,5 +1,4 @@
-"""Calibration: how far recorded trials were from their predictions, and so an interval around the
-next one, with a coverage.
+"""Calibration: how far trials were from their predictions, and so the next one's interval.
 
 Split conformal prediction: of n residuals and one more that could as well have been any of them,
 the one more is at most the k-th smallest in k of n + 1 cases, whatever their distribution. Source:

@@ -1,6 +1,4 @@
-"""Residuals: what recorded trials used of a GPU, over what had been predicted of them: those that
-come along, and a study's own.
-"""
+"""Residuals: what recorded trials used of a GPU, over what had been predicted of them."""
 
 import shlex
 from collections.abc import Sequence
@@ -43,8 +41,7 @@ PredictionMethod = Literal["formula", "trace"]
 """Closed form, or the engine's own steps on fake tensors, replayed in a simulated allocator."""
 
 MOST_TRACED = 8
-"""Trials of one study that are traced: both sides of the edge in four cells. Each takes as long as
-the traces of a prediction."""
+"""Trials of a study that are traced: both sides of four edges, each as long as a prediction."""
 
 
 class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -192,8 +189,7 @@ def traced_residual(
     own: MachineConstants | None = None,
 ) -> Residual | None:
     """The residual of one trial by the trace of this rank of it, in the memory that the rank was
-    given; None for one that does not tell. A replay that runs out predicts nothing but that: it
-    gives None.
+    given; None for one that does not tell, as where the replay runs out.
     """
     budget = next((each.budget for each in result.ranks if each.rank == rank), None)
     capacity = None if budget is None else budget.allocator_cap_bytes

@@ -31,15 +31,8 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """The categories, from what stays longest to what nobody knows."""
 CATEGORY_WORDS: Mapping[Category, str] = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer_states": "optimizer states",
-    "activations": "activations",
-    "backward_pass": "backward pass",
+    **{name: name.replace("_", " ") for name in CATEGORIES},
     "logits": "logits, loss",
-    "communication": "communication",
-    "workspaces": "workspaces",
-    "unattributed": "unattributed",
 }
 """The categories in words."""
 
@@ -178,8 +171,7 @@ _BETWEEN = re.compile(
     r"|unwind|CapturedTraceback|gather_with_cpp|_start$|__libc_start|PyEval_|PyObject_|PyFunction_"
     r"|PyRun_|Py_RunMain|_PyEval|PyVectorcall|method_vectorcall|clone$|CachingAllocator"
 )
-"""Functions between two others that say nothing. Source: ``_frame_filter`` of PyTorch's viewer; the
-allocator's own besides."""
+"""Functions in between that say nothing, as in PyTorch's viewer; the allocator's besides."""
 _OPERATOR = re.compile(r"^at::_ops::(?!(?:new_)?empty)(\w+)::")
 """An operator of PyTorch's by its function of C++; what only allocates is none."""
 
@@ -189,14 +181,16 @@ class Attribution:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._rules = _AskedRules()
+        self._rules = LineRules()
         self.place = cache(self._place)
         frames = snapshot.frames
         self.line = cache(lambda index: shown(frames[index]))
         self.is_between = cache(lambda index: _BETWEEN.search(frames[index].name) is not None)
         self._of_stack = cache(self._category_of_stack)
         self._is_own = cache(lambda file: not _PYTORCHS.search(_in_packages(file)))
-        self._is_part = cache(lambda index: _is_part_of_a_model(frames[index]))
+        self._is_part = cache(
+            lambda i: frames[i].name == "forward" and bool(_MODELING.search(frames[i].file))
+        )
         self._is_optimizers = cache(self._is_an_optimizers)
 
     def category(self, allocation: Allocation) -> Category:
@@ -282,7 +276,7 @@ class Attribution:
         return self._snapshot.frames[self._snapshot.stacks[stack][-1]].name
 
 
-class _AskedRules:
+class LineRules:
     """The rules, of which each pattern is searched once in each path and in each name."""
 
     def __init__(self) -> None:
@@ -298,15 +292,6 @@ class _AskedRules:
     def _rules_of_file(self, file: str) -> Sequence[int]:
         path = _in_packages(file)
         return [rule for rule, pattern in enumerate(_FILES) if pattern.search(path)]
-
-
-def category_of(frame: Frame) -> Category | None:
-    """Category of what a line allocates; None where the line does not tell."""
-    return _AskedRules().category(frame)
-
-
-def _is_part_of_a_model(frame: Frame) -> bool:
-    return frame.name == "forward" and _MODELING.search(frame.file) is not None
 
 
 def _in_packages(file: str) -> str:

@@ -1,6 +1,4 @@
-"""Profiles: what was alive on a device at its peak, or when memory ran out, by category, place and
-stack, how it came to that, and the setting that helps most.
-"""
+"""Profiles: what was alive on a device at its peak, how it came to that, and what helps."""
 
 import re
 from collections import Counter, defaultdict

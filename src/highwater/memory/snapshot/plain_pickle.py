@@ -1,5 +1,4 @@
-"""Plain pickles: a pickle of dicts, lists, tuples, texts and numbers, read by a machine that knows
-no other opcode.
+"""Plain pickles: dicts, lists, tuples, texts and numbers, read by a machine of these opcodes.
 
 ``pickle`` itself would run what a file asks for. This reads what ``pickle.dump`` of protocol 2 and
 later writes for plain values; an opcode that imports or calls something is refused by its name.

@@ -1,5 +1,4 @@
-"""Allocator: PyTorch's CUDA caching allocator, simulated: what it reserves for a sequence of
-allocations, and whether that fits.
+"""Allocator: PyTorch's CUDA caching allocator, simulated: what it reserves, whether it fits.
 
 Rounding, pools, best fit, split and coalesce, one set of free blocks per stream, release of what is
 cached before giving up; native segments (cudaMalloc) and expandable ones (pages mapped into an

@@ -1,6 +1,5 @@
 """TRL, which accelerate launches: a configuration (words.py), trials (trial.py), and the memory of
-a step: our formula without what TRL has not, and with what it has besides; and the edges that
-its trials found.
+a step: our formula with TRL's differences; and edges of its trials.
 
 - An MLP goes in one piece, and logits in tiles: Hugging Face's layers, and a fused head.
 - The gradients of the head and of the hidden states are summed in float32, then rounded. The head

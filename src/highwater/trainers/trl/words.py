@@ -67,9 +67,8 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
     "adamw": None,  # the default, torch's AdamW in the parameters' dtype
     "adamw-8bit": "adamw_torch_8bit",
 }
-"""``optim`` by optimizer: the other is torchao's ``AdamW8bit``, whose update
-tests/numeric/test_low_bit.py compares with ours. It has none with moments in bfloat16 beside
-parameters in float32."""
+"""``optim`` by optimizer: the other is torchao's ``AdamW8bit``, compared with ours in
+tests/numeric/test_low_bit.py. It has none with moments in bfloat16 beside float32 parameters."""
 _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"

@@ -60,7 +60,6 @@ def main(contenders: Contenders = CONTENDERS) -> None:
 
 
 def _parts(share: BenchShare, rank: int, contenders: Contenders) -> Iterator[BenchPart]:
-    """Do a share's work, and yield each part of it."""
     order, device, outside = share.order, torch.device("cpu"), 0
     torch.set_num_threads(order.threads)
     if order.device == "cuda":
@@ -101,7 +100,6 @@ def _gpus(share: BenchShare, device: torch.device) -> list[torch.device]:
 
 
 def _bound(share: BenchShare, machine: BenchMachine, device: torch.device, nccl: list[int]) -> None:
-    """Bound the memory that a process may take from now on."""
     budget = share.order.memory_bytes
     assert budget is not None, "there is a bound"
     if device.type == "cpu":
@@ -117,7 +115,6 @@ def _bound(share: BenchShare, machine: BenchMachine, device: torch.device, nccl:
 
 
 def _failed(error: BaseException, order: BenchOrder) -> BenchPart:
-    """Describe the end of a part that raised."""
     said = kept(f"{type(error).__name__}: {error}")
     if isinstance(error, PassTooLong):
         late = f"a pass took longer than {order.timeout_s:g} s"

@@ -111,7 +111,6 @@ def measure(case: BenchRow, build: Build, conditions: Conditions) -> BenchRow:
 
 
 def _inputs(case: BenchRow, conditions: Conditions, devices: int) -> Sequence[Tensor]:
-    """Make queries, keys and values of this process."""
     tokens = conditions.layout(case.length_tokens or 0).tokens_per_rank
     is_split = case.mode == "data parallel" and devices == 1
     batch = case.batch // conditions.ranks if is_split else case.batch
@@ -276,7 +275,6 @@ def _differences(build: Build, conditions: Conditions, rank: int) -> list[Tensor
 
 
 def _expected(conditions: Conditions, whole: Sequence[Tensor]) -> list[Tensor]:
-    """Output and gradients by the formula."""
     query, key, value, upstream = (each.double() for each in whole)
     inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
     counts_HSS = counts(conditions, query.shape[1]).to(conditions.device)
