@@ -394,15 +394,15 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
-    def label(self) -> str:
-        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``."""
+    def published_label(self) -> str:
+        """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 
     @property
     def slug(self) -> str:
         """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
-        return self.label.lower().replace(" ", "")
+        return self.published_label.lower().replace(" ", "")
 
 
 RUNG_ROWS = {row.rung_field: row for row in Settings.declared}

@@ -58,11 +58,19 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The settings' label; ``-``: all that was tried does not fit, ``?``: nobody knows."""
+        """The settings; ``-``: all that was tried does not fit, ``?``: nobody knows."""
+        return self._label(lambda cell: cell.words)
+
+    @property
+    def published_label(self) -> str:
+        """The label in the words of the published guides."""
+        return self._label(published_label)
+
+    def _label(self, words: Callable[[Cell], str]) -> str:
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         is_memory_only = self.capacity.is_memory_only
-        return f"{cell_label(self.capacity.cell)}{' (memory-only)' if is_memory_only else ''}"
+        return f"{words(self.capacity.cell)}{' (memory-only)' if is_memory_only else ''}"
 
     @property
     def entry(self) -> str:
@@ -122,10 +130,10 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
     return tuple(_table(tuple(group[gpus])) for group in groups.values() for gpus in sorted(group))
 
 
-def cell_label(cell: Cell) -> str:
-    """Label of a cell's settings in a guide: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
-    parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
-    return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
+def published_label(cell: Cell) -> str:
+    """Label of a cell in the published guides: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
+    label, degrees = cell.settings.published_label, cell.layout.published_degrees
+    return " + ".join(degrees if degrees and label == "vanilla" else (label, *degrees))
 
 
 def training(capacity: Capacity) -> str:

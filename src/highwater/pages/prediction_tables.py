@@ -329,7 +329,7 @@ def prediction_table(
         shown,
         ("settings", lambda each: short_settings(each.cell.settings)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
-        ("SP", "cell.layout.sharing"),
+        ("Ulysses", "cell.layout.sharing"),
         *reach,
         ("a step", "step.time_s") if is_timed else None,
         ("tokens/s", "step.tokens_per_s") if is_timed and is_wide else None,
@@ -440,7 +440,7 @@ def data_table(found: "DataLengths") -> TextTable:
 
     def how(each: "KeptLength") -> str:
         cell = each.trained and each.trained.cell
-        return short_settings(cell.settings) + cell.layout.suffix if cell else "none"
+        return cell.words if cell else "none"
 
     return table_of(
         f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
