@@ -28,7 +28,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages import guide_page as guide_parts
 from highwater.pages.chooser import places
-from highwater.pages.guide import Guide, cell_label, guide_tables
+from highwater.pages.guide import Guide, published_label, guide_tables
 from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped
 from places import question_of
@@ -170,11 +170,11 @@ def test_as_the_length_grows_the_settings_never_become_simpler(capacities):
 def test_our_own_rungs_are_joined_like_the_published_ones():
     two = Layout(gpus=2, ulysses_degree=2)
     env = Settings(allocator="expandable", loss="chunked")
-    assert cell_label(Cell(layout=two, settings=Settings())) == "SP=2"
-    assert cell_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
-    assert cell_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
+    assert published_label(Cell(layout=two, settings=Settings())) == "SP=2"
+    assert published_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
+    assert published_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
     assert (
-        cell_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
+        published_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
         == "Env + Offload + chunked"
     )
 

@@ -96,7 +96,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def suffix(self) -> str:
-        """A label's words after the GPUs: ``, Ulysses 2, ring 3``; empty where every degree is 1."""
+        """A label's words after the GPUs: ``, Ulysses 2, ring 3``; empty if every degree is 1."""
         return "".join(f", {degree}" for degree in self.degrees)
 
     @property

@@ -394,7 +394,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.loss == "full" and self.entropy != "chunked" and not self.traits.gives_scalars
 
     @property
-    def published_label(self) -> str:
+    def label(self) -> str:
         """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
@@ -402,7 +402,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     @property
     def slug(self) -> str:
         """The rung's name in paths, ``env+offload``: the label in lower case, without blanks."""
-        return self.published_label.lower().replace(" ", "")
+        return self.label.lower().replace(" ", "")
 
 
 RUNG_ROWS = {row.rung_field: row for row in Settings.declared}

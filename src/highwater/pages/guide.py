@@ -132,7 +132,7 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
 
 def published_label(cell: Cell) -> str:
     """Label of a cell in the published guides: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
-    label, degrees = cell.settings.published_label, cell.layout.published_degrees
+    label, degrees = cell.settings.label, cell.layout.published_degrees
     return " + ".join(degrees if degrees and label == "vanilla" else (label, *degrees))
 
 

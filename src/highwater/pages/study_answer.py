@@ -382,7 +382,7 @@ def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
     for study in studies:
         question, model = study.question, plain(study.question.model.name)
         for cell in question.cells:
-            title = f"{cell.settings.published_label} ({place(question)}; {provenance(question)})"
+            title = f"{cell.settings.label} ({place(question)}; {provenance(question)})"
             figures = groups.setdefault(title, {}).setdefault(model, {})
             answer = study.answer_of(cell)
             if answer is not None and answer.capacity_tokens is not None:
