@@ -28,7 +28,7 @@ HUGGING_FACE = {"Qwen3-0.6B": "step-0.6b.json", "Qwen3-1.7B": "step-1.7b.json"}
 """Its longest length is the longest that was timed in a process of its own: it fills the whole
 card."""
 
-PANEL_WIDTH, LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 438, 176, 178, 24
+PANEL_WIDTH, LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 490, 276, 140, 24
 LONGEST_TOKENS = 5 * 131_072
 """Of the axis; what is longer goes on beyond it."""
 

@@ -90,11 +90,6 @@ class Layout(Record, frozen=True, kw_only=True):
         return tuple(each.label.format(degree) for each, degree in self._spelled if degree > 1)
 
     @property
-    def published_degrees(self) -> tuple[str, ...]:
-        """Each degree that is not 1 in the words of the published guides: ``SP=2``."""
-        return tuple(each.published.format(degree) for each, degree in self._spelled if degree > 1)
-
-    @property
     def suffix(self) -> str:
         """A label's words after the GPUs: ``, Ulysses 2, ring 3``; empty if every degree is 1."""
         return "".join(f", {degree}" for degree in self.degrees)
@@ -167,15 +162,14 @@ class _Spelling(NamedTuple):
 
     field: str
     label: str
-    published: str
     slug: str
     setting: str
 
 
 _SPELLINGS = (
-    _Spelling("ulysses_degree", "Ulysses {}", "SP={}", "sp", "ulysses"),
-    _Spelling("ring_degree", "ring {}", "ring={}", "ring", "ring"),
-    _Spelling("replicate_degree", "{} copies", "{} copies", "copies", "copies"),
+    _Spelling("ulysses_degree", "Ulysses {}", "sp", "ulysses"),
+    _Spelling("ring_degree", "ring {}", "ring", "ring"),
+    _Spelling("replicate_degree", "{} copies", "copies", "copies"),
 )
 
 

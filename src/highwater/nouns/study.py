@@ -119,8 +119,7 @@ class Cell(Record, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The settings and degrees: ``expandable, chunked loss, Ulysses 2``."""
-        told = short_settings(self.settings)
-        degrees = self.layout.degrees
+        told, degrees = short_settings(self.settings), self.layout.degrees
         return ", ".join(degrees if degrees and told == NOTHING_SET else (told, *degrees))
 
     @property

@@ -59,14 +59,10 @@ class Choice:
     @property
     def label(self) -> str:
         """The settings; ``-``: all that was tried does not fit, ``?``: nobody knows."""
-        return self._label(lambda cell: cell.words)
+        return self.label_in(lambda cell: cell.words)
 
-    @property
-    def published_label(self) -> str:
-        """The label in the words of the published guides."""
-        return self._label(published_label)
-
-    def _label(self, words: Callable[[Cell], str]) -> str:
+    def label_in(self, words: Callable[[Cell], str]) -> str:
+        """The label with the settings in other words."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
         is_memory_only = self.capacity.is_memory_only
@@ -132,8 +128,9 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
 
 def published_label(cell: Cell) -> str:
     """Label of a cell in the published guides: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
-    label, degrees = cell.settings.label, cell.layout.published_degrees
-    return " + ".join(degrees if degrees and label == "vanilla" else (label, *degrees))
+    parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
+    words = " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
+    return words.replace("Ulysses ", "SP=").replace("ring ", "ring=")
 
 
 def training(capacity: Capacity) -> str:

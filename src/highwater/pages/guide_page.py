@@ -33,6 +33,7 @@ from highwater.pages.guide import (
     GuideTable,
     farthest,
     in_natural_order,
+    published_label,
 )
 from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import recommendation_answer
@@ -334,9 +335,8 @@ def only_tried(table: GuideTable) -> str:
     """Say what was tried of models that begin with something set; empty if none does."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
-        cells = sorted(
-            {each.cell for each in table.capacities if each.model_name == name}, key=simplicity
-        )
+        own = {each.cell for each in table.capacities if each.model_name == name}
+        cells = sorted(own, key=simplicity)
         if simplicity(cells[0]) > _NOTHING_SET:
             words = ", or with ".join(dict.fromkeys(each.words for each in cells))
             tried.setdefault(words, []).append(name)
@@ -498,7 +498,7 @@ def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
             "gpus": table.gpus,
             "max_model_len": length_tokens,
             "model": choice.model_name,
-            "settings": choice.published_label,
+            "settings": choice.label_in(published_label),
             "source": table.source,
             "training": table.training,
             "step_time_s": step and step.time_s,

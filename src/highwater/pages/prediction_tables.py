@@ -438,10 +438,6 @@ def data_table(found: "DataLengths") -> TextTable:
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
 
-    def how(each: "KeptLength") -> str:
-        cell = each.trained and each.trained.cell
-        return cell.words if cell else "none"
-
     return table_of(
         f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
         f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
@@ -451,7 +447,9 @@ def data_table(found: "DataLengths") -> TextTable:
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
-        ("settings", how) if is_trained else None,
+        ("settings", lambda e: e.trained.cell.words if e.trained and e.trained.cell else "none")
+        if is_trained
+        else None,
         ("a step", "trained.step.time_s") if is_trained else None,
         ("one pass", "epoch_s") if is_trained else None,
         ("dollars", lambda e: "-" if e.epoch_price is None else f"{e.epoch_price:,.2f}")

@@ -225,17 +225,10 @@ def _alternative_table(found: Recommendation) -> TextTable:
         (*found.alternatives, *others),
         ("", "kind"),
         ("what", "what"),
-        ("simplest settings", _settings_of),
+        ("simplest settings", "cell.words"),
         ("headroom", "headroom_bytes"),
         ("host memory", "host_bytes"),
     )
-
-
-def _settings_of(alternative: Alternative) -> str:
-    """The simplest settings that fit then; ``-`` where nothing here is known to."""
-    if alternative.cell is None:
-        return "-"
-    return alternative.cell.words
 
 
 def _title(found: Recommendation) -> str:
