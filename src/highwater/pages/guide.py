@@ -65,8 +65,7 @@ class Choice:
         """The label with the settings in other words."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
-        is_memory_only = self.capacity.is_memory_only
-        return f"{words(self.capacity.cell)}{' (memory-only)' if is_memory_only else ''}"
+        return words(self.capacity.cell) + " (memory-only)" * self.capacity.is_memory_only
 
     @property
     def entry(self) -> str:
