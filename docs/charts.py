@@ -137,10 +137,10 @@ def errors() -> Chart:
 def agreement() -> Chart:
     """Cells of the published tables that are predicted exactly, and within a step of the grid."""
     words = {
-        "vanilla": "vanilla",
-        "env": "Env",
-        "env+offload": "Env + Offload",
-        "env+offload+never": "Env + Offload, no model saved",
+        "vanilla": "nothing set",
+        "env": "expandable",
+        "env+offload": "expandable, states on host",
+        "env+offload+never": "expandable, states on host, no model saved",
     }
 
     def rows(published: Path, predicted: Path) -> Iterator[Row]:

@@ -16,7 +16,6 @@ from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json
 from highwater.nouns.study import counted_ranks
-from highwater.pages.guide import cell_label
 from highwater.units import format_bytes, format_tokens
 
 HERE = Path(__file__).parent
@@ -29,7 +28,7 @@ HUGGING_FACE = {"Qwen3-0.6B": "step-0.6b.json", "Qwen3-1.7B": "step-1.7b.json"}
 """Its longest length is the longest that was timed in a process of its own: it fills the whole
 card."""
 
-PANEL_WIDTH, LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 438, 176, 178, 24
+PANEL_WIDTH, LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 490, 276, 140, 24
 LONGEST_TOKENS = 5 * 131_072
 """Of the axis; what is longer goes on beyond it."""
 
@@ -108,8 +107,8 @@ def _panels() -> Iterator[Panel]:
 
 def _bars(capacities: list[Capacity], predicted: dict[tuple[str, str], int]) -> Iterator[Bar]:
     """A bar for each cell, the simplest first; of several files the longest counts."""
-    in_order = sorted(capacities, key=lambda each: (simplicity(each.cell), cell_label(each.cell)))
-    for label, group in groupby(in_order, key=lambda each: cell_label(each.cell)):
+    in_order = sorted(capacities, key=lambda each: (simplicity(each.cell), each.cell.words))
+    for label, group in groupby(in_order, key=lambda each: each.cell.words):
         own = list(group)
         full = max(each.capacity_tokens for each in own if not each.is_memory_only)
         most = max(each.capacity_tokens for each in own)
@@ -135,7 +134,7 @@ def _predicted() -> Iterator[tuple[tuple[str, str], int]]:
         prediction = from_json(path.read_bytes(), Prediction)
         for each in prediction.cells:
             if each.cell.settings.objective == "sft":
-                yield (prediction.model_name, cell_label(each.cell)), each.capacity_tokens
+                yield (prediction.model_name, each.cell.words), each.capacity_tokens
 
 
 def _width(tokens: int) -> float:

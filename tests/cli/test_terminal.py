@@ -168,7 +168,7 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, *LAYOUTS, columns=60)
     live = [line for frame in REDRAWN.split(shown)[:-1] for line in lines_of(frame)]
     cells = [re.split(" {2,}", line) for line in live]
-    assert ["settings", "GPUs", "SP", "now", "that fit", "trials"] in cells
+    assert ["settings", "GPUs", "Ulysses", "now", "that fit", "trials"] in cells
     done = [row for row in cells if row[:3] == ["expandable", "4", "2"] and "done" in row[3]]
     assert all(row[3] == f"done: {row[4]}*" and int(row[5]) > 1 for row in done)
     assert done
@@ -199,7 +199,7 @@ def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
     shown = on_a_terminal(tmp_path, *words, columns=40, code=2)
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 40
-    assert " ".join(lines[:2]).startswith("error: SP=3 on 8 GPUs: ")
+    assert " ".join(lines[:2]).startswith("error: Ulysses 3 on 8 GPUs: ")
     assert lines[2] == ""
     assert [line.count("`") for line in lines[3:]] == [4, 4], "no flag is cut from its value"
 

@@ -229,7 +229,7 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
             assert chosen["source"] == chosen["capacity_source"] == "published"
             assert chosen["headroom_bytes"] is None
             assert chosen["token_budget_tokens"] == -(-2 * answer["length"] // degree)
-            assert ("Env" in label, "Offload" in label, "SP" in label) == (
+            assert ("expandable" in label, "states on host" in label, "Ulysses" in label) == (
                 chosen["cell"]["settings"]["allocator"] == "expandable",
                 chosen["cell"]["settings"]["offload"],
                 degree > 1,
@@ -255,8 +255,8 @@ def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what
     (one, two) = places(guide(path))
     assert one.answers[-1].found.chosen is None
     unknown, fewest = one.answers[-1].found.notes
-    assert unknown.endswith(": Env")
-    assert fewest.endswith(": vanilla on 2 GPUs, published")
+    assert unknown.endswith(": expandable")
+    assert fewest.endswith(": nothing set on 2 GPUs, published")
     assert one.answers[0].found.chosen is not None
     assert one.answers[0].found.notes == ()
     assert two.answers[0].found.chosen is not None

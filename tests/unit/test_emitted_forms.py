@@ -369,7 +369,7 @@ def test_heads_and_a_ring_are_shared_as_the_number_of_key_heads_has_it():
     assert made.cannot == ()
     other = TARGETS["ms-swift"].emit(*goal("ms-swift", "16k", ulysses=[2], ring=[4], **asked))
     (said,) = other.cannot
-    assert said.startswith("SP=2, ring=4: 4 GPUs share heads, and 2 such groups pass")
+    assert said.startswith("Ulysses 2, ring 4: 4 GPUs share heads, and 2 such groups pass")
 
 
 def test_llamafactory_recomputes_by_itself_alone():

@@ -28,7 +28,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
 from highwater.pages import guide_page as guide_parts
 from highwater.pages.chooser import places
-from highwater.pages.guide import Guide, cell_label, guide_tables
+from highwater.pages.guide import Guide, guide_tables, published_label
 from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped
 from places import question_of
@@ -82,12 +82,12 @@ def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path)
     made = of_rows(
         "A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path
     )
-    assert ["4,096", "Env ?"] in markdown_rows(guide_markdown(made))
+    assert ["4,096", "expandable ?"] in markdown_rows(guide_markdown(made))
     assert "nobody knows" in guide_markdown(made)
     later = of_rows(
         "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096", "A100-80GB,env,1,1,Qwen3-0.6B,", folder=tmp_path
     )
-    assert ["4,096", "vanilla"] in markdown_rows(guide_markdown(later)), "no rung before it"
+    assert ["4,096", "nothing set"] in markdown_rows(guide_markdown(later)), "no rung before it"
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
@@ -170,11 +170,11 @@ def test_as_the_length_grows_the_settings_never_become_simpler(capacities):
 def test_our_own_rungs_are_joined_like_the_published_ones():
     two = Layout(gpus=2, ulysses_degree=2)
     env = Settings(allocator="expandable", loss="chunked")
-    assert cell_label(Cell(layout=two, settings=Settings())) == "SP=2"
-    assert cell_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
-    assert cell_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
+    assert published_label(Cell(layout=two, settings=Settings())) == "SP=2"
+    assert published_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
+    assert published_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
     assert (
-        cell_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
+        published_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
         == "Env + Offload + chunked"
     )
 
@@ -425,7 +425,8 @@ def test_a_page_has_every_row_of_the_guide(made):
                 choice.label for choice in choices
             ]
     assert not any(row[0] == "max_model_len" for row in rows)
-    assert (2, "16,384", ["vanilla", "vanilla", "Env", "Env + Offload", "Env + Offload"]) in seen
+    nothing, env, host = "nothing set", "expandable", "expandable, states on host"
+    assert (2, "16,384", [nothing, nothing, env, host, host]) in seen
 
 
 def test_the_longest_bar_is_the_longest_length(made):
@@ -505,7 +506,7 @@ def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order
         ::order
     ]
     page = guide_markdown(guide(*sources)).partition("## Capacities")[2]
-    env = page.partition("**Env (")[2]
+    env = page.partition("**expandable (")[2]
     told = ["1", "1", r"196,608\*"]
     assert told in markdown_rows(env), "the other is not finished, at no longer length"
 
@@ -541,7 +542,7 @@ def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
     one, two = sorted(made.tables, key=lambda table: table.gpus)
     said = guide_parts.only_tried(two)
     assert guide_parts.only_tried(one) == ""
-    assert ": Qwen3-4B: SP=2, Env + SP=2. " in said
+    assert ": Qwen3-4B with Ulysses 2, or with expandable, Ulysses 2. " in said
     assert guide_markdown(made).count(said) == 1
     assert all(
         "Tried" not in str(row["settings"]) and "?" not in str(row["settings"])
@@ -557,7 +558,7 @@ def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
         )
     )
     said = guide_parts.only_tried(guide(path).tables[0])
-    assert "Qwen3-4B, Qwen3-14B: Env" in said
+    assert "Qwen3-4B, Qwen3-14B with expandable, Ulysses 2" in said
 
 
 def test_text_from_outside_begins_no_heading_and_no_list():

@@ -122,7 +122,7 @@ def test_every_degree_is_told_in_labels_paths_and_flags():
         assert len({getattr(layout, told) for layout in layouts}) == len(layouts), told
     assert (
         Cell(layout=Layout(gpus=6, ulysses_degree=2, ring_degree=3), settings=Settings()).label
-        == "nothing set, 6 GPUs, SP=2, ring=3"
+        == "nothing set, 6 GPUs, Ulysses 2, ring 3"
     )
     assert Layout(gpus=4).slug == "sp-1"
     assert Layout(gpus=6, ring_degree=3).flags == ("--gpus", "6", "--ulysses", "1", "--ring", "3")

@@ -266,7 +266,7 @@ def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said():
         ::3
     ] == [(1, 1), (4, 1), (4, 2)]
     assert len(besides_weights(result)) == 3
-    assert any(note.startswith("SP=3 on 4 GPUs is skipped") for note in result.notes)
+    assert any(note.startswith("Ulysses 3 on 4 GPUs is skipped") for note in result.notes)
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_skipped(tmp_path):
@@ -284,7 +284,7 @@ def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refu
     assert tried == set(degrees) - set(refused)
     for degree in refused:
         why = f"{degree} and the model's {kv_heads} key/value heads do not divide each other"
-        assert any(note.startswith(f"SP={degree} ") and why in note for note in result.notes)
+        assert any(note.startswith(f"Ulysses {degree} ") and why in note for note in result.notes)
 
 
 def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum():

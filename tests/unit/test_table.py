@@ -68,7 +68,7 @@ def test_the_final_table_has_each_figure_once_and_says_how_it_was_got():
     text = plain_table(answer_table(answered(QUESTION, 36864, 51200, 0, None)))
     assert text.splitlines()[0].startswith("Qwen3-0.6B on simulated ")
     rows = [columns(line) for line in text.splitlines()[2:9]]
-    assert " ".join(rows[0][:4]) == "settings GPUs SP capacity"
+    assert " ".join(rows[0][:4]) == "settings GPUs Ulysses capacity"
     figures = ["36,864", "40,960: out of memory", "70.00 GiB", "1.00 GiB", "12,346", "43.2%"]
     assert rows[1] == ["nothing set", "1", "1", *figures]
     assert [row[3] for row in rows[1:]] == ["36,864", "51,200*", "none", "?", "?", "?"]

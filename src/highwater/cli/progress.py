@@ -242,7 +242,7 @@ class Progress:
         return TextTable(
             title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
             columns=(
-                *("settings", RANK_WORDS[self._question.device][1], "SP"),
+                *("settings", RANK_WORDS[self._question.device][1], "Ulysses"),
                 *("now", "longest that fit", "trials"),
             ),
             rows=tuple(

@@ -29,15 +29,15 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
 from highwater.nouns.trainer import OURS, TrainerName
 
-_VANILLA = Settings(
+_NOTHING_SET = Settings(
     strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2, save_hf="last"
 )
-_ENV = msgspec.structs.replace(_VANILLA, allocator="expandable")
+_ENV = msgspec.structs.replace(_NOTHING_SET, allocator="expandable")
 _OFFLOAD = msgspec.structs.replace(_ENV, strategy="fsdp2", offload=True)
 PUBLISHED_TRAINER: TrainerName = "trinity"
 """The trainer whose capacities the published tables have."""
 PUBLISHED_SETTINGS: Mapping[str, Settings] = {
-    "vanilla": _VANILLA,
+    "vanilla": _NOTHING_SET,
     "env": _ENV,
     "env+offload": _OFFLOAD,
     "env+offload+never": msgspec.structs.replace(_OFFLOAD, save_hf="never"),

@@ -208,11 +208,11 @@ class _Degrees(NamedTuple):
         )
 
     def label_on(self, device: Device) -> str:
-        """``SP=2, ring=3 on 6 GPUs``."""
+        """``Ulysses 2, ring 3 on 6 GPUs``."""
         # on as many as the degrees would do on, a layout that is one has their spelling
         gpus = self.ulysses * self.ring * self.copies
         whole = self._replace(gpus=gpus, machines=1).layout
-        degrees = whole.degrees if self.ulysses > 1 else (f"SP={self.ulysses}", *whole.degrees)
+        degrees = whole.degrees if self.ulysses > 1 else (f"Ulysses {self.ulysses}", *whole.degrees)
         return f"{', '.join(degrees)} on {counted_ranks(self.gpus, device)}"
 
 

@@ -86,17 +86,17 @@ class Layout(Record, frozen=True, kw_only=True):
 
     @property
     def degrees(self) -> tuple[str, ...]:
-        """Each degree that is not 1, as every label has it: ``SP=2``, ``ring=3``, ``2 copies``."""
+        """Each degree that is not 1, in words: ``Ulysses 2``, ``ring 3``, ``2 copies``."""
         return tuple(each.label.format(degree) for each, degree in self._spelled if degree > 1)
 
     @property
     def suffix(self) -> str:
-        """A label's words after the GPUs: ``, SP=2, ring=3``; empty where every degree is 1."""
+        """A label's words after the GPUs: ``, Ulysses 2, ring 3``; empty if every degree is 1."""
         return "".join(f", {degree}" for degree in self.degrees)
 
     @property
     def sharing(self) -> str:
-        """Text under ``SP`` in a table: ``2``; with a ring ``2, ring=3``."""
+        """Text under ``Ulysses`` in a table: ``2``; with a ring ``2, ring 3``."""
         (_, ulysses_degree), *others = self._spelled
         shared = (each.label.format(degree) for each, degree in others if degree > 1)
         return ", ".join((str(ulysses_degree), *shared))
@@ -167,8 +167,8 @@ class _Spelling(NamedTuple):
 
 
 _SPELLINGS = (
-    _Spelling("ulysses_degree", "SP={}", "sp", "ulysses"),
-    _Spelling("ring_degree", "ring={}", "ring", "ring"),
+    _Spelling("ulysses_degree", "Ulysses {}", "sp", "ulysses"),
+    _Spelling("ring_degree", "ring {}", "ring", "ring"),
     _Spelling("replicate_degree", "{} copies", "copies", "copies"),
 )
 

@@ -71,7 +71,7 @@ class Candidate(Record, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """``Env, 4 GPUs, SP=2``, and how many sequences where they are fewer than by default."""
+        """``expandable, 4 GPUs, Ulysses 2``, and the sequences, if fewer than by default."""
         if not self.is_lowered:
             return self.cell.label
         sequences = counted(self.cell.settings.sequences_per_micro_batch, "sequence")

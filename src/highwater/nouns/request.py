@@ -129,7 +129,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     )
     ulysses: tuple[int, ...] | None = kinds.COUNTS(
         None,
-        "Ulysses degrees (SP): GPUs that share one sequence",
+        "Ulysses degrees: GPUs that share one sequence",
         defaults={
             **dict.fromkeys(
                 ("predict", "recommend", "emit"), "every degree that divides GPUs and heads"
@@ -145,7 +145,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     )
     copies: tuple[int, ...] = kinds.COUNTS(
         (1,),
-        "copies of what FSDP2 shards (HSDP): GPUs / copies shards, one copy a node for example",
+        "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example",
     )
     memory: Size | None = kinds.SIZE(
         None,

@@ -390,7 +390,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """The rung's name in tables: ``vanilla``, ``Env``, ``Env + chunked``, ``Env + Offload``."""
+        """The rung's name in published guides: ``vanilla``, ``Env``, ``Env + Offload``."""
         parts = (row.label_of(getattr(self, row.rung_field)) for row in _IN_A_LABEL)
         return " + ".join(filter(None, parts)) or "vanilla"
 

@@ -11,7 +11,7 @@ from highwater.nouns.declaration import MOST_LENGTHS, MOST_REPEATS
 from highwater.nouns.environment import Environment
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings, short_settings
+from highwater.nouns.settings import NOTHING_SET, Settings, short_settings
 from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec
 from highwater.units import GIB, format_tokens
@@ -114,8 +114,14 @@ class Cell(Record, frozen=True, kw_only=True):
     settings: Settings
 
     @property
+    def words(self) -> str:
+        """The settings and degrees: ``expandable, chunked loss, Ulysses 2``."""
+        told, degrees = short_settings(self.settings), self.layout.degrees
+        return ", ".join(degrees if degrees and told == NOTHING_SET else (told, *degrees))
+
+    @property
     def label(self) -> str:
-        """The cell in words: ``expandable, chunked loss, 4 GPUs, SP=2``."""
+        """The cell with its GPUs: ``expandable, chunked loss, 4 GPUs, Ulysses 2``."""
         return self.label_on("cuda")
 
     def label_on(self, device: Device) -> str:

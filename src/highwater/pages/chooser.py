@@ -31,7 +31,6 @@ from highwater.pages.guide import (
     UNKNOWN,
     Guide,
     GuideTable,
-    cell_label,
     farthest,
     trained,
 )
@@ -136,16 +135,16 @@ def _notes(
         for c in in_order(tuple(own))
         if chosen is None or simplicity(c.cell) < simplicity(chosen.cell)
     )
-    unknown = dict.fromkeys(cell_label(cell) for cell in simpler if cell not in known)
+    unknown = dict.fromkeys(cell.words for cell in simpler if cell not in known)
     if unknown:
-        yield f"nobody knows whether these fit: {', '.join(unknown)}"
+        yield f"nobody knows whether these fit: {'; '.join(unknown)}"
     if chosen is None:
         fitting = [each for each in in_order(tuple(others)) if each.fits(length_tokens)]
         fewest = min(fitting, key=lambda each: each.cell.layout.gpus, default=None)
         if fewest is not None:
             gpus = counted_ranks(fewest.cell.layout.gpus, "cuda")
             yield (
-                f"what fits in this guide, with the fewest GPUs: {cell_label(fewest.cell)} on "
+                f"what fits in this guide, with the fewest GPUs: {fewest.cell.words} on "
                 f"{gpus}, {fewest.source}"
             )
 

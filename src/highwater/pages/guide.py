@@ -58,11 +58,14 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """The settings' label; ``-``: all that was tried does not fit, ``?``: nobody knows."""
+        """The settings; ``-``: all that was tried does not fit, ``?``: nobody knows."""
+        return self.label_in(lambda cell: cell.words)
+
+    def label_in(self, words: Callable[[Cell], str]) -> str:
+        """The label with the settings in other words."""
         if self.capacity is None:
             return UNKNOWN if self.may_be_simpler else NOTHING_FITS
-        is_memory_only = self.capacity.is_memory_only
-        return f"{cell_label(self.capacity.cell)}{' (memory-only)' if is_memory_only else ''}"
+        return words(self.capacity.cell) + " (memory-only)" * self.capacity.is_memory_only
 
     @property
     def entry(self) -> str:
@@ -122,10 +125,11 @@ def guide_tables(capacities: Sequence[Capacity]) -> tuple[GuideTable, ...]:
     return tuple(_table(tuple(group[gpus])) for group in groups.values() for gpus in sorted(group))
 
 
-def cell_label(cell: Cell) -> str:
-    """Label of a cell's settings in a guide: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
+def published_label(cell: Cell) -> str:
+    """Label of a cell in the published guides: ``vanilla``, ``Env + SP=2``, ``Env + Offload``."""
     parts = [] if cell.settings.label == "vanilla" else [cell.settings.label]
-    return " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
+    words = " + ".join((*parts, *cell.layout.degrees)) or "vanilla"
+    return words.replace("Ulysses ", "SP=").replace("ring ", "ring=")
 
 
 def training(capacity: Capacity) -> str:

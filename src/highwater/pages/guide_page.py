@@ -21,7 +21,7 @@ from highwater.nouns.capacities import Capacity, Source
 from highwater.nouns.cells import simplicity
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
+from highwater.nouns.settings import Settings, short_settings
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell
 from highwater.nouns.trainer import OURS, predicted_traits
 from highwater.pages.chooser import ChooserPlace, chooser_json, places
@@ -31,9 +31,9 @@ from highwater.pages.guide import (
     Choice,
     Guide,
     GuideTable,
-    cell_label,
     farthest,
     in_natural_order,
+    published_label,
 )
 from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import recommendation_answer
@@ -53,7 +53,7 @@ _HF_WEIGHTS = {
     "last": "saved at the end",
     "never": "never saved",
 }
-_VANILLA = simplicity(Cell(layout=Layout(), settings=Settings()))
+_NOTHING_SET = simplicity(Cell(layout=Layout(), settings=Settings()))
 _LONG_TABLE_ROWS, _MANY_FACTORS = 20, 20
 """Rows beyond which equal ones are joined, and factors listed; published tables are shorter."""
 
@@ -149,7 +149,7 @@ def _drawn(guide: Guide, places: Sequence[ChooserPlace], form: Literal["html", "
             if source in found
         ],
         allocator={"words": ENV_IN_WORDS, "before": ENV_BEFORE_IN_WORDS},
-        labels="\n".join({cell_label(each.cell) for each in capacities}),
+        labels="\n".join({each.cell.words for each in capacities}),
         has={
             "budgeted": any(re.search(r" with [\d.]+ GiB$", t.device_name) for t in guide.tables),
             "unknown": any(choice.label == UNKNOWN for choice in choices),
@@ -236,12 +236,12 @@ def rungs(capacities: Sequence[Capacity]) -> Iterator[TextTable]:
             found[each.model_name].setdefault(each.cell.layout, []).append(each)
         strategy, weights = _STRATEGIES[settings.strategy], _HF_WEIGHTS[settings.save_hf]
         yield layout_table(
-            f"{settings.label} ({strategy}, Hugging Face weights {weights})",
+            f"{short_settings(settings)} ({strategy}, Hugging Face weights {weights})",
             {
                 name: dict(zip(has, map(_figure, has.values()), strict=True))
                 for name, has in found.items()
             },
-            gpus="GPUs",
+            heads=("GPUs", "Ulysses"),
             names=0,
         )
 
@@ -328,19 +328,19 @@ def only_with_offload(table: GuideTable) -> str:
         for each in table.rows[0][1]
         if each.capacity is not None and each.capacity.cell.settings.offload is not False
     ]
-    return f"Only with offload, here: {', '.join(names)}." if names else ""
+    return f"Only with states or moments on host, here: {', '.join(names)}." if names else ""
 
 
 def only_tried(table: GuideTable) -> str:
-    """Say what was tried of models that begin with more than vanilla; empty if none does."""
+    """Say what was tried of models that begin with something set; empty if none does."""
     tried: dict[str, list[str]] = {}
     for name in table.models:
-        cells = sorted(
-            {each.cell for each in table.capacities if each.model_name == name}, key=simplicity
-        )
-        if simplicity(cells[0]) > _VANILLA:
-            tried.setdefault(", ".join(dict.fromkeys(map(cell_label, cells))), []).append(name)
-    each = "; ".join(f"{', '.join(names)}: {labels}" for labels, names in tried.items())
+        own = {each.cell for each in table.capacities if each.model_name == name}
+        cells = sorted(own, key=simplicity)
+        if simplicity(cells[0]) > _NOTHING_SET:
+            words = ", or with ".join(dict.fromkeys(each.words for each in cells))
+            tried.setdefault(words, []).append(name)
+    each = "; ".join(f"{', '.join(names)} with {labels}" for labels, names in tried.items())
     return f"Tried here, and nothing simpler: {each}. Simpler settings may do." if each else ""
 
 
@@ -415,7 +415,7 @@ def budget_table(guide: Guide) -> TextTable:
     degrees = sorted({1, *(layout.context_degree for layout in layouts)})
     return TextTable(
         title=f"Tokens per GPU at {format_tokens(tokens)} tokens",
-        columns=("SP", "default", "least"),
+        columns=("GPUs a sequence", "default", "least"),
         rows=tuple(
             (str(degree), *(format_tokens(math.ceil(n * tokens / degree)) for n in (2, 1)))
             for degree in degrees
@@ -498,7 +498,7 @@ def guide_rows(guide: Guide) -> list[dict[str, str | int | float | None]]:
             "gpus": table.gpus,
             "max_model_len": length_tokens,
             "model": choice.model_name,
-            "settings": choice.label,
+            "settings": choice.label_in(published_label),
             "source": table.source,
             "training": table.training,
             "step_time_s": step and step.time_s,

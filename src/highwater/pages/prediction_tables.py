@@ -327,7 +327,7 @@ def prediction_table(
         shown,
         ("settings", lambda each: short_settings(each.cell.settings)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
-        ("SP", "cell.layout.sharing"),
+        ("Ulysses", "cell.layout.sharing"),
         *reach,
         ("a step", "step.time_s") if is_timed else None,
         ("tokens/s", "step.tokens_per_s") if is_timed and is_wide else None,
@@ -436,10 +436,6 @@ def data_table(found: "DataLengths") -> TextTable:
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
 
-    def how(each: "KeptLength") -> str:
-        cell = each.trained and each.trained.cell
-        return short_settings(cell.settings) + cell.layout.suffix if cell else "none"
-
     return table_of(
         f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
         f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
@@ -449,7 +445,9 @@ def data_table(found: "DataLengths") -> TextTable:
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
-        ("settings", how) if is_trained else None,
+        ("settings", lambda e: e.trained.cell.words if e.trained and e.trained.cell else "none")
+        if is_trained
+        else None,
         ("a step", "trained.step.time_s") if is_trained else None,
         ("one pass", "epoch_s") if is_trained else None,
         ("dollars", lambda e: "-" if e.epoch_price is None else f"{e.epoch_price:,.2f}")

@@ -44,7 +44,7 @@ def _by(candidate: Candidate) -> str:
 
 _NAMES: tuple[Column[Candidate], ...] = (
     ("settings", lambda each: short_settings(each.cell.settings)),
-    ("SP", "cell.layout.sharing"),
+    ("Ulysses", "cell.layout.sharing"),
     ("by", _by),
 )
 _BUDGET: tuple[Column[Candidate], ...] = (
@@ -146,7 +146,7 @@ def costs(candidate: Candidate, found: Recommendation) -> tuple[str, ...]:
     if settings.allocator == "expandable":
         said.append("one environment variable")
     if settings.loss == "chunked":
-        said.append("logits in chunks")
+        said.append("a chunked loss")
     if layout.context_degree > 1:
         said.append(
             f"an exchange in every layer, data parallel {layout.data_parallel_degree} instead of "
@@ -193,7 +193,7 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
         _TEMPLATE,
         "chosen",
         found=found,
-        short=short_settings(chosen.cell.settings),
+        words=chosen.cell.words,
         by=_by(chosen),
         headroom=_headroom(chosen),
         capacity=_capacity(chosen, found),
@@ -224,17 +224,10 @@ def _alternative_table(found: Recommendation) -> TextTable:
         (*found.alternatives, *others),
         ("", "kind"),
         ("what", "what"),
-        ("simplest settings", _settings_of),
+        ("simplest settings", "cell.words"),
         ("headroom", "headroom_bytes"),
         ("host memory", "host_bytes"),
     )
-
-
-def _settings_of(alternative: Alternative) -> str:
-    """The simplest settings that fit then; ``-`` where nothing here is known to."""
-    if alternative.cell is None:
-        return "-"
-    return f"{short_settings(alternative.cell.settings)}{alternative.cell.layout.suffix}"
 
 
 def _title(found: Recommendation) -> str:

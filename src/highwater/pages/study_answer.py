@@ -270,7 +270,7 @@ def answer_table(study: Study) -> TextTable:
     return TextTable(
         title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
         columns=(
-            *("settings", RANK_WORDS[question.device][1], "SP"),
+            *("settings", RANK_WORDS[question.device][1], "Ulysses"),
             *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
             *("ended by", peak_name(question), "headroom", "tokens/s", "MFU"),
         ),
@@ -386,19 +386,19 @@ def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
             if answer is not None and answer.capacity_tokens is not None:
                 figures[cell.layout] = _published_figure(question, answer)
     return tuple(
-        layout_table(title, figures, gpus="#GPU", names=2 + len(figures))
+        layout_table(title, figures, heads=("#GPU", "SP"), names=2 + len(figures))
         for title, figures in groups.items()
     )
 
 
 def layout_table(
-    title: str, figures: Mapping[str, Mapping[Layout, str]], *, gpus: str, names: int
+    title: str, figures: Mapping[str, Mapping[Layout, str]], *, heads: tuple[str, str], names: int
 ) -> TextTable:
     """A row for each layout, and a column for each model: the figures by model and layout."""
     layouts = {layout for own in figures.values() for layout in own}
     return TextTable(
         title=title,
-        columns=(gpus, "SP", *figures),
+        columns=(*heads, *figures),
         rows=tuple(
             (str(each.gpus), each.sharing, *(own.get(each, "") for own in figures.values()))
             for each in sorted(layouts, key=msgspec.structs.astuple)

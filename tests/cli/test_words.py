@@ -1,0 +1,137 @@
+"""One word for each setting: no page, help or table says another. The words of the published guides
+are left to ``--as published``, ``search_context_length_capacity`` and ``settings`` of
+``guide --json``.
+"""
+
+import html
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, Run
+
+from highwater import guide, open_study, study_report, write_guide, write_report
+from highwater.cli.grammar import commands
+from highwater.pages.study_answer import published_tables
+
+ROOT = Path(__file__).parents[2]
+STUDIES = ROOT / "docs" / "results" / "find"
+TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
+PROFILED = ROOT / "tests" / "data" / "snapshots" / "trainer_out_of_memory.pickle"
+WORDS = {
+    "nothing set": r"\bvanilla\b",
+    "expandable": r"\bEnv\b",
+    "chunked loss": r"[+] chunked\b|logits in chunks|[Ff]used loss",
+    "chunked entropy": r"entropy-saving|[Ee]ntropy in chunks",
+    "states on host": r"\bOffload\b(?!-)|CPU[ -]offload",
+    "moments": r"\bOffload-states|states-offload",
+    "activations on host": r"activations-on-host|activation[ -]offload",
+    "attention's outputs kept": r"attention-kept|attention kept",
+    "no recomputation": r"no-recompute|without recomputation",
+    "recompute": r"(?:gradient|activation)[ -]checkpointing",
+    "Ulysses": r"\bSP\b|[Ss]equence[ -]parallel",
+    "ring": r"\bring=",
+    "copies": r"\bHSDP\b|\breplicas\b",
+    "LoRA": r"\bLoRA-\d",
+}
+"""By the word that is said of a setting: other words for the same."""
+GPUS = ("--gpus", "4xA100-80GB")
+MODEL = "Qwen3-0.6B"
+QUESTIONS = (
+    ("predict", "Qwen3-8B", *GPUS, "--all"),
+    ("predict", "Qwen3-8B", *GPUS, "--length", "128k", "--explain"),
+    ("predict", "Qwen3-8B", "--gpus", "8xA100-80GB", "--ring", "1", "2", "--copies", "1", "2"),
+    ("predict", MODEL, *GPUS, "--lora", "16", "--recompute", "none"),
+    ("predict", MODEL, *GPUS, "--trainer", "trl", "--length", "64k"),
+    ("predict", MODEL, *GPUS, "--objective", "grpo", "--entropy", "chunked"),
+    ("predict", MODEL, *GPUS, "--recompute", "all-but-attention"),
+    ("recommend", "Qwen3-8B", *GPUS, "--length", "128k", "--explain"),
+    ("recommend", "Qwen3-32B", "--gpus", "2xA100-80GB", "--length", "512k", "--explain"),
+    ("find", MODEL, "--gpus", "2", *SIMULATED, "--ulysses", "1", "2"),
+    ("find", MODEL, "--gpus", "2", *SIMULATED, "--activations", "host", "--offload", "states"),
+    ("emit", "--for", "trl", MODEL, *GPUS, "--length", "64k"),
+    ("emit", "--for", "verl", MODEL, *GPUS, "--length", "64k"),
+    ("show", str(STUDIES / "edge-4b-2-full-native.jsonl")),
+    ("show", str(STUDIES / "grpo-0.6b-1-offload.jsonl")),
+    ("profile", str(PROFILED)),
+)
+GUIDES: dict[str, Callable[[], object]] = {
+    "published": lambda: guide(TABLE),
+    "measured": lambda: guide(
+        STUDIES / "grpo-0.6b-1-offload.jsonl", STUDIES / "edge-4b-2-full-native.jsonl"
+    ),
+    "predicted": lambda: guide(predict=["Qwen3-8B"], gpus=["4xA100-80GB"], ring=[1, 2]),
+    "lora": lambda: guide(predict=[MODEL], gpus=["2xA100-80GB"], trained={"lora": 16}),
+}
+REPORTED = ("edge-4b-2-full-native.jsonl", "grpo-0.6b-1-offload.jsonl", "qwen3-4b-79gib.jsonl")
+DOCUMENTS = (
+    *("README.md", "docs/guide-h200.md", "docs/capacities.svg", "docs/session.svg"),
+    *("docs/results/h20/agreement.svg", "docs/concepts/memory.md"),
+    *(f"docs/guides/{name}.md" for name in ("guide", "predict", "recommend", "getting-started")),
+)
+
+
+def other_words(text: str) -> dict[str, list[str]]:
+    """The other words of each setting in a text, whose paths, as the log tree has, are not read."""
+    read = re.sub(r"\S*\w/\w\S*", " ", html.unescape(text))
+    found = {word: re.findall(others, read) for word, others in WORDS.items()}
+    return {word: others for word, others in found.items() if others}
+
+
+def ours(command: str, text: str) -> str:
+    """What we say: of another trainer's configuration the comments."""
+    lines = text.splitlines()
+    return "\n".join(line for line in lines if command != "emit" or line.startswith("#"))
+
+
+def pages(folder: Path) -> Iterator[tuple[str, str]]:
+    for name, make in GUIDES.items():
+        for end in ("html", "md"):
+            yield f"guide: {name}.{end}", write_guide(folder / f"{name}.{end}", make()).read_text()
+    for name in REPORTED:
+        for end in ("html", "md"):
+            path = folder / f"{name}.{end}"
+            yield (
+                f"report: {path.name}",
+                write_report(path, study_report(STUDIES / name)).read_text(),
+            )
+
+
+@pytest.mark.parametrize("name", commands())
+def test_a_help_has_one_word_for_each_setting(highwater, name):
+    for flag in ("--help", "--help-all"):
+        done = highwater(name, flag)
+        assert done.returncode == 0 or flag == "--help-all"
+        assert other_words(done.stdout) == {}
+
+
+@pytest.mark.parametrize("words", QUESTIONS, ids=" ".join)
+def test_an_answer_has_one_word_for_each_setting(highwater, words):
+    done = highwater(*words)
+    assert done.stdout, done.stderr
+    assert other_words(ours(words[0], done.stdout)) == {}
+    assert other_words(done.stderr) == {}
+
+
+def test_a_page_has_one_word_for_each_setting(tmp_path):
+    found = dict(pages(tmp_path))
+    assert {name: other_words(text) for name, text in found.items() if other_words(text)} == {}
+    said = "\n".join(found.values())
+    wanted = ("nothing set", "expandable", "chunked loss", "states on host", "Ulysses", "ring")
+    assert [word for word in wanted if word not in said] == [], "the word itself is said"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_document_and_a_picture_have_one_word_for_each_setting(name):
+    assert other_words((ROOT / name).read_text()) == {}
+
+
+def test_the_published_words_are_where_the_published_guides_are_meant(run: Run):
+    done = run("highwater", "guide", str(TABLE), "--json")
+    said = {row["settings"] for row in json.loads(done.stdout)}
+    assert {"vanilla", "Env", "SP=2", "Env + Offload + SP=4"} <= said
+    tables = published_tables([open_study(STUDIES / "edge-4b-2-full-native.jsonl")])
+    assert tables[0].columns[:2] == ("#GPU", "SP")
+    assert [table.title.partition(" (")[0] for table in tables] == ["vanilla"]
