@@ -13,13 +13,11 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
-from highwater.nouns.activation_plan import Activations
 from highwater.nouns.cluster import Cluster, cluster
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import Machine, hardware_of
 from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import Request, taken_by
-from highwater.nouns.settings import Offload
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
@@ -74,26 +72,14 @@ def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Clus
 
 
 def _others(left: Sequence[Cell]) -> Iterator[str]:
-    """A note on the settings that are predicted and not tried, with the flags that try them."""
+    """A note on the settings that are predicted and not tried, and what tries the first of them."""
     if not left:
         return
-    kinds: dict[tuple[Offload, Activations], list[int]] = {}
-    for cell in left:
-        kind = cell.settings.offload, cell.settings.activations
-        kinds.setdefault(kind, []).append(cell.layout.ulysses_degree)
-    flags: list[str] = []
-    for (offload, activations), degrees in kinds.items():
-        named: dict[str, object] = {"ulysses": sorted(set(degrees))}
-        if offload is not False or activations == "host":
-            named["allocator"] = "expandable"
-        if offload is not False:
-            named["offload"] = offload
-        if activations == "host":
-            named["activations"] = activations
-        flags.append(f"`{' '.join(words_of(named))}`")
+    degrees = sorted({cell.layout.ulysses_degree for cell in left})
+    named = " ".join(words_of({"ulysses": degrees}))
     yield (
-        f"of the settings that `highwater predict --all` knows the simplest and the longest are "
-        f"tried; {len(left)} others by {', '.join(flags)}"
+        f"tried: the simplest and the longest settings that `highwater predict` knows; "
+        f"{len(left)} others by flags, `{named}` first (`--help=trial`)"
     )
 
 
