@@ -140,7 +140,7 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
 
 
 def test_the_division_of_a_memory_budget_is_shown_once_for_each_number_of_gpus():
-    study = answered(QUESTION, 4096)
+    study = answered(msgspec.structs.replace(QUESTION, simulated=False), 4096)
     budget = MemoryBudget(
         budget_bytes=80 * GIB,
         context_bytes=GIB,

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import (
-    Alternative,
-    AlternativeKind,
-    Candidate,
-    Recommendation,
-)
+from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import settings_in_words, shared_training, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (
@@ -70,8 +64,6 @@ def recommendation_tables(
         return (_tried_table(found),)
     tables = [] if found.chosen is None else [_chosen_table(found, found.chosen)]
     tables.append(telling_table(found, is_whole=True))
-    if found.chosen is None and found.alternatives:
-        tables.append(_alternative_table(found))
     return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
 
 
@@ -98,9 +90,6 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         fits = f"the {found.aim}" if each == chosen else "fits"
         return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
 
-    def more(each: Candidate) -> str:
-        return _more(each, chosen) if chosen and each in longer else "-"
-
     footnotes = _footnotes(found, is_explained=False)
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
@@ -112,7 +101,6 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         _costs_of(found) if is_whole else None,
         *(_BUDGET if is_whole else ()),
         _reach(found),
-        ("more", more) if is_whole else None,
         ("tokens/s", lambda each: _step(each)[1]) if chosen else None,
         names=3 + (len(sources) > 1) + is_whole,
         footnotes=(f"{footnotes[0]}; costs and environment: `--explain`",) if chosen else footnotes,
@@ -221,40 +209,6 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
         env={"words": ENV_IN_WORDS, "before": ENV_BEFORE_IN_WORDS},
     )
     return values_table(_title(found), lines, columns=())
-
-
-def _more(longer: Candidate, chosen: Candidate) -> str:
-    """Tokens by which the longer one is longer; ``-`` where figures of two kinds would be mixed."""
-    if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
-        return "-"
-    gained = format_tokens(longer.capacity_tokens - chosen.capacity_tokens)
-    return f"{'≥' if longer.is_at_least else ''}+{gained}"
-
-
-def _alternative_table(found: Recommendation) -> TextTable:
-    most = MOST_GPUS_OF_A_MACHINE
-    none: dict[AlternativeKind, str] = {
-        "more GPUs": f"none of up to {most} of this kind, nor twice or four times that",
-        "a larger GPU": "none of the catalog",
-    }
-    tried = {alternative.kind for alternative in found.alternatives}
-    others = [Alternative(kind=kind, what=none[kind]) for kind in none if kind not in tried]
-    return table_of(
-        "what would do: predicted",
-        (*found.alternatives, *others),
-        ("", "kind"),
-        ("what", "what"),
-        ("simplest settings", _settings_of),
-        ("headroom", "headroom_bytes"),
-        ("host memory", "host_bytes"),
-    )
-
-
-def _settings_of(alternative: Alternative) -> str:
-    """The simplest settings that fit then; ``-`` where nothing here is known to."""
-    if alternative.cell is None:
-        return "-"
-    return f"{short_settings(alternative.cell.settings)}{alternative.cell.layout.suffix}"
 
 
 def _title(found: Recommendation) -> str:

@@ -83,8 +83,10 @@ def _others(left: Sequence[Cell]) -> Iterator[str]:
     )
 
 
-def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
-    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others."""
+def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
+    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others.
+    ``is_roomy``: nobody named a headroom, so that the usual one is kept.
+    """
     by_formula = FormulaLaw(shape=question.model.shape)
     if question.device != "cuda" or question.foreign is not None:
         return by_formula
@@ -92,8 +94,9 @@ def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
         refuse_unknown_family(question.model)
         gpus = max(cell.layout.gpus for cell in question.cells)
         where, limit = _memory(machine, gpus, question.memory_budget_bytes)
-        kept_bytes = question.margin_bytes or default_headroom_bytes(where.device_bytes)
-        question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
+        if is_roomy:
+            kept_bytes = default_headroom_bytes(where.device_bytes)
+            question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
         known = calibration_of(question, OURS)
         cells = predict_by_formula(question, limit, OURS, known, asked="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)
