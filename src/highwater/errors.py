@@ -34,7 +34,7 @@ class HighwaterError(Exception):
     exit_code: ClassVar[int] = EXIT_USER
 
     def __init__(self, problem: str, *, hint: str) -> None:
-        super().__init__(problem)
+        super().__init__(f"{problem}\n\nhint: {hint}")
         self.problem = problem
         self.hint = hint
 

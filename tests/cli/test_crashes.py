@@ -126,7 +126,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
     *_, problem, _, hint = done.stderr.splitlines()
     assert problem.startswith("error: the answer ")
     assert problem.endswith(os.strerror(errno.ENOSPC))
-    assert "high-water mark" in highwater(*hint.split("`")[1].split()[1:]).stdout
+    assert " trains up to " in highwater(*hint.split("`")[1].split()[1:]).stdout
 
 
 def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path):
@@ -141,7 +141,7 @@ def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path):
 def test_a_search_goes_on_when_nobody_hears_its_talk(tmp_path, redirected):
     done = in_a_shell(tmp_path, FIND, redirected)
     assert done.returncode == 0, done.stderr
-    assert "high-water mark" in done.stdout
+    assert " trains up to " in done.stdout
     assert all(
         json.loads(line)
         for line in (tmp_path / "logs" / "m" / "study-1.jsonl").read_text().splitlines()

@@ -18,12 +18,10 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     assert done.returncode == 0, done.stderr
     answer, _, title, *_ = done.stdout.splitlines()
     assert answer.startswith("Qwen3-8B trains its native 40,960 tokens on 4 x A100-80GB with ")
-    assert title == (
-        "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula, nothing was run"
-    )
+    assert title == "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula"
     assert "Predicted." in answer
     caveat = done.stdout.rstrip().splitlines()[-1]
-    assert caveat.endswith("`--explain` says more")
+    assert caveat.endswith(" more: try it first")
     assert "Qwen3-8B" in caveat, "nobody has measured it"
     assert following(done) == ["predict", "Qwen3-8B", *A100S, "--explain"]
 
@@ -262,7 +260,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
         "segments, a chunked loss and YaRN: safe, 39.76 GiB of each GPU left. Predicted.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "
-        "by formula, nothing was run\n"
+        "by formula\n"
         "\n"
         "settings                                  Ulysses  fits   headroom\n"
         "expandable, chunked loss                         1  safe  39.76 GiB\n"

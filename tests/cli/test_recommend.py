@@ -15,23 +15,27 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB with ")
+    assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
+    rows = [re.split(" {2,}", line) for line in done.stdout.split("\n\n")[2].splitlines()]
+    verdicts = [row[rows[0].index("this length")] for row in rows[1:]]
+    chosen = verdicts.index("the simplest")
+    assert "tight: leaves 1.81 GiB of a GPU" in verdicts[:chosen]
+    assert {*verdicts[chosen + 1 :]} == {"fits"}
+    reached = [int(re.sub(r"\D", "", row[rows[0].index("trains up to")])) for row in rows[1:]]
+    assert sorted(reached[chosen:]) == reached[chosen:]
+    assert len(done.stdout.strip().split("\n\n")[3:]) == 1, "one caveat"
+    explained = highwater(*ASKED, "--explain").stdout
+    lines = explained.splitlines()
     assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each"
     told = {line[:14].strip(): line[14:] for line in reversed(lines[2:])}
     assert told["settings"] == "expandable, chunked loss, predicted"
     assert told["headroom"].endswith(" of each GPU: safe")
     assert re.findall(r"[\d,]+", told["token budget"]) == ["98,304", "1", "98,304"]
     assert told["step"].endswith(" tokens/s")
-    assert "rope_type: yarn, factor: 2.4" in done.stdout
-    why, bought = (
-        done.stdout.index("why nothing simpler"),
-        done.stdout.index("what the next would buy"),
-    )
-    assert done.stdout.count("lacks ", why, bought) == 1
-    assert "tight: leaves 1.81 GiB of a GPU" in done.stdout[why:bought]
-    assert why < bought < len(done.stdout)
-    assert len(done.stdout[bought:].strip().split("\n\n")[2:]) == 1, "one caveat"
-    explained = highwater(*ASKED, "--explain").stdout
-    assert explained.index("what the next would buy") < explained.index("numerical stability")
+    assert "rope_type: yarn, factor: 2.4" in explained
+    assert explained.count("lacks ") == 1
+    assert "tight: leaves 1.81 GiB of a GPU" in explained
+    assert explained.index("an exchange in every layer") < explained.index("numerical stability")
     assert "measured: " not in explained
     assert "GB " not in done.stdout.replace("96GB ", "")
 
@@ -53,7 +57,6 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
         first = done.stdout.splitlines()[0]
         assert first.startswith("No: Qwen3-8B does not train at ")
         assert "What would fit: " in first
-        assert "what would do: predicted" in done.stdout
     assert highwater(*words, "--json").returncode == 1
     assert "--gpus" in following(done)
     assert highwater(*following(done)).returncode == 0

@@ -254,7 +254,6 @@ def test_tables_lines_and_json_keep_the_two_apart():
     assert f"{answer.capacity_tokens:,}* " in row
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
-    assert f"high-water mark: {answer.capacity_tokens:,} tokens" in text
     assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in (
         published_line(study.question, answer.cell, answer) or ""
     )

@@ -256,7 +256,8 @@ def _runner(
     request: Request, log_layout: LogLayout, question: Question
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
-        law = dry_run_law(question, machine_of(request))
+        is_roomy = request.headroom is None
+        law = dry_run_law(question, machine_of(request), is_roomy=is_roomy)
         return SimulatedRunner(law, device_total_bytes=question.device_total_bytes)
     if request.on_ray:
         return ray_runner.runner_of(request, log_layout)

@@ -5,7 +5,7 @@ prediction scores.
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ def data(arguments: argparse.Namespace) -> int:
     from highwater.api.data_lengths import data_lengths
 
     paths, model = arguments.documents, arguments.counted_by
-    found = data_lengths(paths, model, on_phase=console.talk)
+    found = data_lengths(paths, model, on_phase=cache(console.talk))
     words = ["highwater", "predict", model or "Qwen3-0.6B", "--gpus", "H100-80GB", "--data", *paths]
     return _say_data(arguments, found, words)
 
@@ -94,7 +94,7 @@ def _of_data(arguments: argparse.Namespace) -> int:
         arguments.read_data,
         model,
         price=arguments.price,
-        on_phase=console.talk,
+        on_phase=cache(console.talk),
         gpus=arguments.cluster,
         **typed_limits(arguments),
         **settings,

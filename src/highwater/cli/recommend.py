@@ -27,7 +27,12 @@ from highwater.nouns.trainer import (
     trainer_title,
 )
 from highwater.pages.prediction_tables import assumed_host, recommendation_answer
-from highwater.pages.recommendation_tables import check_page, recommendation_tables, rung_list
+from highwater.pages.recommendation_tables import (
+    check_page,
+    recommendation_tables,
+    rung_list,
+    telling_table,
+)
 from highwater.recommendation.recommend import drafted
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
@@ -61,8 +66,10 @@ def recommend(arguments: argparse.Namespace) -> int:
         return console.answer_json(found, code)
     if arguments.list_ and found.chosen and predicted_traits(found.trainer):
         tables = [rung_list(found, is_explained=arguments.explain)]
+    elif arguments.explain:
+        tables = recommendation_tables(found, is_explained=True)
     else:
-        tables = recommendation_tables(found, is_explained=arguments.explain)
+        tables = [telling_table(found)]
     console.answer_page(recommendation_answer(found), *tables)
     console.next_command(_next(arguments, found))
     return code

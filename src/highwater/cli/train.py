@@ -5,6 +5,7 @@ import json
 import shlex
 import signal
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,7 @@ def _train(arguments: argparse.Namespace) -> int:
     asked = training_request_of(arguments)
     request = request_of(arguments)
     with own_folder(Path(asked.output)):
-        prepared = training.prepare_training(request, asked, on_phase=_Phases().hear)
+        prepared = training.prepare_training(request, asked, on_phase=cache(console.talk))
         console.notes(prepared.notes)
         for line in prediction_lines(prepared):
             console.talk(line)
@@ -72,18 +73,6 @@ def _say_stopped(
     elif result.status == "done":
         then = "says what it came to"
     console.next_command(f"{_same_command(arguments, asked, result)}  ({then})")
-
-
-class _Phases:
-    """Says what is done to the data, each phase once."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def hear(self, phase: str) -> None:
-        if phase != self._last:
-            console.talk(phase)
-        self._last = phase
 
 
 def _same_command(

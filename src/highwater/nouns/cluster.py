@@ -4,6 +4,7 @@
 """
 
 import re
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -187,7 +188,7 @@ def refuse_small_gpu(memory_bytes: int) -> None:
         raise UsageError(problem, hint="give its own, for example `--gpu-memory 80GiB`")
 
 
-def card_memory(text: str) -> int:
+def card_memory(text: str, read: Callable[[str], int] = parse_memory) -> int:
     """Bytes of a GPU's memory, as ``--gpu-memory`` has them. Raises UsageError for a size that
     cards are sold by, ``24GB``: drivers report less, each card's its own.
     """
@@ -199,7 +200,7 @@ def card_memory(text: str) -> int:
         if kind.usable_bytes and _SAME_FROM * most_bytes <= kind.usable_bytes <= most_bytes
     }
     if not cards:
-        return parse_memory(text)
+        return read(text)
     sizes = (f"`{_size(size)}` of {name}" for size, name in sorted(cards.items(), reverse=True))
     raise UsageError(
         f"memory size {text!r} is what cards are sold by, and their drivers report less",

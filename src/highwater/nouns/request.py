@@ -294,8 +294,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     confirm: int = kinds.COUNT(
         0, "times that both trials of the edge are repeated", metavar="K", example=2, **_SEARCH
     )
-    headroom: Size = kinds.SIZE(
-        0,
+    headroom: Size | None = kinds.SIZE(
+        None,
         "headroom that a length must leave to count, for example 2GiB",
         ("find", "predict", "recommend", "emit"),
         topic="search",
@@ -404,12 +404,16 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int | None:
         """Bound on the memory of each GPU; None: the whole card."""
-        return None if self.memory is None else parse_bytes(str(self.memory))
+        from highwater.nouns.cluster import card_memory  # here: it reads what this declares
+
+        if self.memory is None or self.device == "cpu":
+            return None if self.memory is None else parse_bytes(str(self.memory))
+        return card_memory(str(self.memory), parse_bytes)
 
     @property
     def margin_bytes(self) -> int:
         """Headroom that a length must leave."""
-        return parse_memory(str(self.headroom))
+        return parse_memory(str(self.headroom or 0))
 
     @property
     def start_tokens(self) -> int:

@@ -2,7 +2,7 @@
 GPUs; and in plain words, a few for a table's column, in full for a sentence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from highwater.errors import UsageError
@@ -591,13 +591,22 @@ NOTHING_SET = "nothing set"
 _IN_A_TABLE, _IN_A_SENTENCE = 0, 1
 
 
-def short_settings(settings: Settings) -> str:
-    """What tells a table's rows apart: ``expandable, states on host``, or ``nothing set``."""
+def shared_training(every: Iterable[Settings]) -> str:
+    """What all of them train, where that is something else than usual: ``LoRA of rank 16``."""
+    said = {", ".join(other_training(settings)) for settings in every}
+    return said.pop() if len(said) == 1 else ""
+
+
+def short_settings(settings: Settings, *, but: str = "") -> str:
+    """What tells one row of a table from another: ``expandable, chunked loss, states on host``;
+    ``nothing set`` where nothing is. ``but`` is what all rows train, said above them.
+    """
     told = _told(settings, _IN_A_TABLE)
     first = [told.pop(name) for name in ("allocator", "loss", "entropy", "offload") if name in told]
     if "activations" in told and settings.offload is not False:  # both on the host: said once
         first[-1] = f"{first[-1].removesuffix(' on host')}, {told.pop('activations')}"
-    return ", ".join((*other_training(settings), *first, *told.values())) or NOTHING_SET
+    training = [] if but else other_training(settings)
+    return ", ".join((*training, *first, *told.values())) or NOTHING_SET
 
 
 def settings_in_words(

@@ -4,6 +4,7 @@ cells of a known table one hits; and the caveat below them, or all notes (``pred
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
@@ -17,7 +18,13 @@ from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
-from highwater.nouns.settings import Settings, listed, settings_in_words, short_settings
+from highwater.nouns.settings import (
+    Settings,
+    listed,
+    settings_in_words,
+    shared_training,
+    short_settings,
+)
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
 from highwater.pages.page import template_lines
@@ -233,6 +240,10 @@ _OF_A_RISK: dict[Risk, str] = {
 }
 
 
+_UNLIKE_NAMED = 3
+"""Things that nobody has measured, of which each is named."""
+
+
 def caveat(
     answer: CellPrediction | Candidate | None,
     cells: Sequence[Cell],
@@ -246,10 +257,8 @@ def caveat(
     says = "`--explain` says what from, and how good such answers were"
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
     if here:
-        says = (
-            f"not measured yet with {plain(listed(here))}: try it before you rely on it; "
-            "`--explain` says more"
-        )
+        named = here if len(here) <= _UNLIKE_NAMED else (*here[:2], f"{len(here) - 2} more")
+        says = f"not measured yet with {plain(listed(named))}: try it first"
     if answer is not None and answer.risk is not None:
         says = _OF_A_RISK.get(answer.risk, says)
     return "; ".join((*star, says))
@@ -277,8 +286,8 @@ def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]
 _LONGEST_BAR = 16
 """Characters."""
 _METHODS: dict[PredictionMethod, str] = {
-    "formula": "formula, nothing was run",
-    "trace": "traced steps, replayed; nothing was trained",
+    "formula": "formula",
+    "trace": "traced steps, replayed",
 }
 _BINDINGS: dict[Binding, str] = {
     "device": "GPU memory",
@@ -290,10 +299,10 @@ _BINDINGS: dict[Binding, str] = {
 def prediction_table(
     prediction: Prediction, *, is_explained: bool = False, is_whole: bool = False
 ) -> TextTable:
-    """A table of the longest length of each cell on the frontier, what is left there, and how fast
-    it is; at one length, whether it fits. One caveat follows. ``is_whole``: of every cell.
-    ``is_explained`` adds what ends each cell, the interval of its memory and where its peak is, and
-    all that is known of such predictions.
+    """A table of the longest length of the few cells that tell most (``_telling``), and how fast
+    each is; at one length, whether it fits, and what is left. One caveat follows. ``is_whole``: of
+    every cell. ``is_explained``: of the whole frontier, with what ends each cell, the interval of
+    its memory and where its peak is, and all that is known of such predictions.
     """
     at_length, native = prediction.length_tokens is not None, prediction.native_length_tokens
     has_counts = len({each.cell.layout.gpus for each in prediction.cells}) > 1
@@ -317,15 +326,15 @@ def prediction_table(
         ]
         if is_wide:
             reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
-    kept = (prediction.simplest.cell, prediction.explained.cell)
-    shown = [c for c in prediction.cells if c.is_on_frontier or c.cell in kept]
-    shown = prediction.cells if is_whole else sorted(shown, key=lambda c: c.capacity_tokens)
+    shown = prediction.cells if is_whole else _telling(prediction, is_every=is_explained)
     left = len(prediction.cells) - len(shown)
-    beaten = (f"{left} other settings gain little: `--all`",) if left else ()
+    beaten = (f"{left} more settings: `--all`",) if left else ()
+    trained = shared_training(each.cell.settings for each in shown)
+    title = f"{_title(prediction)}{trained and f', {trained}'}"
     return table_of(
-        f"{_title(prediction)}: predicted by {_METHODS[prediction.method]}",
+        f"{title}: predicted by {_METHODS[prediction.method]}",
         shown,
-        ("settings", lambda each: short_settings(each.cell.settings)),
+        ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
         *reach,
@@ -339,6 +348,31 @@ def prediction_table(
         names=1 + has_counts,
         footnotes=_footnotes(prediction, beaten, is_explained=is_explained),
     )
+
+
+_MOST_SHOWN = 5
+"""Rows of an answer."""
+
+
+def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPrediction]:
+    """The simplest cell, the longest and the frontier between them, of which those that gain least
+    on the one before make room for the others (but not if ``is_every``).
+    """
+    ends = (prediction.simplest.cell, prediction.explained.cell)
+
+    def reach(each: CellPrediction) -> int:
+        return each.capacity_tokens or each.likely_edge_tokens
+
+    shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
+    shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
+    while len(shown) > _MOST_SHOWN and not is_every:
+        gains = [
+            (reach(each) / (reach(before) or 1), each.headroom_bytes - before.headroom_bytes, n)
+            for n, (before, each) in enumerate(pairwise(shown), 1)
+            if each.cell not in ends
+        ]
+        del shown[min(gains)[-1]]
+    return shown
 
 
 def _footnotes(
@@ -441,7 +475,7 @@ def data_table(found: "DataLengths") -> TextTable:
         f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
         found.lengths,
         ("up to", "length_tokens"),
-        ("", lambda each: _bar(own[each], max(own.values()))),
+        None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
@@ -453,7 +487,7 @@ def data_table(found: "DataLengths") -> TextTable:
         ("dollars", lambda e: "-" if e.epoch_price is None else f"{e.epoch_price:,.2f}")
         if any(each.epoch_price is not None for each in found.lengths)
         else None,
-        names=2,
+        names=2 - is_trained,
     )
 
 

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import (
-    Aim,
-    Alternative,
-    AlternativeKind,
-    Candidate,
-    Recommendation,
-)
-from highwater.nouns.settings import settings_in_words, short_settings
+from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.nouns.settings import settings_in_words, shared_training, short_settings
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import (
     OURS,
@@ -32,9 +25,10 @@ from highwater.trainers.emitted import Emitted
 from highwater.units import format_bytes, format_seconds, format_tokens
 
 _TEMPLATE = "recommendation.txt.j2"
+_ROWS_BESIDE = 2
+"""Longer settings that an answer shows beside those to take."""
 NEXT_SHOWN = 3
 """Rungs shown that train longer than what was shown before them."""
-_MORE: dict[Aim, str] = {"simplest": "simpler", "fastest": "faster", "lightest": "lighter"}
 _LACKING = {"device": "of a GPU", "host": "of host memory"}
 
 
@@ -64,39 +58,52 @@ def _costs_of(found: Recommendation) -> Column[Candidate]:
 def recommendation_tables(
     found: Recommendation, *, is_explained: bool = False
 ) -> tuple[TextTable, ...]:
-    """The answer's tables in reading order, then a caveat, or all of them if ``is_explained``."""
+    """All tables in reading order, then a caveat, or all of them if ``is_explained``."""
     if predicted_traits(found.trainer) is None:
         return (_tried_table(found),)
-    tables: list[TextTable] = []
-    if found.chosen is not None:
-        tables.append(_chosen_table(found, found.chosen))
-    if found.chosen is None or found.earlier:
-        title = (
-            f"why nothing {_MORE[found.aim]}" if found.chosen else f"{_title(found)}: nothing fits"
-        )
-        tables.append(
-            table_of(
-                title, found.earlier, *_NAMES, ("why not", reason), *_BUDGET, _reach(found), names=4
-            )
-        )
-    if found.chosen is None and found.alternatives:
-        tables.append(_alternative_table(found))
-    longer, chosen = next_rungs(found), found.chosen
-    if chosen is not None and longer:
-        tables.append(
-            table_of(
-                "what the next would buy",
-                longer,
-                *_NAMES,
-                _costs_of(found),
-                *_BUDGET,
-                _reach(found),
-                ("more", lambda each: _more(each, chosen)),
-                ("tokens/s", lambda each: _step(each)[1]),
-                names=4,
-            )
-        )
+    tables = [] if found.chosen is None else [_chosen_table(found, found.chosen)]
+    tables.append(telling_table(found, is_whole=True))
     return (*tables[:-1], replace(tables[-1], footnotes=_footnotes(found, is_explained)))
+
+
+def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable:
+    """The settings to take between simpler ones, of which the nearest comes first to mind, and the
+    next that train longer; then a caveat. ``is_whole``: all simpler ones, and what each costs.
+    """
+    if predicted_traits(found.trainer) is None:
+        return _tried_table(found)
+    chosen, simpler = found.chosen, found.earlier
+    longer = next_rungs(found)[: NEXT_SHOWN if is_whole else _ROWS_BESIDE]
+    if not is_whole:
+        most = 1 if chosen else _ROWS_BESIDE + 2
+        nearest = sorted(simpler, key=lambda c: (-c.capacity_tokens, c.lacks_bytes or 0))[:most]
+        simpler = tuple(each for each in simpler if each in nearest)
+    rows = (*simpler, *([chosen] if chosen else ()), *longer)
+    trained = shared_training(each.cell.settings for each in rows)
+    sources = {_by(each) for each in rows}
+    shared = (f", {trained}" if trained else "") + (
+        f": {min(sources)}" if len(sources) == 1 else ""
+    )
+
+    def at_length(each: Candidate) -> str:
+        fits = f"the {found.aim}" if each == chosen else "fits"
+        return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
+
+    footnotes = _footnotes(found, is_explained=False)
+    return table_of(
+        f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
+        rows,
+        ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
+        ("Ulysses", "cell.layout.sharing"),
+        ("by", _by) if len(sources) > 1 else None,
+        ("this length", at_length),
+        _costs_of(found) if is_whole else None,
+        *(_BUDGET if is_whole else ()),
+        _reach(found),
+        ("tokens/s", lambda each: _step(each)[1]) if chosen else None,
+        names=3 + (len(sources) > 1) + is_whole,
+        footnotes=(f"{footnotes[0]}; costs and environment: `--explain`",) if chosen else footnotes,
+    )
 
 
 def _tried_table(found: Recommendation) -> TextTable:
@@ -201,33 +208,6 @@ def _chosen_table(found: Recommendation, chosen: Candidate) -> TextTable:
         env={"words": ENV_IN_WORDS, "before": ENV_BEFORE_IN_WORDS},
     )
     return values_table(_title(found), lines, columns=())
-
-
-def _more(longer: Candidate, chosen: Candidate) -> str:
-    """Tokens by which the longer one is longer; ``-`` where figures of two kinds would be mixed."""
-    if chosen.is_at_least or longer.capacity_source != chosen.capacity_source:
-        return "-"
-    gained = format_tokens(longer.capacity_tokens - chosen.capacity_tokens)
-    return f"{'≥' if longer.is_at_least else ''}+{gained}"
-
-
-def _alternative_table(found: Recommendation) -> TextTable:
-    most = MOST_GPUS_OF_A_MACHINE
-    none: dict[AlternativeKind, str] = {
-        "more GPUs": f"none of up to {most} of this kind, nor twice or four times that",
-        "a larger GPU": "none of the catalog",
-    }
-    tried = {alternative.kind for alternative in found.alternatives}
-    others = [Alternative(kind=kind, what=none[kind]) for kind in none if kind not in tried]
-    return table_of(
-        "what would do: predicted",
-        (*found.alternatives, *others),
-        ("", "kind"),
-        ("what", "what"),
-        ("simplest settings", "cell.words"),
-        ("headroom", "headroom_bytes"),
-        ("host memory", "host_bytes"),
-    )
 
 
 def _title(found: Recommendation) -> str:

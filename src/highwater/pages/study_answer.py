@@ -5,6 +5,7 @@ what it is about to try. Notes below tables are in ``answer.txt.j2``.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import compress
 
 import msgspec
 
@@ -12,7 +13,7 @@ from highwater.model.footprint import host_state_bytes
 from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan
-from highwater.nouns.settings import settings_in_words, short_settings
+from highwater.nouns.settings import settings_in_words, shared_training, short_settings
 from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.page import template_lines
@@ -265,16 +266,21 @@ _LIMITS: dict[Limit, str] = {
 
 
 def answer_table(study: Study) -> TextTable:
-    """The final table: each cell's capacity with its figures, and what ended the search."""
+    """The final table: each cell's capacity with the figures that any has, and what ended it."""
     question = study.question
+    trained = shared_training(cell.settings for cell in question.cells)
+    named = f", {trained}" if trained else ""
+    columns = (
+        *("settings", RANK_WORDS[question.device][1], "Ulysses"),
+        *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
+        *("ended by", peak_name(question), "headroom", "tokens/s", "MFU"),
+    )
+    rows = [_answer_row(cell, study, trained) for cell in question.cells]
+    known = [{*column} != {"-"} for column in zip(*rows, strict=True)]
     return TextTable(
-        title=f"{plain(question.model.name)} on {place(question)}: {provenance(question)}",
-        columns=(
-            *("settings", RANK_WORDS[question.device][1], "Ulysses"),
-            *(("capacity",) if question.proof == "full" else ("trained in full", "memory-only")),
-            *("ended by", peak_name(question), "headroom", "tokens/s", "MFU"),
-        ),
-        rows=tuple(_answer_row(cell, study) for cell in question.cells),
+        title=f"{plain(question.model.name)} on {place(question)}{named}: {provenance(question)}",
+        columns=tuple(compress(columns, known)),
+        rows=tuple(tuple(compress(row, known)) for row in rows),
         footnotes=_footnotes(study),
     )
 
@@ -304,7 +310,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     return values_table(title, lines, columns=())
 
 
-def _answer_row(cell: Cell, study: Study) -> tuple[str, ...]:
+def _answer_row(cell: Cell, study: Study, but: str) -> tuple[str, ...]:
     """The row of a cell; without a proven answer the longest that fit so far, ``≥36,864``."""
     question, answer = study.question, study.answer_of(cell)
     if answer is None:
@@ -323,7 +329,7 @@ def _answer_row(cell: Cell, study: Study) -> tuple[str, ...]:
         ended = f"{'' if fails is None else f'{format_tokens(fails)}: '}{_LIMITS[answer.limit]}"
         names = ("peak_reserved_bytes", "headroom_bytes", "tokens_per_s", "mfu")
         figures = (ended, *(field_text(answer, name) for name in names))
-    names = (short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing)
+    names = (short_settings(cell.settings, but=but), str(cell.layout.gpus), cell.layout.sharing)
     return (*names, *proofs[: 1 + (question.proof == "memory")], *figures)
 
 
@@ -343,8 +349,8 @@ def _footnotes(study: Study) -> tuple[str, ...]:
         reached_tokens=max(reached, default=0),
         not_monotone=NOT_MONOTONE,
         budgets=sorted(budgets.items()),
-        reasons=[(answer, _reason(study, answer)) for answer in study.answers],
-        mark=_high_water_mark(study),
+        best=max(study.answers, key=_reach, default=None),
+        reasons=[(each, _reason(study, each)) for each in study.answers],
     )
 
 
@@ -357,19 +363,6 @@ def _reason(study: Study, answer: CellAnswer) -> str:
             line = request_line(trial.result, answer.cell.settings, answer.cell.layout)
             why = why if line is None else f"{format_tokens(tokens)} tokens, {line}"
     return why
-
-
-def _high_water_mark(study: Study) -> str:
-    """The longest length of all cells; with ``≥`` where its cell is not finished; or nothing."""
-    question = study.question
-    longest = {cell: study.longest_fit_tokens(cell) for cell in question.cells}
-    capacities = {answer.cell: answer.capacity_tokens for answer in study.answers}
-    longest |= capacities
-    best = max(longest, key=lambda cell: longest[cell] or 0)
-    if not longest[best]:
-        return ""
-    least = "" if best in capacities else "≥"
-    return f"{least}{format_tokens(longest[best])} tokens ({best.label_on(question.device)})"
 
 
 def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:

@@ -13,13 +13,11 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
-from highwater.nouns.activation_plan import Activations
 from highwater.nouns.cluster import Cluster, cluster
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import Machine, hardware_of
 from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import Request, taken_by
-from highwater.nouns.settings import Offload
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
@@ -71,31 +69,21 @@ def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Clus
 
 
 def _others(left: Sequence[Cell]) -> Iterator[str]:
-    """A note on the settings that are predicted and not tried, with the flags that try them."""
+    """A note on the settings that are predicted and not tried, and what tries the first of them."""
     if not left:
         return
-    kinds: dict[tuple[Offload, Activations], list[int]] = {}
-    for cell in left:
-        kind = cell.settings.offload, cell.settings.activations
-        kinds.setdefault(kind, []).append(cell.layout.ulysses_degree)
-    flags: list[str] = []
-    for (offload, activations), degrees in kinds.items():
-        named: dict[str, object] = {"ulysses": sorted(set(degrees))}
-        if offload is not False or activations == "host":
-            named["allocator"] = "expandable"
-        if offload is not False:
-            named["offload"] = offload
-        if activations == "host":
-            named["activations"] = activations
-        flags.append(f"`{' '.join(words_of(named))}`")
+    degrees = sorted({cell.layout.ulysses_degree for cell in left})
+    named = " ".join(words_of({"ulysses": degrees}))
     yield (
-        f"of the settings that `highwater predict --all` knows the simplest and the longest are "
-        f"tried; {len(left)} others by {', '.join(flags)}"
+        f"tried: the simplest and the longest settings that `highwater predict` knows; "
+        f"{len(left)} others by flags, `{named}` first (`--help=trial`)"
     )
 
 
-def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
-    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others."""
+def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
+    """The memory law of a dry run: the prediction of trials on GPUs; the closed form of others.
+    ``is_roomy``: nobody named a headroom, so that the usual one is kept.
+    """
     by_formula = FormulaLaw(shape=question.model.shape)
     if question.device != "cuda" or question.foreign is not None:
         return by_formula
@@ -103,8 +91,9 @@ def dry_run_law(question: Question, machine: Machine) -> FormulaLaw:
         refuse_unknown_family(question.model)
         gpus = max(cell.layout.gpus for cell in question.cells)
         where, limit = _memory(machine, gpus, question.memory_budget_bytes)
-        kept_bytes = question.margin_bytes or default_headroom_bytes(where.device_bytes)
-        question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
+        if is_roomy:
+            kept_bytes = default_headroom_bytes(where.device_bytes)
+            question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
         known = calibration_of(question, OURS)
         cells = predict_by_formula(question, limit, OURS, known, asked="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)

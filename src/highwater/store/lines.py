@@ -471,4 +471,6 @@ def not_a_study(path: Path) -> StudyError:
 
 def _damaged(path: Path, number: int, error: Exception) -> StudyError:
     hint = f"restore the file from a copy, or start afresh with {free_study(path)}"
-    return StudyError(f"line {number} of {path} is damaged: {error}", hint=hint)
+    return StudyError(
+        f"line {number} of {path} is damaged: {getattr(error, 'problem', error)}", hint=hint
+    )

@@ -326,7 +326,7 @@ def read_state(path: Path) -> RunState:
     except FileNotFoundError as error:
         raise damage(path / STATE_FILE, "it is missing") from error
     except (OSError, msgspec.MsgspecError, HighwaterError) as error:
-        raise damage(path / STATE_FILE, str(error)) from error
+        raise damage(path / STATE_FILE, str(error).partition("\n")[0]) from error
 
 
 def checkpoint_bytes(training: Training) -> int:
