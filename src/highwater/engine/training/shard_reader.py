@@ -95,7 +95,6 @@ def read_index(directory: Path) -> ShardIndex:
 def damaged(path: Path, error: BaseException) -> UsageError:
     """Return the error for a checkpoint's file that cannot be read."""
     why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    why = why.partition("\n")[0]
     return UsageError(
         f"{path} cannot be read: {why.splitlines()[0] if why else type(error).__name__}",
         hint=f"`ls -l {path.parent}` shows what is there; go on from another checkpoint",
