@@ -184,7 +184,7 @@ LINES = {
         ("Qwen3-8B", *LORA, "--lora-base", "nf4", "--copies", "2"),
     ),
 }
-"""What is asked on each kind of GPUs: those whose answers were the longest of 2,000."""
+"""What is asked on each kind of GPUs: those whose answers were the longest of some hundred."""
 
 
 @pytest.mark.parametrize(
