@@ -246,9 +246,15 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
     found: list[Matrices] = []
     for outputs, inputs in _targets(kind, model_type, lora):
         found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
+    return (*found, *expert_adapter_matrices(kind, model_type, lora))
+
+
+def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
+    """A and B of the adapters on the experts of a layer: one matrix has the ranks of them all."""
+    found: list[Matrices] = []
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
-    for name, rank in of_experts.items():  # one matrix has the ranks of all experts
+    for name, rank in of_experts.items():
         ranks = rank * kind.mlp.experts
         inputs, outputs = (width, hidden) if name == "down_proj" else (hidden, 2 * width)
         found += [Matrices(1, ranks, inputs), Matrices(1, outputs, ranks)]
