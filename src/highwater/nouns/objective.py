@@ -319,7 +319,7 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
         raise UsageError(
             f"LoRA on all of {shape.model_type}, whose {'routers' if of_experts else 'experts'} "
             "have no adapters here",
-            hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
         )
     asked = [name for name in lora.names or () if name in of_experts]
     if asked and any(run.kind.mlp.experts == 1 for run in shape.runs):
