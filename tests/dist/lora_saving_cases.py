@@ -39,7 +39,9 @@ from highwater.nouns.objective import Lora
 
 LORA = Lora(rank=4, alpha=8)
 PACKED = Lora(rank=4, alpha=8, base="nf4")
-MODELS = ("llama", "phi3", "scalar", "packed")
+EXPERTS = Lora(rank=4, alpha=8, targets="q_proj,gate_proj,up_proj,down_proj")
+MODELS = ("llama", "phi3", "scalar", "packed", "qwen3_moe")
+UNMERGED = ("packed", "qwen3_moe")
 LENGTHS = (17, 9, 24, 8)
 TOKENS = tuple(range(3, 40))
 
@@ -64,7 +66,7 @@ def save(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     how: dict[str, Any] = {"mesh": mesh, "dtype": torch.float32, "source": folder / name}
     written = save_pretrained(model, folder / f"adapter-{name}", **how)
     merged = 0
-    if name != "packed":
+    if name not in UNMERGED:
         merged = save_pretrained(model, folder / f"merged-{name}", **how, merged=True)
     if dist.get_rank() == 0:
         (folder / f"bytes-{name}").write_text(f"{written} {merged}")
@@ -95,7 +97,7 @@ def made(name: str, folder: Path, mesh: dist.DeviceMesh) -> tuple[Decoder, torch
         mesh,
         torch.float32,
         loss=None if name == "scalar" else "chunked",
-        lora=PACKED if name == "packed" else LORA,
+        lora={"packed": PACKED, "qwen3_moe": EXPERTS}.get(name, LORA),
     )
     fill_adapters(model, lambda each: name_for_peft(name_in_files(each)))
     return model, make_optimizer(model, Hyperparameters(learning_rate=0.01))

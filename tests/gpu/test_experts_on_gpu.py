@@ -5,13 +5,16 @@ the bytes that a token takes of a layer. ``pytest -s`` shows how far each is off
 import copy
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from experts_in_tiles import LONG, bytes_beside, rows
+from highwater.engine.models.fused.experts import AdaptedExperts
 from highwater.engine.models.fused.fused import tile_experts
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.model import load_model
@@ -22,8 +25,11 @@ CUDA = torch.device("cuda", 0)
 MODEL = "Qwen3-30B-A3B"
 MOST_BYTES = 60_000
 """Of a token in a layer, attention's kernel apart."""
-SPREAD = 1.1
-"""Times as far from exact as all tokens at once; both round each product to 8 bits."""
+SPREAD = 2**0.5
+"""Times as far from exact as all tokens at once: each tile's share is rounded, and then their sum,
+as products of all tokens are once."""
+CLOSE = 2e-2
+"""Norm-relative: a few roundings to 8 bits."""
 SIZES: dict[str, Any] = {
     "hidden_size": 2048,
     "num_hidden_layers": 1,
@@ -92,6 +98,61 @@ def test_tiles_are_as_near_to_exact_as_all_tokens_at_once(family, tokens):
         )
     tell({"case": f"{family} {tokens}", "apart": off})
     assert all(tiled < SPREAD * plain for tiled, plain in zip(off[3], off[1], strict=True))
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_adapters_on_experts_are_as_near_to_exact_in_tiles(family):
+    """Rank 8, as peft has them: gate and up share one of twice the rank."""
+    torch.manual_seed(0)
+    exact, ours = experts_of(CONFIGS[family], "eager"), experts_of(CONFIGS[family], "grouped_mm")
+    tokens, count, scale = 4099, exact.num_experts, 2.0
+    for mine, parameter in zip(ours.parameters(), exact.parameters(), strict=True):
+        parameter.data = parameter.data.normal_(std=0.03).bfloat16().float()
+        mine.data = parameter.data.bfloat16()
+    frozen = {name: p.detach() for name, p in exact.named_parameters()}
+    adapted, matrices = ours.requires_grad_(requires_grad=False), list[torch.Tensor]()
+    for name, rank in (("gate_up_proj", 16), ("down_proj", 8)):
+        _, outputs, inputs = frozen[name].shape
+        sizes = ((rank * count, inputs), (outputs, rank * count))
+        linear = [nn.Linear(*size[::-1], bias=False, device=CUDA).bfloat16() for size in sizes]
+        for each in linear:
+            nn.init.normal_(each.weight, std=0.05)
+        matrices += [each.weight.detach().float().requires_grad_() for each in linear]
+        a, b = (nn.ModuleDict({"default": each}) for each in linear)
+        wrapper = SimpleNamespace(base_layer=adapted, lora_A=a, lora_B=b, parameter_name=name)
+        adapted = AdaptedExperts(wrapper, scale=scale)
+    of_each: dict[str, torch.Tensor] = {}
+    for name, a, b in zip(frozen, matrices[::2], matrices[1::2], strict=True):
+        a_XRI = a.view(count, -1, a.shape[1])
+        b_ORX = b.view(len(b), -1, count)
+        of_each[name] = frozen[name] + scale * torch.einsum("orx,xri->xoi", b_ORX, a_XRI)
+    chosen = (
+        torch.rand(tokens, count, device=CUDA).topk(CONFIGS[family].num_experts_per_tok).indices
+    )
+    widths = (SIZES["hidden_size"], chosen.shape[1], SIZES["hidden_size"])
+    given = [torch.randn(tokens, width, device=CUDA).bfloat16() for width in widths]
+    x, weights, upstream = (each.float().requires_grad_() for each in given)
+    out = torch.func.functional_call(exact, of_each, (x, chosen, weights))
+    expected = [out.detach(), *torch.autograd.grad(out, [x, weights, *matrices], upstream)]
+    off: dict[int, dict[str, float]] = {}
+    names = ["out", "x", "weights", "gate_up a", "gate_up b", "down a", "down b"]
+    trained = [
+        each.weight
+        for level in (adapted.base_layer, adapted)
+        for each in (level.lora_A["default"], level.lora_B["default"])
+    ]
+    for tiles in (1, 3):
+        ours.tiles = tiles
+        x, weights, upstream = (each.clone().requires_grad_() for each in given)
+        out = adapted(x, chosen, weights)
+        found_here = [
+            out.detach(),
+            *torch.autograd.grad(out, [x, weights, *trained], upstream.to(out.dtype)),
+        ]
+        off[tiles] = dict(zip(names, map(apart, found_here, expected), strict=True))
+    tell({"case": f"{family} adapters", "apart": off})
+    assert max(off[1].values()) < CLOSE
+    assert all(off[3][name] < SPREAD * off[1][name] for name in names)
 
 
 @pytest.mark.timeout(120)

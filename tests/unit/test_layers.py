@@ -28,6 +28,7 @@ GRPO: dict[str, Any] = {
     "sequences_per_micro_batch": 2,
 }
 KEPT_IN_TILES: dict[str, Any] = {"recompute": "none", "mlp_tiles": 4}
+OF_EXPERTS = {"lora_targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"}
 SIZES: dict[str, dict[str, int | bool | str]] = table("layers", "sizes")
 """Mixtral-8x7B, Qwen3-30B-A3B, Qwen3-4B, Llama-2-7B, OLMo-2-7B."""
 
@@ -77,6 +78,8 @@ def allocated_gib(
         ("qwen3_moe", 1, 1, 131_072, {"offload": True}, 19.663),
         ("qwen3_moe", 1, 1, 131_072, {"offload": True, "attention_head_groups": 4}, 16.200),
         ("qwen3_moe", 1, 1, 131_072, {"offload": True, **KEPT_IN_TILES}, 42.770),
+        ("qwen3_moe", 1, 1, 16_384, {**OF_EXPERTS, "lora": 8}, 11.566),
+        ("qwen3_moe", 1, 1, 65_536, {**OF_EXPERTS, "lora": 8, "offload": True}, 9.485),
         ("qwen3_moe", 4, 4, 262_144, {"offload": True}, 15.977),
         ("qwen3_moe", 8, 1, 32_768, GRPO, 30.727),
         ("qwen3_moe", 2, 2, 32_768, {"offload": True, "recompute": "none"}, 21.121),

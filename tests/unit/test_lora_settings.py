@@ -20,6 +20,7 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.training import TrainingRequest
 from highwater.nouns.trial import Outcome, TrialSpec
 from highwater.recommendation.training_settings import adapter_notes, chosen_trial
+from highwater.trainers.targets import TARGETS, configured
 from highwater.trials.probe import probe
 
 
@@ -63,8 +64,44 @@ def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name):
     assert "q_proj" in refused.value.hint
 
 
-def test_experts_have_no_adapters_and_the_hint_names_what_has():
-    with pytest.raises(UsageError, match="experts have no adapters") as refused:
+OF_EXPERTS = "q_proj,gate_proj,up_proj,down_proj"
+
+
+def test_adapters_on_experts_have_as_many_numbers_as_pefts():
+    shape = load_model("Qwen3-30B-A3B").shape
+    (lora,) = (Settings(lora=8, lora_targets=OF_EXPERTS[7:]).adapters,)
+    assert lora is not None
+    of_expert = 16 * (2048 + 1536) + 8 * (768 + 2048)  # gate and up are one parameter, of rank 16
+    assert adapter_parameters(shape, lora) == 48 * 128 * of_expert
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"lora": 12}, "adapters of rank 12 on experts"),
+        ({"lora_targets": "gate_proj,down_proj"}, "are one parameter"),
+        ({"lora_merged": True, "save_hf": "last"}, "are not merged here"),
+        ({"trainer": "trl"}, "which are predicted for highwater's engine"),
+    ],
+)
+def test_what_adapters_on_experts_do_not_go_with_is_refused(asked, problem):
+    usual = {"gpus": "8xH100-80GB", "lora": 8, "lora_targets": OF_EXPERTS}
+    with pytest.raises(UsageError, match=problem) as refused:
+        highwater.predict("Qwen3-30B-A3B", **{**usual, **asked})
+    assert refused.value.hint
+
+
+def test_no_trainers_configuration_has_adapters_on_experts():
+    found = highwater.recommend(
+        "Qwen3-30B-A3B", gpus="8xH100-80GB", length=8192, lora=8, lora_targets=OF_EXPERTS
+    )
+    for target in TARGETS:
+        with pytest.raises(UsageError, match=r"experts|adapters"):
+            configured(target, found, found.candidates[0], model="Qwen3-30B-A3B")
+
+
+def test_routers_have_no_adapters_and_the_hint_names_what_has():
+    with pytest.raises(UsageError, match="routers have no adapters") as refused:
         highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4)
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
     found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)

@@ -245,9 +245,15 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
     found: list[Matrices] = []
     for outputs, inputs in _targets(kind, model_type, lora):
         found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
+    return (*found, *expert_adapter_matrices(kind, model_type, lora))
+
+
+def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
+    """A and B of the adapters on the experts of a layer: one matrix has the ranks of them all."""
+    found: list[Matrices] = []
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
-    for name, rank in of_experts.items():  # one matrix has the ranks of all experts
+    for name, rank in of_experts.items():
         ranks = rank * kind.mlp.experts
         inputs, outputs = (width, hidden) if name == "down_proj" else (hidden, 2 * width)
         found += [Matrices(1, ranks, inputs), Matrices(1, outputs, ranks)]
@@ -312,7 +318,7 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
         raise UsageError(
             f"LoRA on all of {shape.model_type}, whose {'routers' if of_experts else 'experts'} "
             "have no adapters here",
-            hint=f"use `--lora-targets {','.join((*ATTENTION, *of_experts))}`",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
         )
     asked = [name for name in lora.names or () if name in of_experts]
     if asked and any(run.kind.mlp.experts == 1 for run in shape.runs):

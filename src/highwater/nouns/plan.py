@@ -23,7 +23,7 @@ from highwater.nouns.hardware import (
     cpu_memory,
     hardware_of,
 )
-from highwater.nouns.objective import refuse_no_target
+from highwater.nouns.objective import ATTENTION, expert_targets, refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
@@ -36,7 +36,7 @@ from highwater.nouns.plan_notes import (
     yarn_notes,
 )
 from highwater.nouns.request import Request
-from highwater.nouns.settings import Rope
+from highwater.nouns.settings import Rope, Settings
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
 from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Proof, Question
 from highwater.nouns.trainer import (
@@ -245,6 +245,7 @@ def plan(
         )
     if request.settings.adapters is not None:
         refuse_no_target(model.shape, request.settings.adapters)
+        _refuse_adapted_experts(request.settings, model, device, trainer)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     check_yarn(request, model, grid.max_tokens)
@@ -516,3 +517,27 @@ def _refuse_ragged_experts(model: Model, device: Device) -> None:
                 hint=f"use a model whose widths are multiples of {numbers}, for example "
                 "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
             )
+
+
+def _refuse_adapted_experts(
+    settings: Settings, model: Model, device: Device, trainer: TrainerName
+) -> None:
+    """Raise UsageError for what adapters on experts do not go with."""
+    lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
+    if lora is None or not expert_targets(model.shape.model_type, lora):
+        return
+    if trainer != "highwater":
+        raise UsageError(
+            f"adapters on experts of {model.name}, which are predicted for highwater's engine",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
+    if settings.lora_merged:
+        raise UsageError(
+            f"adapters on experts of {model.name} are not merged here",
+            hint="leave `--lora-merged` out: peft merges them into the model of your choice",
+        )
+    if lora.rank % numbers:
+        raise UsageError(
+            f"adapters of rank {lora.rank} on experts, whose products need a multiple of {numbers}",
+            hint=f"use `--lora {-(-lora.rank // numbers) * numbers}`",
+        )

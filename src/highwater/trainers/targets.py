@@ -20,6 +20,7 @@ from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import words_of
+from highwater.nouns.objective import ATTENTION, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
@@ -31,7 +32,13 @@ from highwater.nouns.trainer import (
     is_step_of,
     trainer_title,
 )
-from highwater.trainers.emitted import Emitted, bytes_with_logits, comment, refuse_several_machines
+from highwater.trainers.emitted import (
+    Emitted,
+    bytes_with_logits,
+    comment,
+    refuse_several_machines,
+    shape_here,
+)
 
 
 class Emit(Protocol):
@@ -171,6 +178,12 @@ def configured(
     if not _has_words(chosen.cell):
         raise _without_words(target, _NOBODYS)
     opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
+    lora, shape = chosen.cell.settings.adapters, shape_here(found, opened_as)
+    if lora is not None and shape is not None and expert_targets(shape.model_type, lora):
+        raise UsageError(
+            f"{target} has no adapters on experts, such as {lora.targets} of {shape.model_type}",
+            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+        )
     made = row.emit(found, chosen, model_path=opened_as)
     unknown = {name: n for name, n in named(chosen.cell).items() if name not in row.knows}
     if unknown:

@@ -7,7 +7,7 @@ peft decides which linear layers have an adapter, their names, and the files for
 import hashlib
 import math
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from highwater.engine.models.fused.adapted_linear import AdaptedLinear
 from highwater.engine.models.fused.experts import AdaptedExperts
+from highwater.engine.models.fused.fused import small_experts
 from highwater.engine.models.fused.nf4 import prepare
 from highwater.engine.models.random_weights import draw
 from highwater.engine.models.weights import name_in_files
@@ -53,6 +54,11 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
     peft.inject_adapter_in_model(peft_config(lora, family), causal_lm, low_cpu_mem_usage=True)
     layer_type = peft.tuners.lora.Linear
     _prove(peft)
+    if expert_targets(family, lora):
+        experts = next(m for m in causal_lm.modules() if hasattr(m, "gate_up_proj"))
+        if not hasattr(experts, "tiles"):
+            raise ModelError(f"LoRA on experts of {family} whose gate is another", hint=offered)
+        _prove_experts(peft, experts, family)
     for parent in list(causal_lm.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, peft.tuners.lora.layer.ParamWrapper) and of_experts:
@@ -187,27 +193,43 @@ def write_adapters(
 
 def _prove(peft: Any) -> None:
     """Raise MachineError unless our layer computes the same as peft's: output and gradients."""
-    generator = torch.Generator().manual_seed(0)
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
     box = nn.Module()
     box.add_module("linear", nn.Linear(5, 7, dtype=torch.float64))
     box.requires_grad_(requires_grad=False)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["linear"])
     peft.inject_adapter_in_model(config, box)
     theirs = cast(nn.Module, box.linear).to(torch.float64)
+    numbers = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _compare(peft, theirs, lambda: AdaptedLinear(theirs, scale=2.0), (numbers,))
+
+
+def _prove_experts(peft: Any, experts: Any, family: str) -> None:
+    """Raise MachineError unless adapters on experts compute the same as peft's."""
+    small, call = small_experts(experts)
+    box = nn.Module()
+    box.add_module("experts", small)
+    lora = Lora(rank=3, alpha=6, targets=",".join(EXPERT_MATRICES[family]))
+    peft.inject_adapter_in_model(peft_config(lora, family), box)
+    theirs = cast(nn.Module, box.experts).to(torch.float64)
+    _compare(peft, theirs, lambda: AdaptedExperts(theirs, scale=2.0), call)
+
+
+def _compare(
+    peft: Any, theirs: nn.Module, ours: Callable[[], nn.Module], call: tuple[Tensor, ...]
+) -> None:
+    """Raise MachineError unless a layer of peft's and ours, which takes over its parts, have the
+    same output and gradients of a call.
+    """
+    generator = torch.Generator().manual_seed(1)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
     with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(numbers(*parameter.shape))
-    ours, x, gradient = AdaptedLinear(theirs, scale=2.0), numbers(2, 4, 5), numbers(2, 4, 7)
+        for p in trained:
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
     found: list[list[Tensor]] = []
-    for layer in (theirs, ours):
-        inputs = x.clone().requires_grad_()
-        out = layer(inputs)
-        parameters = [p for p in ours.parameters() if p.requires_grad]
-        found.append([out, *torch.autograd.grad(out, [inputs, *parameters], gradient)])
+    for layer in (lambda: theirs, ours):
+        inputs = call[0].clone().requires_grad_()
+        out = layer()(inputs, *call[1:])
+        found.append([out, *torch.autograd.grad(out.square().sum(), [inputs, *trained])])
     if not all(torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in zip(*found, strict=True)):
         raise MachineError(
             f"LoRA of peft {peft.__version__} computes something else than ours",

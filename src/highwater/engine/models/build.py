@@ -100,11 +100,11 @@ def build(
     transform = getattr(model, "logit_transform", PLAIN)
     if mesh.device_type == "cuda" and not transform.is_plain:
         prove_rows(transform, torch.device("cuda"))
-    # Tiles compute products twice. With recomputation that is free, else done only on demand.
-    if recompute != "none" or mlp_tiles is not None:
+    # Tiles compute products twice. With recomputation that is free, else done only on demand
+    # and for experts with adapters.
+    has_adapters = lora is not None and expert_targets(config.model_type, lora)
+    if recompute != "none" or mlp_tiles is not None or has_adapters:
         tile_mlps(model, mlp_tiles)
-    elif lora is not None and expert_targets(config.model_type, lora):
-        tile_experts(model.causal_lm, tiles=None)
     group_heads(model, head_groups)
     device = torch.device(mesh.device_type)
     with weights.opened(directory) as files:

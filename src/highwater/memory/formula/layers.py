@@ -30,7 +30,7 @@ from highwater.nouns.layout import (
     Layout,
     expert_tile_tokens,
 )
-from highwater.nouns.objective import adapter_parameters_of_layer
+from highwater.nouns.objective import adapter_parameters_of_layer, expert_adapter_matrices
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
 
@@ -193,14 +193,24 @@ class Layer:
         """Tokens that experts take at a time; all of them where experts do not go in tiles."""
         step, tiles = self.step, self.step.settings.mlp_tiles
         can = self.kind.mlp.experts > 1 and step.shape.model_type in TILED_EXPERTS
-        if not can or (step.settings.recompute == "none" and tiles is None):
+        is_free = step.settings.recompute != "none" or self.adapted_expert_parameters > 0
+        if not can or (tiles is None and not is_free):
             return step.tokens
         return expert_tile_tokens(step.tokens, tiles=tiles)
 
     @property
+    def adapted_expert_parameters(self) -> int:
+        """Parameters of adapters on experts."""
+        lora, family = self.step.settings.adapters, self.step.shape.model_type
+        if lora is None or self.kind.mlp.experts == 1:
+            return 0
+        sizes = expert_adapter_matrices(self.kind, family, lora)
+        return sum(each.rows * each.row_size for each in sizes)
+
+    @property
     def has_expert_tiles(self) -> bool:
-        """Experts go in several tiles, and keep nothing but what they are given."""
-        return self.expert_tokens < self.step.tokens
+        """Experts go in several tiles, or in one with adapters, and keep what they are given."""
+        return self.expert_tokens < self.step.tokens or self.adapted_expert_parameters > 0
 
     @property
     def learned(self) -> LayerMoments | None:

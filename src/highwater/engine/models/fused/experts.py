@@ -54,9 +54,7 @@ class AdaptedExperts(nn.Module):
         """True if the adapter takes part."""
 
     def adapted(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the experts themselves, and the matrices around them by the names of _Weights: A
-        and B of each expert, B times the scale.
-        """
+        """Return the experts themselves, and A and B around them by the names of _Weights."""
         inner = self.base_layer
         base, around = inner.adapted() if isinstance(inner, AdaptedExperts) else (inner, {})
         if not self.is_on:
@@ -64,14 +62,14 @@ class AdaptedExperts(nn.Module):
         a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
         # peft's A has the ranks of one expert after another, its B the experts of each rank
         a_XRI = a.view(base.num_experts, -1, a.shape[1])
-        b_XOR = b.view(len(b), -1, base.num_experts).permute(2, 0, 1).contiguous() * self.scale
+        b_ORX = b.view(len(b), -1, base.num_experts)
         name = self.parameter_name.removesuffix("_proj")
-        return base, {**around, f"{name}_a": a_XRI, f"{name}_b": b_XOR}
+        return base, {**around, f"{name}_a": a_XRI, f"{name}_b": b_ORX}
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the experts' output."""
         base, adapters = self.adapted()
-        return experts_output(base, hidden, chosen, weights, adapters)
+        return experts_output(base, hidden, chosen, weights, adapters, scale=self.scale)
 
 
 def experts_output(
@@ -80,6 +78,7 @@ def experts_output(
     chosen_TK: Tensor,
     weights_TK: Tensor,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
+    scale: float = 1.0,
 ) -> Tensor:
     """Return the sum of each token's experts, weighted; this is the experts implementation."""
     rows = expert_tile_tokens(len(hidden_TE), tiles=experts.tiles)
@@ -88,9 +87,9 @@ def experts_output(
     weights = _Weights(experts.gate_up_proj, experts.down_proj, **adapters)
     # Two functions, so that the kept tensors, at which a recomputation ends, come before the
     # products are computed.
-    kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, rows, *weights)
+    kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, rows, scale, *weights)
     detached = (None if each is None else each.detach() for each in (weights_TK, *weights))
-    return cast(Tensor, _ComputeExperts.apply(kept_TE, rows, chosen_TK, *detached))
+    return cast(Tensor, _ComputeExperts.apply(kept_TE, rows, scale, chosen_TK, *detached))
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_output)
@@ -102,24 +101,23 @@ class _Weights(NamedTuple):
     down: Tensor
     """Of (X, E, F)."""
     gate_up_a: Tensor | None = None
+    """Of (X, R, E)."""
     gate_up_b: Tensor | None = None
+    """Of (2 F, R, X)."""
     down_a: Tensor | None = None
     down_b: Tensor | None = None
 
-    @property
-    def into(self) -> tuple["_Product", ...]:
-        """Products of a token, with gate and up, which share an adapter's A."""
-        b = self.gate_up_b
-        halves = (None, None) if b is None else b.chunk(2, dim=1)
-        return tuple(
-            _Product(weight, self.gate_up_a, half)
-            for weight, half in zip(self.gate_up.chunk(2, dim=1), halves, strict=True)
+    def products(self, scale: float) -> tuple["_Product", ...]:
+        """Return the products with gate and up, which share an adapter's A, and with down."""
+        halves = (None, None) if self.gate_up_b is None else self.gate_up_b.chunk(2)
+        of_each = (
+            *zip(self.gate_up.chunk(2, dim=1), (self.gate_up_a,) * 2, halves, strict=True),
+            (self.down, self.down_a, self.down_b),
         )
-
-    @property
-    def out(self) -> "_Product":
-        """The product that leads out."""
-        return _Product(self.down, self.down_a, self.down_b)
+        return tuple(
+            _Product(weight, a, None if b is None else b.permute(2, 0, 1).contiguous(), scale)
+            for weight, a, b in of_each
+        )
 
 
 class _Product(NamedTuple):
@@ -128,20 +126,15 @@ class _Product(NamedTuple):
     weight_XOI: Tensor
     a_XRI: Tensor | None
     b_XOR: Tensor | None
+    scale: float
 
     def of(self, x_SI: Tensor, end_X: Tensor) -> Tensor:
         """Return the product with each copy."""
         out_SO = _grouped(x_SI, self.weight_XOI.mT, end_X)
         if self.a_XRI is not None and self.b_XOR is not None:
-            out_SO += _grouped(_grouped(x_SI, self.a_XRI.mT, end_X), self.b_XOR.mT, end_X)
+            x_SR = _grouped(x_SI, self.a_XRI.mT, end_X)
+            out_SO.add_(_grouped(x_SR, self.b_XOR.mT, end_X), alpha=self.scale)
         return out_SO
-
-    def input_gradient(self, gradient_SO: Tensor, end_X: Tensor) -> Tensor:
-        """Return the gradient of the copies."""
-        x_gradient_SI = _grouped(gradient_SO, self.weight_XOI, end_X)
-        if self.a_XRI is not None and self.b_XOR is not None:
-            x_gradient_SI += _grouped(_grouped(gradient_SO, self.b_XOR, end_X), self.a_XRI, end_X)
-        return x_gradient_SI
 
 
 class _KeepExperts(torch.autograd.Function):
@@ -156,9 +149,10 @@ class _KeepExperts(torch.autograd.Function):
         chosen_TK: Tensor,
         weights_TK: Tensor,
         rows: int,
+        scale: float,
         *weights: Tensor | None,
     ) -> Tensor:
-        ctx.rows = rows
+        ctx.rows, ctx.scale = rows, scale
         ctx.save_for_backward(x_TE, chosen_TK, weights_TK, *weights)
         return x_TE.view_as(x_TE)
 
@@ -167,12 +161,12 @@ class _KeepExperts(torch.autograd.Function):
         x_TE, chosen_TK, weights_TK, *kept = ctx.saved_tensors
         gradient_TE, weights = gradients[0].contiguous(), _Weights(*kept)
         x_gradient_TE, weights_gradient_TK = torch.empty_like(x_TE), torch.empty_like(weights_TK)
-        sums = _ExpertSums(weights, ctx.needs_input_grad[4:])
+        products, sums = weights.products(ctx.scale), _ExpertSums(weights, ctx.needs_input_grad[5:])
         whole = (x_TE, chosen_TK, weights_TK, gradient_TE, x_gradient_TE, weights_gradient_TK)
         for tile in zip(*(each.split(ctx.rows) for each in whole), strict=True):
             # in a function, so that a tile's products are freed before the next one's are made
-            _tile_backward(tile, weights, sums)
-        return x_gradient_TE, None, weights_gradient_TK, None, *sums.totals()
+            _tile_backward(tile, products, sums)
+        return x_gradient_TE, None, weights_gradient_TK, None, None, *sums.totals()
 
 
 class _ComputeExperts(torch.autograd.Function):
@@ -183,20 +177,22 @@ class _ComputeExperts(torch.autograd.Function):
         ctx: Any,  # noqa: ARG004 -- it keeps nothing
         x_TE: Tensor,
         rows: int,
+        scale: float,
         chosen_TK: Tensor,
         weights_TK: Tensor,
         *weights: Tensor | None,
     ) -> Tensor:
         out_TE = torch.empty_like(x_TE)
+        products = _Weights(*weights).products(scale)  # pyright: ignore[reportArgumentType]
         whole = (x_TE, chosen_TK, weights_TK, out_TE)
         for tile in zip(*(each.split(rows) for each in whole), strict=True):
-            _tile_forward(tile, _Weights(*weights))  # pyright: ignore[reportArgumentType]
+            _tile_forward(tile, products)
         return out_TE
 
     @staticmethod
     # autograd hands ctx in, used or not.
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None, None, None, *[None] * len(_Weights._fields)
+        return gradients[0], None, None, None, None, *[None] * len(_Weights._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,13 +235,13 @@ class _ExpertSums:
         it was of, and where each expert's copies end.
         """
         weight, _, a, b, *_ = self._sums
-        halves = (None if each is None else each.chunk(2, dim=1)[part] for each in (weight, b))
-        _add(product, *halves, a, *given)
+        weight = None if weight is None else weight.chunk(2, dim=1)[part]
+        _add(product, weight, a, None if b is None else b.chunk(2)[part], *given)
 
     def add_out(self, product: _Product, *given: Tensor) -> None:
         """Add a tile's share of the product that leads out."""
         _, weight, _, _, a, b = self._sums
-        _add(product, weight, b, a, *given)
+        _add(product, weight, a, b, *given)
 
     def totals(self) -> list[Tensor | None]:
         """Return the gradients, None for a weight without one."""
@@ -257,8 +253,8 @@ class _ExpertSums:
 def _add(
     product: _Product,
     weight_XOI: Tensor | None,
-    b_XOR: Tensor | None,
     a_XRI: Tensor | None,
+    b_ORX: Tensor | None,
     gradient_SO: Tensor,
     x_SI: Tensor,
     end_X: Tensor,
@@ -267,22 +263,25 @@ def _add(
     if weight_XOI is not None:
         weight_XOI.add_(_grouped(gradient_SO.T, x_SI, end_X))
     if a_XRI is not None and product.b_XOR is not None:
-        a_XRI.add_(_grouped(_grouped(gradient_SO, product.b_XOR, end_X).T, x_SI, end_X))
-    if b_XOR is not None and product.a_XRI is not None:
+        of_SR = _grouped(gradient_SO, product.b_XOR, end_X)
+        a_XRI.add_(_grouped(of_SR.T, x_SI, end_X), alpha=product.scale)
+    if b_ORX is not None and product.a_XRI is not None:
         x_SR = _grouped(x_SI, product.a_XRI.mT, end_X)
-        b_XOR.add_(_grouped(gradient_SO.T, x_SR, end_X))
+        b_XOR = _grouped(gradient_SO.T, x_SR, end_X)
+        b_ORX.add_(b_XOR.permute(1, 2, 0), alpha=product.scale)
 
 
-def _tile_forward(tile: tuple[Tensor, ...], weights: _Weights) -> None:
+def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_Product, ...]) -> None:
     """Write the output of one tile."""
     x_tE, chosen_tK, weights_tK, out_tE = tile
-    copies = _Copies.of(chosen_tK, len(weights.down))
+    *into, out = products
+    copies = _Copies.of(chosen_tK, len(out.weight_XOI))
     x_SE = x_tE[copies.token_S]
-    inner_SF, up_SF = (each.of(x_SE, copies.end_X) for each in weights.into)
+    inner_SF, up_SF = (each.of(x_SE, copies.end_X) for each in into)
     del x_SE
     gate_kernels.product_(inner_SF, up_SF)
     del up_SF
-    out_SE = weights.out.of(inner_SF, copies.end_X)
+    out_SE = out.of(inner_SF, copies.end_X)
     del inner_SF
     # float32 weights give a float32 product, as in the families' own
     weighted_SE = out_SE * weights_tK.flatten()[copies.order_S][:, None]
@@ -291,17 +290,20 @@ def _tile_forward(tile: tuple[Tensor, ...], weights: _Weights) -> None:
     out_tE.copy_(weighted_SE.view(*chosen_tK.shape, -1).sum(dim=1))
 
 
-def _tile_backward(tile: tuple[Tensor, ...], weights: _Weights, sums: _ExpertSums) -> None:
+def _tile_backward(
+    tile: tuple[Tensor, ...], products: tuple[_Product, ...], sums: _ExpertSums
+) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     x_tE, chosen_tK, weights_tK, gradient_tE, x_gradient_tE, weights_gradient_tK = tile
-    copies = _Copies.of(chosen_tK, len(weights.down))
-    end_X, into, out = copies.end_X, weights.into, weights.out
+    *into, out = products
+    copies = _Copies.of(chosen_tK, len(out.weight_XOI))
+    end_X = copies.end_X
     x_SE = x_tE[copies.token_S]
     gate_SF, up_SF = (each.of(x_SE, end_X) for each in into)
     del x_SE
     # Of the sum before it is weighted: all gradients are those times a copy's weight.
     gradient_SE = gradient_tE[copies.token_S]
-    inner_SF = out.input_gradient(gradient_SE, end_X)
+    inner_SF = _input_gradient([out], [gradient_SE], end_X)
     share_SF = inner_SF.clone()
     gate_kernels.backward_(gate_SF, up_SF, inner_SF)
     # After backward_: gate and up hold their gradients, inner what goes into the last matrix.
@@ -315,12 +317,29 @@ def _tile_backward(tile: tuple[Tensor, ...], weights: _Weights, sums: _ExpertSum
     sums.add_into(0, into[0], gate_SF.mul_(weights_S1), x_SE, end_X)
     sums.add_into(1, into[1], up_SF.mul_(weights_S1), x_SE, end_X)
     del x_SE
-    x_gradient_SE = into[1].input_gradient(up_SF, end_X)
-    del up_SF
-    x_gradient_SE += into[0].input_gradient(gate_SF, end_X)
-    del gate_SF
-    x_gradient_SE = x_gradient_SE[copies.place_S]
+    gradients = [gate_SF, up_SF]
+    del gate_SF, up_SF
+    x_gradient_SE = _input_gradient(into, gradients, end_X)[copies.place_S]
     torch.sum(x_gradient_SE.view(*chosen_tK.shape, -1), dim=1, out=x_gradient_tE)
+
+
+def _input_gradient(products: Sequence[_Product], gradients: list[Tensor], end_X: Tensor) -> Tensor:
+    """Return the gradient of what products of the same copies are of, which share an adapter's A;
+    their own gradients are freed, one after the other.
+    """
+    total_SI = total_SR = None
+    for product in reversed(products):
+        gradient_SO = gradients.pop()
+        share_SI = _grouped(gradient_SO, product.weight_XOI, end_X)
+        total_SI = share_SI if total_SI is None else total_SI.add_(share_SI)
+        if product.b_XOR is not None:
+            share_SR = _grouped(gradient_SO, product.b_XOR, end_X)
+            total_SR = share_SR if total_SR is None else total_SR.add_(share_SR)
+        del gradient_SO, share_SI
+    assert total_SI is not None, "there is a product"
+    if total_SR is not None and (a_XRI := products[0].a_XRI) is not None:
+        total_SI.add_(_grouped(total_SR, a_XRI, end_X), alpha=products[0].scale)
+    return total_SI
 
 
 def _grouped(a: Tensor, b: Tensor, end_X: Tensor) -> Tensor:

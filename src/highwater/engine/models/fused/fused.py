@@ -335,23 +335,29 @@ def tile_experts(model: PreTrainedModel, *, tiles: int | None) -> int:
 
 def _computes(experts: Any) -> bool:
     """True if a few small experts of this kind compute the same in tiles, on random numbers."""
+    small, call = small_experts(experts)
+    with torch.no_grad():
+        expected, ours = small.untiled(small, *call), experts_output(small, *call)
+    return bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))
+
+
+def small_experts(experts: Any) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
+    """Return a few small experts of a kind, in tiles, with random numbers, and what to call them
+    with: some tokens, the experts that each goes to, and with what weights.
+    """
     generator = torch.Generator().manual_seed(0)
-    theirs = copy.copy(experts)
+    small = copy.copy(experts)
     count, inner, tokens = 3, PROOF_SIZE + 3, 16
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    theirs._parameters = {
+    small._parameters = {
         "gate_up_proj": nn.Parameter(numbers(count, 2 * inner, PROOF_SIZE), requires_grad=False),
         "down_proj": nn.Parameter(numbers(count, PROOF_SIZE, inner), requires_grad=False),
     }
-    theirs.num_experts = count
+    small.num_experts = count
     # transformers' plain way, which has whatever gate, bias or order experts have
-    own = ALL_EXPERTS_FUNCTIONS["batched_mm"]
-    use_tiles(theirs, tiles=3, untiled=own)
+    use_tiles(small, tiles=3, untiled=ALL_EXPERTS_FUNCTIONS["batched_mm"])
     chosen = torch.randint(count, (tokens, 2), generator=generator)
-    call = (numbers(tokens, PROOF_SIZE), chosen, numbers(tokens, 2))
-    with torch.no_grad():
-        expected, ours = own(theirs, *call), experts_output(theirs, *call)
-    return bool(torch.allclose(ours, expected, rtol=1e-10, atol=1e-10))
+    return small, (numbers(tokens, PROOF_SIZE), chosen, numbers(tokens, 2))
