@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 67_956,
-    "src_files": 275,
+    "src_lines": 68_218,
+    "src_files": 276,
     "src_small_files": 12,
     "process_starts": 1,
     "decision_records": 25,
@@ -18,7 +18,7 @@ CEILINGS = {
 }
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
 in host memory: three files; head groups: one; one answer from every command: two; lengths of
-data: one; reporters: one)."""
+data: one; reporters: one; gated delta rule: one)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 195, "files": 116},
