@@ -8,14 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from closeness import deviation
-from highwater.engine.attention.gated_delta import (
-    CHUNK_TOKENS,
-    GROUP_CHUNKS,
-    DeltaHeads,
-    gated_delta,
-)
+from highwater.engine.attention.gated_delta import CHUNK_TOKENS, DeltaHeads, gated_delta
+from highwater.nouns.layout import DELTA_GROUP_TOKENS as GROUP
 
-GROUP = GROUP_CHUNKS * CHUNK_TOKENS
 HEADS = DeltaHeads(key_heads=2, value_heads=4, key_size=6, value_size=5)
 TAPS, EPSILON = 4, 1e-6
 TOLERANCE = 1e-10

@@ -19,16 +19,15 @@ Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, sec
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import attended
+from highwater.nouns.layout import DELTA_GROUP_TOKENS
 
 CHUNK_TOKENS = 64
-GROUP_CHUNKS = 16
-"""Chunks computed at once: the states kept are one for each group, and all that a group computes
-with is in float32, which is some hundreds of KiB a token of a 9B."""
 _NORM_EPSILON = 1e-6
 """Added to the square of a query's or a key's length, as the kernels of all libraries do."""
 
@@ -66,10 +65,8 @@ def gated_delta(
     by, 0 or less; it and ``beta_SH`` are in float32 or wider. Documents are all of the row.
     """
     assert sum(document_lengths) == len(qkv_SC), "documents are all of the row"
-    numbers = torch.arange(len(document_lengths), device=qkv_SC.device)
-    lengths = torch.tensor(document_lengths, device=qkv_SC.device)
-    documents_S = numbers.repeat_interleave(lengths, output_size=len(qkv_SC))
-    plan = _DeltaPlan(heads, documents_S, norm_epsilon)
+    numbers_S = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
+    plan = _DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
     tensors = (qkv_SC, gate_SHV, log_decay_SH, beta_SH, convolution_CW, norm_V)
     out_SHV: Tensor = _GatedDelta.apply(plan, *tensors)
     return out_SHV
@@ -83,7 +80,7 @@ class _DeltaPlan(NamedTuple):
 
     def groups(self) -> Iterator[slice]:
         """Places of the groups in the row."""
-        tokens, each = len(self.documents_S), GROUP_CHUNKS * CHUNK_TOKENS
+        tokens, each = len(self.documents_S), DELTA_GROUP_TOKENS
         return (slice(start, min(start + each, tokens)) for start in range(0, tokens, each))
 
 
@@ -206,16 +203,16 @@ def _by_recurrence(
     is the one in front of them.
     """
     query_nHcD, key_nHcD, value_nHcV, log_decay_nHc, beta_nHc = chunks
-    sums_nHc = log_decay_nHc.cumsum(-1)
     last_n = torch.cat((before[None], documents_nc[:-1, -1]))
     enters_n1c = (documents_nc == last_n[:, None])[:, None]
-    leaves_n1c = (documents_nc == documents_nc[:, -1:])[:, None]
     is_seen_n1cc = (documents_nc[:, :, None] == documents_nc[:, None]).tril()[:, None]
-    # Where nothing is seen the difference may be large, and its exponential infinite.
-    between_nHcc = sums_nHc[..., None] - sums_nHc[..., None, :]
-    between_nHcc = between_nHcc.masked_fill(~is_seen_n1cc, float("-inf")).exp()
-    from_start_nHc1 = (sums_nHc.exp() * enters_n1c)[..., None]
-    to_end_nHc1 = ((sums_nHc[..., -1:] - sums_nHc).exp() * leaves_n1c)[..., None]
+    # Sums of their own from each token on: differences of the chunk's would round as its size does.
+    behind_nHcc = log_decay_nHc[..., None].expand(*log_decay_nHc.shape, CHUNK_TOKENS)
+    is_behind_cc = torch.ones_like(is_seen_n1cc[0, 0]).tril(-1)
+    behind_nHcc = behind_nHcc.masked_fill(~is_behind_cc, 0).cumsum(-2)
+    between_nHcc = behind_nHcc.masked_fill(~is_seen_n1cc, float("-inf")).exp()
+    from_start_nHc1 = (log_decay_nHc.cumsum(-1).exp() * enters_n1c)[..., None]
+    to_end_nHc1 = between_nHcc[..., -1, :, None]
     weighted_nHcD = key_nHcD * beta_nHc[..., None]
     system_nHcc = (weighted_nHcD @ key_nHcD.mT) * between_nHcc
     sides = (value_nHcV * beta_nHc[..., None], weighted_nHcD * from_start_nHc1)
