@@ -187,11 +187,12 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
-    of a memory-only trial, whose other layers attend within short pieces.
+    """Predict the time of a step; None for a GPU kind of unknown rates, and for linear attention,
+    whose time nobody has measured. ``attention_depth`` is that of a memory-only trial, whose other
+    layers attend within short pieces.
     """
     rates = rates_of(device_name)
-    if rates is None:
+    if rates is None or shape.delta is not None:
         return None
     if micro_batches is None:
         micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1

@@ -9,20 +9,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 68_062,
-    "src_files": 275,
+    "src_lines": 68_780,
+    "src_files": 277,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
     "changelog_bytes": 3_000,
 }
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
-in host memory: three files; head groups: one; tiles of experts: one; one answer from every command:
-two; lengths of data: one; reporters: one)."""
+in host memory: three files; head groups: one; tiles of experts: one; gated DeltaNet: two;
+one answer from every command: two; lengths of data: one; reporters: one)."""
 WALKED = {
     "predict": {"modules": 82, "files": 53},
-    "find": {"modules": 194, "files": 116},
-    "train": {"modules": 205, "files": 112},
+    "find": {"modules": 196, "files": 117},
+    "train": {"modules": 207, "files": 113},
 }
 
 

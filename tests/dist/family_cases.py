@@ -40,9 +40,12 @@ TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 ROUNDING = 1e-3
 """A parameter whose gradient is smaller than this part of its share in the whole gradient's norm is
 measured by that part: an exact zero, as of a key's bias, is rounding on either side."""
-CANCELS = {"diffllama": 2e-5}
-"""Float32's tolerance for a family whose gradients are differences of nearly equal numbers: of two
-attentions, for their weight."""
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families with layers of a gated delta rule."""
+CANCELS = {"diffllama": 2e-5, **dict.fromkeys(DELTA, 3e-4)}
+"""Float32's tolerance for a family whose gradients are differences of nearly equal numbers, of two
+attentions, for their weight; or which norms what a state gives, be it nearly nothing: there sides
+that differ by 1e-13 in float64 differ by 1e-4."""
 CLIP_NORM = 1.0
 """Gradients' norm above which both sides scale them down: the trainer's default."""
 LENGTHS = (7, 7, 1, 13, 5)

@@ -62,11 +62,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
     "olmo2": {},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    },
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
+WITHOUT_RING = ("gemma3_text", "qwen3_5_text")
 LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
@@ -123,7 +129,7 @@ def cases_for(processes: int) -> list[Case]:
         if processes == 1 or number % 2 == place % 2 or deep(family)
         for lora in LORAS
         if lora not in MIXTURES
-        if not (layout.get("ring_degree") and family == "gemma3_text")
+        if not (layout.get("ring_degree") and family in WITHOUT_RING)
         if lora == "all" or (processes == 1 and not layout and (lora, family) != ("some", "phi3"))
         if not (lora == "packed, some" and family == "phi3")
     ]

@@ -26,6 +26,7 @@ NARROW = LONGEST_DOCUMENT // 2
 WINDOWED = ("gpt_oss", "mistral", "olmo3")
 """Families with a window in every layer, and in some; with sinks."""
 PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
+DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
 
@@ -54,17 +55,19 @@ def sweep(
 
 
 def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """The outcomes that should not be: all are equal, but that a ring caps no scores."""
+    """The outcomes that should not be: all are equal, but that a ring caps no scores and passes no
+    state on.
+    """
     is_ring = "ring" in LAYOUTS[layout]
-    return {
-        name: line
-        for name, line in found.items()
-        if not (
-            "caps the scores of its attention" in str(line.get("problem"))
-            if is_ring and family_row(name).caps_scores
-            else line["outcome"] == "equal"
-        )
-    }
+
+    def is_right(name: str, line: dict[str, object]) -> bool:
+        row = family_row(WRAPPED.get(name, {"text": name})["text"])
+        said = "caps the scores of its attention" if row.caps_scores else "which no ring passes on"
+        if is_ring and (row.caps_scores or row.delta):
+            return said in str(line.get("problem"))
+        return line["outcome"] == "equal"
+
+    return {name: line for name, line in found.items() if not is_right(name, line)}
 
 
 def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_way():
@@ -105,11 +108,19 @@ def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout,
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_path):
+    """Packed documents against each alone; around a ring they are refused."""
+    found = sweep(ranks, layout, list(DELTA), tmp_path)
+    assert wrong_ones(layout, found) == {}
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
 def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tmp_path):
     """Called on text alone: a RoPE of several positions a token is a plain one."""
     found = sweep(ranks, layout, list(WRAPPED), tmp_path)
-    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
+    assert wrong_ones(layout, found) == {}
 
 
 @pytest.mark.timeout(600)

@@ -80,7 +80,6 @@ def test_a_yarn_model_can_be_built(tmp_path):
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("qwen3_next", "layers of linear_attention"),
         ("falcon_h1", "layers of hybrid"),
         ("jamba", "layers of linear_attention"),
         ("minimax", "layers of linear_attention"),

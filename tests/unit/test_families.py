@@ -60,6 +60,9 @@ WITHOUT_FIELDS = {
     "cohere2_moe": ("first_k_dense_replace",),
     "gemma3_text": ("sliding_window_pattern",),
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("full_attention_interval",)
+    ),
 }
 """What a class reads of a file though it is no field of its own; others read RoPE's old names."""
 ROPE_BY_LAYER = {name for name, row in FAMILY_ROWS.items() if row.has_rope_by_layer}
@@ -103,7 +106,7 @@ def given_of(family: str) -> dict[str, Any]:
     given = {field: value for field, value in GIVEN.items() if field in known}
     if family in OWN_KIND_OF_ROPE:
         del given["rope_parameters"]
-    if family_row(family).other_layers:
+    if family_row(family).other_layers or family_row(family).delta:
         given["layer_types"] = ["full_attention"] * len(GIVEN["layer_types"])
     if family == "helium":  # whose heads share the hidden size
         given["head_dim"] = GIVEN["hidden_size"] // GIVEN["num_attention_heads"]
@@ -185,6 +188,7 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
         "decoder_sparse_step",
         "mlp_only_layers",
         "attention_multiplier",
+        "hidden_act",
     }
     # Refused but at their defaults, or at 0.
     neutral |= {field for field in SWITCHES if field in fields_of(family)}

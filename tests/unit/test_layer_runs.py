@@ -2,6 +2,7 @@
 over kinds, and where a run is cut changes nothing.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_formula_properties import DEVICES, LENGTHS, layouts, rungs, shapes
 
-from highwater.errors import ModelError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.formula import layers as formula
 from highwater.memory.formula.formula import footprint, likely_footprint
 from highwater.memory.formula.layers import Step
@@ -28,8 +29,10 @@ from highwater.model.footprint import (
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
+from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
+from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.settings import Settings
 from tiny_models import write_model
 
@@ -371,3 +374,71 @@ def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_pat
     with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
         load_model(str(write_model(tmp_path, num_hidden_layers=2**31 - 1)))
     assert refusal.value.hint == "check its num_hidden_layers"
+
+
+def linear_model(folder: Path, **fields: Any) -> ModelShape:
+    """A Qwen3.5 of its class's usual sizes, which are those of the 9B, but for some fields."""
+    text = {"model_type": "qwen3_5_text", **fields}
+    config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_model(str(folder)).shape
+
+
+def test_layers_with_a_state_are_read_as_runs_between_those_that_attend(tmp_path):
+    shape = linear_model(tmp_path)
+    assert shape.parameters == 8_953_803_264
+    assert [run.count for run in shape.runs] == [3, 1] * 8
+    state, softmax = (run.kind.attention for run in shape.runs[:2])
+    assert state.delta is not None
+    assert (state.channels, state.query_heads, state.kv_heads) == (8192, 32, 16)
+    assert (softmax.is_gated, softmax.delta, softmax.query_size) == (True, None, 4096)
+    assert not shape.reads_everything
+    named = linear_model(
+        tmp_path, num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]
+    )
+    assert [run.kind.attention.delta is None for run in named.runs] == [True, False]
+    assert from_json(to_json(named), ModelShape) == named
+
+
+def test_a_state_costs_flops_that_grow_with_the_length_alone(tmp_path):
+    shape, settings = linear_model(tmp_path), Settings()
+    length, twice = (
+        step_flops(shape, length_tokens=tokens, sequences=1, settings=settings)
+        for tokens in (4096, 8192)
+    )
+    of_softmax = 8 * 3 * 2 * 4096 * (8192**2 - 2 * 4096**2)
+    assert twice - 2 * length == of_softmax
+
+
+def test_gpus_share_a_state_by_its_key_heads_and_no_ring_passes_it_on(tmp_path):
+    shape = linear_model(tmp_path, linear_num_key_heads=4)
+    assert heads_obstacle(shape, 4) is None
+    said = heads_obstacle(shape, 8)
+    assert said is not None
+    assert "4 key heads of linear attention" in said
+    assert "state of linear attention" in (ring_obstacle(shape, None) or "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"linear_num_key_heads": 5}, "32 value heads do not go with 5 key heads"),
+        ({"layer_types": ["linear_attention"]}, "layer_types names 1 layers"),
+        ({"layer_types": ["sliding_attention"] * 32}, "layers of sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+    ],
+)
+def test_a_state_of_which_no_layer_can_be_built_is_refused_by_its_field(tmp_path, fields, said):
+    with pytest.raises(ModelError, match=said):
+        linear_model(tmp_path, **fields)
+
+
+def test_linear_attention_is_refused_to_trainers_that_nobody_has_compared(tmp_path):
+    text = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = {"model_type": "qwen3_5_text", **text, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(str(tmp_path))
+    refuse_other_class(model, "highwater")
+    with pytest.raises(UsageError, match="nobody has compared how trl trains them"):
+        refuse_other_class(model, "trl")

@@ -319,8 +319,7 @@ def test_a_short_name_and_the_id_of_a_larger_model_open_the_catalogs(cache, name
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("Qwen3.5-9B", "qwen3_5"),
-        ("Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
+        ("Kimi-Linear-48B-A3B-Instruct", "kimi_linear"),
         ("DeepSeek-V3-0324", "deepseek_v3"),
         ("Llama-4-Scout-17B", "llama4"),
         ("falcon-mamba-7b", "falcon_mamba"),

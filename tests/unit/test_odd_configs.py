@@ -354,7 +354,6 @@ def test_a_flat_wrapper_is_read_as_one_with_a_text_config(tmp_path):
         ({"model_type": "qwen3_vl"}, "not in text_config"),
         ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}, "sizes, or share"),
         ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "in chunks"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "carry a state"),
     ],
 )
 def test_another_text_model_is_refused_by_what_it_is_missing(tmp_path, config, said):

@@ -98,6 +98,9 @@ class Family(Record, frozen=True, kw_only=True):
     """The MLP has a gate."""
     window: Window | None = None
     """None if no layer has a window, whatever the config says."""
+    delta: Literal["apart", "joined"] | None = None
+    """Layers of ``linear_attention`` have a gated delta rule, whose gates have a product of their
+    own, or are in that of queries, keys and values; the others attend with gates. None: neither."""
     caps_scores: bool = False
     """Attention caps its scores at ``attn_logit_softcapping``."""
     other_layers: Mapping[str, str] = {}

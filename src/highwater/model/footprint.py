@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
-from highwater.nouns.layout import ELEMENT_BYTES, Layout
+from highwater.nouns.layout import DELTA_GROUP_TOKENS, ELEMENT_BYTES, Layout
 from highwater.nouns.objective import (
     MOMENTS,
     PIECE,
@@ -207,12 +207,16 @@ def kept_by_recompute(
     kind: LayerKind, shape: ModelShape, settings: Settings, *, element: int
 ) -> int:
     """Bytes per token that a recomputed layer keeps for its backward pass, of numbers of so many
-    bytes: its input, and what its attention returns if that is kept, the log-sum-exp in float32.
+    bytes: its input, and what its attention returns if that is kept, the log-sum-exp in float32, or
+    of a delta rule the states.
     """
     attention = kind.attention
     kept = element * kind.hidden_size
     if settings.recompute == "layer":
         return kept
+    if attention.delta is not None:
+        states = attention.query_size * attention.delta.key_head_dim // DELTA_GROUP_TOKENS
+        return kept + element * attention.query_size + 4 * states
     attentions = 2 if shape.model_type in _TWO_ATTENTIONS else 1
     return kept + attentions * (element * attention.query_size + 4 * attention.query_heads)
 
@@ -390,10 +394,17 @@ def _attention_flops(
     FLOPs per product, and the backward pass has them twice: 3 x 2 x 2 x head_dim x query_heads for
     each pair of a token and a key that it reads. The pairs are half of length², the causal
     triangle; a window cuts off the smaller triangle of keys further back than the window. With a
-    pattern the pairs are those that it keeps.
+    pattern the pairs are those that it keeps. A gated delta rule counts as its recurrence, with its
+    convolution.
     """
     if pattern is not None:
         return 3 * 2 * 2 * kept_pairs(pattern, length_tokens) * attention.query_size
+    delta = attention.delta
+    if delta is not None:
+        # What a state has for a key, its change and what it has for a query: a product each with
+        # D x V numbers of a head.
+        of_states = 3 * attention.query_size * delta.key_head_dim
+        return 3 * 2 * length_tokens * (of_states + attention.channels * delta.taps)
     further_back = 0
     if attention.window_tokens is not None:
         further_back = max(0, length_tokens - attention.window_tokens)

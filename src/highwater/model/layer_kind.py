@@ -42,8 +42,25 @@ class Matrices(NamedTuple):
         return self.number * (-self.rows % shards) * self.row_size
 
 
+class DeltaKind(Record, frozen=True, kw_only=True):
+    """A gated delta rule in the place of softmax attention: heads with a state that goes along the
+    sequence, and a short convolution before them.
+    """
+
+    key_head_dim: int
+    """Size of a query's and a key's head."""
+    taps: int
+    """Tokens that the convolution reads."""
+    joins_gate: bool = False
+    """One product gives queries, keys, values and gates; else the gates have one of their own."""
+
+
 class AttentionKind(Record, frozen=True, kw_only=True):
-    """Attention of one layer: its heads, and how far back it reads."""
+    """Attention of one layer: its heads, and how far back it reads.
+
+    With ``delta`` the query heads are those of values, and the key/value heads those of keys, of
+    another size, which queries have too.
+    """
 
     query_heads: int
     kv_heads: int
@@ -54,6 +71,10 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     """A learned number for each query head takes part in the softmax, beside the keys."""
     soft_cap: float | None = None
     """Bound of a score's size; None if there is no cap."""
+    is_gated: bool = False
+    """Queries come with as many numbers that gate what attention returns."""
+    delta: DeltaKind | None = None
+    """None for softmax attention."""
 
     @property
     def query_size(self) -> int:
@@ -62,8 +83,33 @@ class AttentionKind(Record, frozen=True, kw_only=True):
 
     @property
     def key_size(self) -> int:
-        """Numbers of all key heads, and of all value heads, per token."""
-        return self.kv_heads * self.head_dim
+        """Numbers of all key heads, and of all value heads but those of a delta rule, per token."""
+        return self.kv_heads * (self.head_dim if self.delta is None else self.delta.key_head_dim)
+
+    @property
+    def channels(self) -> int:
+        """Numbers per token of queries, keys and values together."""
+        query, key = self.query_size, self.key_size
+        return query + 2 * key  # of a delta rule queries are as keys, and values as its outputs
+
+    @property
+    def matrices(self) -> tuple[tuple[int, bool], ...]:
+        """Projections: their outputs, or inputs where true, beside the hidden size."""
+        query, key, delta = self.query_size, self.key_size, self.delta
+        if delta is None:
+            return ((query * (1 + self.is_gated), False), (key, False), (key, False), (query, True))
+        rates = (2 * self.query_heads,) if delta.joins_gate else (self.query_heads,) * 2
+        inner = (self.channels + query,) if delta.joins_gate else (self.channels, query)
+        return (*((each, False) for each in (*inner, *rates)), (query, True))
+
+    @property
+    def small_parameters(self) -> int:
+        """Parameters beside the projections: sinks; the convolution of a delta rule, two numbers a
+        head and the norm that all heads share.
+        """
+        if self.delta is None:
+            return self.query_heads if self.has_sinks else 0
+        return self.channels * self.delta.taps + 2 * self.query_heads + self.head_dim
 
 
 class MlpKind(Record, frozen=True, kw_only=True):
@@ -103,9 +149,9 @@ class LayerKind(Record, frozen=True, kw_only=True):
         mlp = self.mlp
         widths = mlp.width * mlp.experts + mlp.shared_width
         router = mlp.experts if mlp.experts > 1 else 0
-        norms, sinks = 2, self.attention.query_heads if self.attention.has_sinks else 0
+        norms = 2
         per_hidden = self._attention_columns + mlp.matrices * widths + router + norms
-        return self.hidden_size * per_hidden + sinks
+        return self.hidden_size * per_hidden + self.attention.small_parameters
 
     @property
     def matmul_parameters(self) -> int:
@@ -117,18 +163,21 @@ class LayerKind(Record, frozen=True, kw_only=True):
     @property
     def _attention_columns(self) -> int:
         """Columns of E numbers in the weights of q, k, v and the output."""
-        return 2 * (self.attention.query_size + self.attention.key_size)
+        return sum(size for size, _ in self.attention.matrices)
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
         """Every parameter of two dimensions or more."""
-        hidden, query, key = self.hidden_size, self.attention.query_size, self.attention.key_size
-        return (
-            Matrices(1, query, hidden),
-            Matrices(2, key, hidden),
-            Matrices(1, hidden, query),
-            *self._mlp_matrices(),
+        hidden, attention = self.hidden_size, self.attention
+        sizes = (
+            (hidden, size) if is_output else (size, hidden)
+            for size, is_output in attention.matrices
         )
+        delta = attention.delta
+        convolution = () if delta is None else (Matrices(1, attention.channels, delta.taps),)
+        counted = Counter(sizes).items()
+        of_attention = (Matrices(number, *size) for size, number in counted)
+        return (*of_attention, *convolution, *self._mlp_matrices())
 
     def _mlp_matrices(self) -> tuple[Matrices, ...]:
         hidden, mlp = self.hidden_size, self.mlp
@@ -164,7 +213,14 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
 
 
 def _qkv_biases(kind: LayerKind) -> int:
-    return kind.attention.query_size + 2 * kind.attention.key_size
+    attention = kind.attention
+    gates = attention.query_size if attention.is_gated else 0
+    return _softmax(kind) * (attention.channels + gates)
+
+
+def _softmax(kind: LayerKind) -> bool:
+    """True for a layer of softmax attention, which alone has biases and norms of heads."""
+    return kind.attention.delta is None
 
 
 def _mlp_biases(kind: LayerKind) -> int:
@@ -185,11 +241,11 @@ _PARTS: Mapping[str, Callable[[LayerKind], int]] = {
     "number": lambda _: 1,
     "norm": lambda kind: kind.hidden_size,
     "inner_norm": lambda kind: kind.mlp.width,  # of what goes into the MLP's last matrix
-    "head_norms": lambda kind: 2 * kind.attention.head_dim,  # which all heads share
+    "head_norms": lambda kind: 2 * kind.attention.head_dim * _softmax(kind),  # all heads share it
     "wide_norms": lambda kind: kind.attention.query_size + kind.attention.key_size,
     "qkv_biases": _qkv_biases,
     "output_bias": lambda kind: kind.hidden_size,
-    "attention_biases": lambda kind: _qkv_biases(kind) + kind.hidden_size,
+    "attention_biases": lambda kind: _qkv_biases(kind) + kind.hidden_size * _softmax(kind),
     "mlp_biases": _mlp_biases,
     "plain_mlp_biases": _plain_mlp_biases,
     "expert_biases": lambda kind: kind.mlp.experts if kind.mlp.experts > 1 else 0,

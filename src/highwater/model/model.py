@@ -72,8 +72,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
     """Weights of an MLP: gate, up and down, or 2 where there is no gate."""
     layer_runs: tuple[LayerRun, ...] | msgspec.UnsetType = msgspec.UNSET
     """The layers, where the fields above cannot tell them: where some attend within a window,
-    beside sinks or with a cap, or layers without experts stand behind others. Else unset, and in no
-    document."""
+    beside sinks, with a cap or gates, or have a state along the sequence, or layers without experts
+    stand behind others. Else unset, and in no document."""
     small_parameters: int | msgspec.UnsetType = msgspec.UNSET
     """Biases, norms of heads and the like, where the config switches some on or off that its class
     has otherwise. Else unset, and in no document."""
@@ -111,9 +111,19 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def reads_everything(self) -> bool:
-        """True if every layer reads all earlier tokens: no window, no sinks, no cap."""
+        """True if every layer reads all earlier tokens, and nothing else: no window, no sinks, no
+        cap, no state.
+        """
         kinds = (run.kind.attention for run in self.runs)
-        return not any(each.window_tokens or each.has_sinks or each.soft_cap for each in kinds)
+        return not any(
+            each.window_tokens or each.has_sinks or each.soft_cap or each.delta for each in kinds
+        )
+
+    @property
+    def delta(self) -> AttentionKind | None:
+        """Layers of a gated delta rule; None where there are none."""
+        kinds = (run.kind.attention for run in self.runs)
+        return next((each for each in kinds if each.delta is not None), None)
 
     @property
     def parameters(self) -> int:
@@ -272,12 +282,10 @@ def _refuse_impossible(shape: ModelShape, config: dict[str, Any], source: str) -
 def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
     """The layers as the config names them, which sizes alone may not tell."""
     dense = sizes.layers_without_experts(sizes.mixture())
-    windows, soft_cap = sizes.windows(), sizes.score_cap()
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
-    has_sinks = family_row(shape.model_type).has_sinks
     return runs_of(
-        (1, _attending(without if is_dense else usual, window, has_sinks, soft_cap))
-        for window, is_dense in zip(windows, dense, strict=True)
+        (1, msgspec.structs.replace(without if is_dense else usual, attention=attention))
+        for attention, is_dense in zip(sizes.attention(), dense, strict=True)
     )
 
 
@@ -294,13 +302,3 @@ def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
         for switches in (None, config)
     )
     return shape if usual == own else msgspec.structs.replace(shape, small_parameters=own)
-
-
-def _attending(
-    kind: LayerKind, window_tokens: int | None, has_sinks: bool, soft_cap: float | None
-) -> LayerKind:
-    """A kind of layer that attends within a window, beside sinks, or with capped scores."""
-    attention = msgspec.structs.replace(
-        kind.attention, window_tokens=window_tokens, has_sinks=has_sinks, soft_cap=soft_cap
-    )
-    return msgspec.structs.replace(kind, attention=attention)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from highwater.errors import ModelError
 from highwater.model.families import (
     EXPERT_COUNTS,
@@ -20,7 +22,12 @@ from highwater.model.families import (
     transforms,
     value_of,
 )
-from highwater.model.layer_kind import AttentionKind, refuse_missing_window, slides
+from highwater.model.layer_kind import (
+    AttentionKind,
+    DeltaKind,
+    refuse_missing_window,
+    slides,
+)
 from highwater.nouns.codec import CONFIG_BYTES, digest, read_file
 
 MIN_FIELDS = (
@@ -37,6 +44,8 @@ TEXT_OF = "text_of"
 """Field of what is read: the multimodal family whose text model this is."""
 ATTENTION_LAYERS = frozenset(("full_attention", "sliding_attention"))
 """Kinds of layers that only attend, to whole documents or within a window."""
+DELTA_LAYER = "linear_attention"
+"""What configs call layers of a gated delta rule."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logits_scaling", "logit_scale", "output_multiplier_scale"), (1,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), ()),
@@ -137,7 +146,7 @@ def trained_family(config: dict[str, Any], source: str) -> str:
 
 def _refuse_layers(config: dict[str, Any], source: str) -> None:
     """Raise ModelError for layers, logits or attention that are not as their class has them."""
-    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         _refuse_dense_layers(config, source)
     refuse_features(config, source)
     layers = config.get("num_hidden_layers")
@@ -230,7 +239,8 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
             raise _unsupported(config, source, field, 0, "more than 0")
     kinds = value_of(config, "layer_types")
     named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set[str]()
-    others = named - ({"full_attention"} if row.other_layers else ATTENTION_LAYERS)
+    own = {"full_attention", DELTA_LAYER} if row.delta else ATTENTION_LAYERS
+    others = named - ({"full_attention"} if row.other_layers else own)
     if others:
         words = {kind: f"{kind} ({what})" for kind, what in row.other_layers.items()}
         what = ", ".join(words.get(kind, kind) for kind in sorted(others))
@@ -416,6 +426,53 @@ class ConfigSizes(NamedTuple):
         refuse_missing_window(self.config, self.source, some_slide=any(sliding))
         window = self.optional_size("sliding_window") if any(sliding) else None
         return tuple(window if is_sliding else None for is_sliding in sliding)
+
+    def attention(self) -> tuple[AttentionKind, ...]:
+        """The attention of each layer."""
+        heads, row = self.heads(), family_row(self.config["model_type"])
+        how = {
+            "has_sinks": row.has_sinks,
+            "soft_cap": self.score_cap(),
+            "is_gated": row.delta is not None,
+        }
+        softmax = tuple(
+            msgspec.structs.replace(heads, window_tokens=window, **how) for window in self.windows()
+        )
+        if row.delta is None:
+            return softmax
+        delta = AttentionKind(
+            query_heads=self._class_size("linear_num_value_heads"),
+            kv_heads=self._class_size("linear_num_key_heads"),
+            head_dim=self._class_size("linear_value_head_dim"),
+            delta=DeltaKind(
+                key_head_dim=self._class_size("linear_key_head_dim"),
+                taps=self._class_size("linear_conv_kernel_dim"),
+                joins_gate=row.delta == "joined",
+            ),
+        )
+        if delta.query_heads % delta.kv_heads:
+            raise ModelError(
+                f"{delta.query_heads} value heads do not go with {delta.kv_heads} key heads in "
+                f"{self.source}",
+                hint="set linear_num_key_heads to a divisor of linear_num_value_heads",
+            )
+        kinds = self._kinds_of_layers()
+        return tuple(
+            delta if kind == DELTA_LAYER else attention
+            for kind, attention in zip(kinds, softmax, strict=True)
+        )
+
+    def _class_size(self, field: str) -> int:
+        """A size of the config, or else of its class, which has one."""
+        return whole_number(value_of(self.config, field), field, self.source)
+
+    def _kinds_of_layers(self) -> Sequence[str]:
+        """Names of the layers' kinds, of a family with layers of a delta rule."""
+        kinds, layers = self.config.get("layer_types"), self.layers()
+        if kinds is None:
+            every = self._class_size("full_attention_interval")
+            return [DELTA_LAYER if (n + 1) % every else "full_attention" for n in range(layers)]
+        return kinds
 
     def score_cap(self) -> float | None:
         """Bound of attention's scores; None if there is no cap."""

@@ -146,6 +146,8 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
         return f"{degree} does not divide the model's {shape.query_heads} query heads"
     if shape.kv_heads % degree and degree % shape.kv_heads:
         return f"{degree} and the model's {shape.kv_heads} key/value heads do not divide each other"
+    if shape.delta is not None and shape.delta.kv_heads % degree:
+        return f"{degree} does not divide the {shape.delta.kv_heads} key heads of linear attention"
     return None
 
 
@@ -153,6 +155,8 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
     """Why no ring shares documents up to this length (None: unknown yet); None when one can."""
     if shape.caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
+    if shape.delta is not None:
+        return "a ring does not pass on the state of linear attention"
     window = shape.window_tokens
     if window is None or longest_tokens is None or longest_tokens <= window:
         return None

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.model.layer_kind import LayerKind, Matrices
+from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record
 
@@ -182,6 +182,10 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 EXPERT_MATRICES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": MLP}
 """Names that peft gives gate, up and down of all experts, by the model types whose experts have
 adapters here."""
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+DELTA_JOINED = ("in_proj_qkvz", "in_proj_ba")
+"""Linear layers into a gated delta rule, by family: one for each thing, or two in which what goes
+with a key head is together."""
 MOST_RANK = 4096
 LoraBase = Literal["bf16", "nf4"]
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
@@ -200,7 +204,8 @@ _FUSED = {
 """Model types that have several of the usual matrices in one."""
 _USUAL_NAMES = (
     *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral"),
-    *("mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    *("mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
 )
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
 
@@ -351,14 +356,19 @@ def _targets(kind: LayerKind, model_type: str, lora: Lora) -> list[tuple[int, in
     return [size for name, size in sizes.items() if lora.names is None or name in lora.names]
 
 
+def _names(attention: AttentionKind) -> tuple[str, ...]:
+    """Names of the linear layers of an attention, in the order of its matrices."""
+    if attention.delta is None:
+        return ATTENTION
+    return (*(DELTA_JOINED if attention.delta.joins_gate else DELTA), "out_proj")
+
+
 def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of the linear layers of one layer, by name."""
-    hidden, query, key = kind.hidden_size, kind.attention.query_size, kind.attention.key_size
+    hidden, attention = kind.hidden_size, kind.attention
     own = {
-        "q_proj": (query, hidden),
-        "k_proj": (key, hidden),
-        "v_proj": (key, hidden),
-        "o_proj": (hidden, query),
+        name: (hidden, size) if is_output else (size, hidden)
+        for name, (size, is_output) in zip(_names(attention), attention.matrices, strict=True)
     }
     width = kind.mlp.width if kind.mlp.experts == 1 else kind.mlp.shared_width
     if width:

@@ -92,8 +92,16 @@ def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple
 
 def refuse_other_class(model: Model, trainer: str) -> None:
     """Raise UsageError for the text model of a multimodal one in another trainer, whose class is
-    the whole model's: its vision tower is on the GPU there, and no prediction counts it.
+    the whole model's: its vision tower is on the GPU there, and no prediction counts it. And for
+    linear attention, which each trainer computes by kernels of its own, if it tells documents and
+    ranks apart at all.
     """
+    if model.shape.delta is not None and trainer != OURS:
+        raise UsageError(
+            f"{model.name} has layers of linear attention, and nobody has compared how {trainer} "
+            f"trains them",
+            hint=f"`highwater find {shlex.quote(model.directory)}` is for our own trainer",
+        )
     if model.text_of is not msgspec.UNSET and trainer != OURS:
         raise UsageError(
             f"{model.name} is of the family {model.text_of}, whose vision tower {trainer} loads, "
@@ -423,11 +431,10 @@ def _refuse_other_attention(request: Request, model: Model, device: Device) -> N
     if request.settings.attention == "dense":
         return
     leave = "leave `--attention` out"
-    kinds = [run.kind.attention for run in model.shape.runs]
-    if any(kind.window_tokens or kind.has_sinks or kind.soft_cap for kind in kinds):
+    if not model.shape.reads_everything:
         raise ModelError(
-            f"{model.name} has layers with a window, sinks or capped scores of their own, which "
-            "block-sparse attention would take the place of",
+            f"{model.name} has layers with a window, sinks, capped scores or a state of their own, "
+            "which block-sparse attention would take the place of",
             hint=leave,
         )
     if device == "cuda":

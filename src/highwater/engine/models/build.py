@@ -18,6 +18,7 @@ from highwater.engine.models import weights
 from highwater.engine.models.adapters import add_adapters
 from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
+from highwater.engine.models.fused.delta_net import fuse_delta_nets
 from highwater.engine.models.fused.fused import (
     fuse_attentions,
     fuse_mlps,
@@ -159,6 +160,7 @@ def build_on_meta(
         )
     drop_storage(causal_lm)
     refuse_shared_parameters(causal_lm)
+    fuse_delta_nets(causal_lm, attention)
     refuse_other_mixing(causal_lm)
     transform = logit_transform_of(config.to_dict(), source=f"the config of {config.model_type}")
     prove_head(causal_lm, transform)

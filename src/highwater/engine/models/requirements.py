@@ -21,10 +21,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.kernels.rows import transformed
+from highwater.engine.models.fused.delta_net import GatedDeltaNet
 from highwater.engine.models.fused.fused import PROOF_TOLERANCE
 from highwater.errors import MachineError, ModelError
 from highwater.model.families import PLAIN, LogitTransform
-from highwater.model.model_config import ATTENTION_LAYERS
+from highwater.model.model_config import ATTENTION_LAYERS, DELTA_LAYER
 
 
 def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
@@ -44,16 +45,21 @@ def refuse_shared_parameters(causal_lm: PreTrainedModel) -> None:
 def refuse_other_mixing(causal_lm: PreTrainedModel) -> None:
     """Refuse layers that mix tokens not by attention, or by one that cannot be replaced."""
     config = causal_lm.config
+    ours = [module for module in causal_lm.modules() if isinstance(module, GatedDeltaNet)]
     kinds = set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    kinds -= {DELTA_LAYER} if ours else set()
     if kinds:
         raise not_by_attention(config, f"it has layers of {', '.join(sorted(kinds))}")
-    convolves = any(isinstance(m, nn.Conv1d) for m in causal_lm.modules())
+    inside = {part for module in ours for part in module.modules()}
+    others = (module for module in causal_lm.modules() if module not in inside)
+    convolves = any(isinstance(module, nn.Conv1d) for module in others)
     # The class may be stateful by layers that this config does not have.
     names_layers = getattr(config, "layer_types", None)
     if (getattr(causal_lm, "_is_stateful", False) and not names_layers) or convolves:
         why = "its layers carry a state or a convolution along the sequence"
         raise not_by_attention(config, why)
-    if not getattr(causal_lm, "_supports_attention_backend", False):
+    # Classes with a delta rule do not say so; that every layer calls ours is seen as it runs.
+    if not ours and not getattr(causal_lm, "_supports_attention_backend", False):
         raise not_by_attention(config, "it does not take one from outside")
 
 

@@ -1,0 +1,148 @@
+"""The gated delta rule by chunks against its definition, token by token in float64: outputs and
+every gradient, of rows of documents that begin and end anywhere in chunks and groups of them.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from closeness import deviation
+from highwater.engine.attention.gated_delta import CHUNK_TOKENS, DeltaHeads, gated_delta
+from highwater.nouns.layout import DELTA_GROUP_TOKENS as GROUP
+
+HEADS = DeltaHeads(key_heads=2, value_heads=4, key_size=6, value_size=5)
+TAPS, EPSILON = 4, 1e-6
+TOLERANCE = 1e-10
+"""Norm-relative, in float64: the order of summation alone differs."""
+
+
+def inputs(tokens: int, *, decay: float = 1.0, heads: DeltaHeads = HEADS) -> list[Tensor]:
+    """Random leaves; the state is scaled by exp(-decay) or so each token."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    channels, value_heads = sum(heads.channels), heads.value_heads
+    found = [
+        numbers(tokens, channels),
+        numbers(tokens, value_heads, heads.value_size),
+        -decay * numbers(tokens, value_heads).exp(),
+        numbers(tokens, value_heads).sigmoid(),
+        numbers(channels, TAPS) / 2,
+        1 + numbers(heads.value_size) / 4,
+    ]
+    return [each.requires_grad_() for each in found]
+
+
+def defined(leaves: list[Tensor], heads: DeltaHeads) -> Tensor:
+    """One document's outputs, by the definition: S ← exp(g) S, then the part of S that answers k is
+    moved by beta towards v, then S answers q.
+    """
+    qkv, gate, log_decay, beta, convolution, norm = leaves
+    before = torch.cat((qkv.new_zeros(TAPS - 1, qkv.shape[1]), qkv))
+    convolved = sum(before[tap : tap + len(qkv)] * convolution[:, tap] for tap in range(TAPS))
+    query, key, value = F.silu(convolved).split(heads.channels, dim=1)
+    per_key = heads.value_heads // heads.key_heads
+    outputs = []
+    for head in range(heads.value_heads):
+        of_keys = slice(head // per_key * heads.key_size, (head // per_key + 1) * heads.key_size)
+        of_values = slice(head * heads.value_size, (head + 1) * heads.value_size)
+        state = qkv.new_zeros(heads.key_size, heads.value_size)
+        rows = []
+        for token in range(len(qkv)):
+            q, k = (
+                each[token, of_keys] / (each[token, of_keys].square().sum() + 1e-6).sqrt()
+                for each in (query, key)
+            )
+            state = state * log_decay[token, head].exp()
+            wrong = value[token, of_values] - k @ state
+            state = state + beta[token, head] * torch.outer(k, wrong)
+            rows.append((q / heads.key_size**0.5) @ state)
+        outputs.append(torch.stack(rows))
+    out = torch.stack(outputs, dim=1)
+    normed = out / (out.square().mean(-1, keepdim=True) + EPSILON).sqrt()
+    return normed * norm * F.silu(gate)
+
+
+def by_documents(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> Tensor:
+    """Every document alone."""
+    cut = [each.split(lengths) for each in leaves[:4]]
+    documents = zip(*cut, strict=True)
+    return torch.cat([defined([*document, *leaves[4:]], heads) for document in documents])
+
+
+def ours(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> Tensor:
+    return gated_delta(*leaves, heads=heads, document_lengths=lengths, norm_epsilon=EPSILON)
+
+
+def deviations(
+    lengths: tuple[int, ...], *, decay: float = 1.0, heads: DeltaHeads = HEADS
+) -> list[float]:
+    """Of the output and every gradient."""
+    found = []
+    for compute in (ours, by_documents):
+        leaves = inputs(sum(lengths), decay=decay, heads=heads)
+        out = compute(leaves, lengths, heads)
+        gradient = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
+        found.append([out, *torch.autograd.grad(out, leaves, gradient)])
+    return [deviation(a, b) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        *((1,), (2, 1, 1), (CHUNK_TOKENS,), (CHUNK_TOKENS + 1,), (7, 7, 1, 13, 5, 150)),
+        (CHUNK_TOKENS - 1, 1, CHUNK_TOKENS, 2 * CHUNK_TOKENS + 3),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_the_recurrence_document_by_document(lengths):
+    assert max(deviations(lengths)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [(GROUP + 3,), (GROUP, 5), (GROUP - 1, 2, 70), (GROUP - 2, 1, 1, 1, 64), (100, GROUP + 30)],
+)
+def test_states_and_the_convolution_cross_groups_and_no_document(lengths):
+    small = DeltaHeads(key_heads=1, value_heads=1, key_size=4, value_size=3)
+    assert max(deviations(lengths, decay=0.05, heads=small)) < TOLERANCE
+
+
+@pytest.mark.parametrize("decay", [1e-6, 30.0])
+def test_states_that_stay_or_vanish_at_once_are_computed_alike(decay):
+    assert max(deviations((200, 3), decay=decay)) < TOLERANCE
+
+
+def test_heads_of_their_own_and_of_one_key_are_computed_alike():
+    for key_heads in (1, 4):
+        heads = HEADS._replace(key_heads=key_heads)
+        assert max(deviations((70, 9), heads=heads)) < TOLERANCE
+
+
+def test_a_document_is_the_same_whatever_stands_before_it():
+    leaves = inputs(130)
+    alone = [each[61:] if number < 4 else each for number, each in enumerate(leaves)]
+    packed = ours(leaves, (61, 69), HEADS)[61:]
+    torch.testing.assert_close(packed, ours(alone, (69,), HEADS), rtol=1e-12, atol=1e-12)
+
+
+def test_in_bfloat16_outputs_and_gradients_are_as_near_as_their_rounding():
+    lengths = (7, 130, 65)
+    exact, rounded = inputs(sum(lengths)), inputs(sum(lengths))
+    rounded = [
+        each.detach().to(torch.float32 if number in (2, 3) else torch.bfloat16).requires_grad_()
+        for number, each in enumerate(rounded)
+    ]
+    exact = [each.detach().double().requires_grad_() for each in rounded]
+    out, expected = ours(rounded, lengths, HEADS), by_documents(exact, lengths, HEADS)
+    assert out.dtype == torch.bfloat16
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, rounded, gradient.to(out.dtype))
+    others = torch.autograd.grad(expected, exact, gradient.to(out.dtype).double())
+    for a, b in zip((out, *found), (expected, *others), strict=True):
+        assert deviation(a, b) < 2**-7
+    assert [each.dtype for each in found] == [each.dtype for each in rounded]
