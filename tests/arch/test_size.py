@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 68_600,
+    "src_lines": 68_563,
     "src_files": 276,
     "src_small_files": 12,
     "process_starts": 1,
@@ -22,7 +22,7 @@ two; lengths of data: one; reporters: one)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 195, "files": 116},
-    "train": {"modules": 205, "files": 112},
+    "train": {"modules": 206, "files": 112},
 }
 
 
