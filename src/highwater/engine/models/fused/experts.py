@@ -54,7 +54,7 @@ class AdaptedExperts(nn.Module):
         """True if the adapter takes part."""
 
     def adapted(self) -> tuple[Any, dict[str, Tensor]]:
-        """Return the experts themselves, and A and B around them by the names of _Weights."""
+        """Return the experts themselves, and A and B around them by the names of _ExpertWeights."""
         inner = self.base_layer
         base, around = inner.adapted() if isinstance(inner, AdaptedExperts) else (inner, {})
         if not self.is_on:
@@ -84,7 +84,7 @@ def experts_output(
     rows = expert_tile_tokens(len(hidden_TE), tiles=experts.tiles)
     if rows >= len(hidden_TE) and not adapters:
         return experts.untiled(experts, hidden_TE, chosen_TK, weights_TK)
-    weights = _Weights(experts.gate_up_proj, experts.down_proj, **adapters)
+    weights = _ExpertWeights(experts.gate_up_proj, experts.down_proj, **adapters)
     # Two functions, so that the kept tensors, at which a recomputation ends, come before the
     # products are computed.
     kept_TE: Tensor = _KeepExperts.apply(hidden_TE, chosen_TK, weights_TK, rows, scale, *weights)
@@ -95,7 +95,7 @@ def experts_output(
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_output)
 
 
-class _Weights(NamedTuple):
+class _ExpertWeights(NamedTuple):
     gate_up: Tensor
     """Of (X, 2 F, E): gate above up."""
     down: Tensor
@@ -107,7 +107,7 @@ class _Weights(NamedTuple):
     down_a: Tensor | None = None
     down_b: Tensor | None = None
 
-    def products(self, scale: float) -> tuple["_Product", ...]:
+    def products(self, scale: float) -> tuple["_ExpertProduct", ...]:
         """Return the products with gate and up, which share an adapter's A, and with down."""
         halves = (None, None) if self.gate_up_b is None else self.gate_up_b.chunk(2)
         of_each = (
@@ -115,12 +115,12 @@ class _Weights(NamedTuple):
             (self.down, self.down_a, self.down_b),
         )
         return tuple(
-            _Product(weight, a, None if b is None else b.permute(2, 0, 1).contiguous(), scale)
+            _ExpertProduct(weight, a, None if b is None else b.permute(2, 0, 1).contiguous(), scale)
             for weight, a, b in of_each
         )
 
 
-class _Product(NamedTuple):
+class _ExpertProduct(NamedTuple):
     """A matrix of each expert, with its adapter if it has one."""
 
     weight_XOI: Tensor
@@ -159,7 +159,7 @@ class _KeepExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_TE, chosen_TK, weights_TK, *kept = ctx.saved_tensors
-        gradient_TE, weights = gradients[0].contiguous(), _Weights(*kept)
+        gradient_TE, weights = gradients[0].contiguous(), _ExpertWeights(*kept)
         x_gradient_TE, weights_gradient_TK = torch.empty_like(x_TE), torch.empty_like(weights_TK)
         products, sums = weights.products(ctx.scale), _ExpertSums(weights, ctx.needs_input_grad[5:])
         whole = (x_TE, chosen_TK, weights_TK, gradient_TE, x_gradient_TE, weights_gradient_TK)
@@ -183,7 +183,7 @@ class _ComputeExperts(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> Tensor:
         out_TE = torch.empty_like(x_TE)
-        products = _Weights(*weights).products(scale)  # pyright: ignore[reportArgumentType]
+        products = _ExpertWeights(*weights).products(scale)  # pyright: ignore[reportArgumentType]
         whole = (x_TE, chosen_TK, weights_TK, out_TE)
         for tile in zip(*(each.split(rows) for each in whole), strict=True):
             _tile_forward(tile, products)
@@ -192,11 +192,11 @@ class _ComputeExperts(torch.autograd.Function):
     @staticmethod
     # autograd hands ctx in, used or not.
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None, None, None, None, *[None] * len(_Weights._fields)
+        return gradients[0], None, None, None, None, *[None] * len(_ExpertWeights._fields)
 
 
 @dataclass(frozen=True, slots=True)
-class _Copies:
+class _ExpertCopies:
     """The copies of a tile's tokens, in the order of the experts that they go to."""
 
     order_S: Tensor
@@ -208,13 +208,13 @@ class _Copies:
     """Where each expert's copies end."""
 
     @staticmethod
-    def of(chosen_tK: Tensor, experts: int) -> "_Copies":
+    def of(chosen_tK: Tensor, experts: int) -> "_ExpertCopies":
         """Sort the copies of a tile's tokens."""
         expert_S, order_S = chosen_tK.flatten().sort()
         numbers = torch.arange(max(experts, len(order_S)), device=order_S.device)
         place_S = torch.empty_like(order_S).scatter_(0, order_S, numbers[: len(order_S)])
         end_X = torch.searchsorted(expert_S, numbers[:experts], right=True, out_int32=True)
-        return _Copies(order_S, order_S // chosen_tK.shape[1], place_S, end_X)
+        return _ExpertCopies(order_S, order_S // chosen_tK.shape[1], place_S, end_X)
 
 
 class _ExpertSums:
@@ -222,7 +222,7 @@ class _ExpertSums:
     rounded as one of all tokens is.
     """
 
-    def __init__(self, weights: _Weights, needed: Sequence[bool]) -> None:
+    def __init__(self, weights: _ExpertWeights, needed: Sequence[bool]) -> None:
         self._dtype = weights.down.dtype
         wide = torch.promote_types(self._dtype, torch.float32)
         self._sums = [
@@ -230,7 +230,7 @@ class _ExpertSums:
             for each, is_needed in zip(weights, needed, strict=True)
         ]
 
-    def add_into(self, part: int, product: _Product, *given: Tensor) -> None:
+    def add_into(self, part: int, product: _ExpertProduct, *given: Tensor) -> None:
         """Add a tile's share of gate (part 0) or up (1): ``given`` are the product's gradient, what
         it was of, and where each expert's copies end.
         """
@@ -238,7 +238,7 @@ class _ExpertSums:
         weight = None if weight is None else weight.chunk(2, dim=1)[part]
         _add(product, weight, a, None if b is None else b.chunk(2)[part], *given)
 
-    def add_out(self, product: _Product, *given: Tensor) -> None:
+    def add_out(self, product: _ExpertProduct, *given: Tensor) -> None:
         """Add a tile's share of the product that leads out."""
         _, weight, _, _, a, b = self._sums
         _add(product, weight, a, b, *given)
@@ -251,7 +251,7 @@ class _ExpertSums:
 
 
 def _add(
-    product: _Product,
+    product: _ExpertProduct,
     weight_XOI: Tensor | None,
     a_XRI: Tensor | None,
     b_ORX: Tensor | None,
@@ -271,11 +271,11 @@ def _add(
         b_ORX.add_(b_XOR.permute(1, 2, 0), alpha=product.scale)
 
 
-def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_Product, ...]) -> None:
+def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_ExpertProduct, ...]) -> None:
     """Write the output of one tile."""
     x_tE, chosen_tK, weights_tK, out_tE = tile
     *into, out = products
-    copies = _Copies.of(chosen_tK, len(out.weight_XOI))
+    copies = _ExpertCopies.of(chosen_tK, len(out.weight_XOI))
     x_SE = x_tE[copies.token_S]
     inner_SF, up_SF = (each.of(x_SE, copies.end_X) for each in into)
     del x_SE
@@ -291,12 +291,12 @@ def _tile_forward(tile: tuple[Tensor, ...], products: tuple[_Product, ...]) -> N
 
 
 def _tile_backward(
-    tile: tuple[Tensor, ...], products: tuple[_Product, ...], sums: _ExpertSums
+    tile: tuple[Tensor, ...], products: tuple[_ExpertProduct, ...], sums: _ExpertSums
 ) -> None:
     """Compute the gradients of one tile, whose products are computed again and overwritten."""
     x_tE, chosen_tK, weights_tK, gradient_tE, x_gradient_tE, weights_gradient_tK = tile
     *into, out = products
-    copies = _Copies.of(chosen_tK, len(out.weight_XOI))
+    copies = _ExpertCopies.of(chosen_tK, len(out.weight_XOI))
     end_X = copies.end_X
     x_SE = x_tE[copies.token_S]
     gate_SF, up_SF = (each.of(x_SE, end_X) for each in into)
@@ -323,7 +323,9 @@ def _tile_backward(
     torch.sum(x_gradient_SE.view(*chosen_tK.shape, -1), dim=1, out=x_gradient_tE)
 
 
-def _input_gradient(products: Sequence[_Product], gradients: list[Tensor], end_X: Tensor) -> Tensor:
+def _input_gradient(
+    products: Sequence[_ExpertProduct], gradients: list[Tensor], end_X: Tensor
+) -> Tensor:
     """Return the gradient of what products of the same copies are of, which share an adapter's A;
     their own gradients are freed, one after the other.
     """
