@@ -50,7 +50,15 @@ $(EMIT)%/.ready: tests/emit/requirements/%.txt $(EMIT)torch/.ready
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	touch $@
 
-demo: $(READY)
+# What the demo needs and no more: below 1 GB. `make install` adds the rest to the same environment.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch for the CPU and transformers into $(VENV): a minute or two, once"
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[train]'
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 # What follows from code and records, below docs/: the H200 guide, the picture, the reference, the list of decisions.
