@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 68_563,
+    "src_lines": 68_565,
     "src_files": 276,
     "src_small_files": 12,
     "process_starts": 1,
