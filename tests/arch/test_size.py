@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 68_784,
-    "src_files": 277,
+    "src_lines": 68_793,
+    "src_files": 278,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -18,11 +18,12 @@ CEILINGS = {
 }
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
 in host memory: three files; head groups: one; tiles of experts: one; gated DeltaNet: two;
-one answer from every command: two; lengths of data: one; reporters: one)."""
+one answer from every command: two; lengths of data: one; reporters: one; the
+hardware of trials, which the catalog of GPUs no longer reads: one)."""
 WALKED = {
-    "predict": {"modules": 82, "files": 53},
-    "find": {"modules": 196, "files": 117},
-    "train": {"modules": 207, "files": 113},
+    "predict": {"modules": 83, "files": 54},
+    "find": {"modules": 197, "files": 118},
+    "train": {"modules": 208, "files": 114},
 }
 
 

@@ -32,10 +32,11 @@ from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.nouns.declaration import SWITCH
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
-from highwater.nouns.hardware import Machine, cpu_memory
+from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import CEILING_TOKENS, Plan, grid_of
 from highwater.nouns.request import DECLARED, Request, request_from, values_of
 from highwater.nouns.settings import RUNG_ROWS, Allocator, Settings
+from highwater.nouns.trial_hardware import cpu_memory
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent
 from highwater.trials.probe import probe
 from highwater.units import format_bytes, format_tokens

@@ -16,13 +16,7 @@ from highwater.nouns.corpus import pieces
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import refuse_absent_ranks
 from highwater.nouns.foreign_request import foreign_of, with_one_count
-from highwater.nouns.hardware import (
-    Machine,
-    TrialHardware,
-    check_host_memory,
-    cpu_memory,
-    hardware_of,
-)
+from highwater.nouns.hardware import Machine
 from highwater.nouns.objective import ATTENTION, expert_targets, refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
@@ -48,6 +42,12 @@ from highwater.nouns.trainer import (
     foreign_name,
 )
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
+from highwater.nouns.trial_hardware import (
+    TrialHardware,
+    check_host_memory,
+    cpu_memory,
+    hardware_of,
+)
 from highwater.units import format_seconds, format_tokens
 
 CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}

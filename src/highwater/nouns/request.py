@@ -10,6 +10,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
 from highwater.nouns.activation_plan import Activations
+from highwater.nouns.cluster import card_memory
 from highwater.nouns.declaration import (
     IN_A_STEP,
     KEYWORDS,
@@ -404,8 +405,6 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int | None:
         """Bound on the memory of each GPU; None: the whole card."""
-        from highwater.nouns.cluster import card_memory  # here: it reads what this declares
-
         if self.memory is None or self.device == "cpu":
             return None if self.memory is None else parse_bytes(str(self.memory))
         return card_memory(str(self.memory), parse_bytes)

@@ -15,11 +15,12 @@ from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.cluster import Cluster, cluster
 from highwater.nouns.declaration import words_of
-from highwater.nouns.hardware import Machine, hardware_of
+from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import Request, taken_by
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
+from highwater.nouns.trial_hardware import hardware_of
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
 

@@ -15,12 +15,13 @@ from highwater.nouns.codec import Record
 from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import LAUNCHED_EXAMPLE as EXAMPLE
 from highwater.nouns.foreign_request import launched_command, program_of, split_words
-from highwater.nouns.hardware import Machine, refuse_unfit_gpu, used_gpus
+from highwater.nouns.hardware import Machine, refuse_unfit_gpu
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import FOREIGN, OURS, foreign_name
 from highwater.nouns.trial import REPORTERS, Device
+from highwater.nouns.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (
     INSTALL_HINT,
