@@ -180,7 +180,8 @@ def test_flags_override_the_file_and_the_printed_configuration_asks_the_same(hig
         for name in ("study.yaml", "printed.yaml")
     ]
     assert answers[0] == answers[1]
-    assert "nothing set, 1 GPU" in answers[0]
+    assert "trains up to " in answers[0]
+    assert " on 1 x " in answers[0]
     assert "2 GPUs" not in answers[0]
     assert "chunked" not in answers[0]
 

@@ -263,7 +263,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
         "by formula\n"
         "\n"
         "settings                                  Ulysses  fits   headroom\n"
-        "expandable, chunked loss                         1  safe  39.76 GiB\n"
+        "expandable, chunked loss                        1  safe  39.76 GiB\n"
         "expandable, chunked loss, states on host        1  safe  99.77 GiB\n"
         "\n"
         "* past the native length of 40,960: YaRN; `--explain` says what from, and how good such "

@@ -47,7 +47,7 @@ def test_on_the_cpu_lengths_end_early_and_that_is_said(highwater):
     (note,) = (line for line in done.stderr.splitlines() if line.startswith("note: on"))
     assert "8,192" in note
     assert offered(note) == [["--max-length"]]
-    assert "8,192 tokens fit" in done.stdout
+    assert "trains up to 8,192 tokens" in done.stdout
 
 
 def test_the_log_directory_that_is_offered_can_be_pasted_into_a_shell(tmp_path, monkeypatch):

@@ -63,5 +63,9 @@ def results(mark: str) -> dict[str, Any]:
                     raise error
             found[name] = "agreed"
         except Exception as told:  # noqa: BLE001 -- that is what is looked at
-            found[name] = [type(told).__name__, str(told), getattr(told, "hint", None)]
+            found[name] = [
+                type(told).__name__,
+                getattr(told, "problem", str(told)),
+                getattr(told, "hint", None),
+            ]
     return found

@@ -98,7 +98,7 @@ def complete(search: "subprocess.Popen[str]") -> str:
     """Wait for the answer: both lengths fit. What was said on stderr."""
     answer, talk = search.communicate(timeout=ENDS_S)
     assert search.returncode == 0, talk
-    assert "64 tokens fit" in answer
+    assert "trains up to 64 tokens" in answer
     return talk
 
 
@@ -248,7 +248,7 @@ def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_roo
     first, _, second = talk.partition("exit 3\n")
     (problem,) = (line for line in first.splitlines() if line.startswith("error: "))
     assert problem.endswith(f" study.jsonl: {os.strerror(errno.ENOSPC)}")
-    assert "64 tokens fit" in answer
+    assert "trains up to 64 tokens" in answer
     assert second.endswith("exit 0\n")
     assert full.read_bytes().endswith(b"\n")
     assert resumed.read_bytes().startswith(full.read_bytes())

@@ -21,7 +21,7 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.study import Study
 from highwater.pages.chooser import ChooserPlace, chooser_json, places
-from highwater.pages.guide import Guide, guide_tables
+from highwater.pages.guide import Guide, guide_tables, published_label
 from highwater.pages.guide_page import guide_page, guide_rows
 from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
@@ -217,11 +217,12 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
     made = guide(TABLE)
     page, rows = embedded(made), guide_rows(made)
     labels = {(row["model"], row["gpus"], row["max_model_len"]): row["settings"] for row in rows}
+    known = {choice.label_in(published_label): choice.label for choice in made.choices}
     for place, answer in page.answers():
         label = labels[place["model"], place["gpus"], answer["length"]]
         chosen = page.found(answer)["chosen"]
         entry = page.values[answer["entries"][0]]
-        assert entry.startswith("nothing " if label == "-" else f"{label} (published; ")
+        assert entry.startswith("nothing " if label == "-" else f"{known[label]} (published; ")
         assert (chosen is None) == (label == "-")
         assert answer["command"] == page.values.index("")
         if chosen is not None:
@@ -229,7 +230,7 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
             assert chosen["source"] == chosen["capacity_source"] == "published"
             assert chosen["headroom_bytes"] is None
             assert chosen["token_budget_tokens"] == -(-2 * answer["length"] // degree)
-            assert ("expandable" in label, "states on host" in label, "Ulysses" in label) == (
+            assert ("expandable" in entry, "states on host" in entry, "Ulysses" in entry) == (
                 chosen["cell"]["settings"]["allocator"] == "expandable",
                 chosen["cell"]["settings"]["offload"],
                 degree > 1,

@@ -342,7 +342,7 @@ def test_torchtitan_has_adapters_on_its_own_models_alone():
             {"loss": "chunked", "degree": 2, "length": "16k"},
             ("--loss chunked with shared sequences",),
         ),
-        ("ms-swift", {"ring": [2], "length": "16k"}, ("ring=2: 2 GPUs share heads",)),
+        ("ms-swift", {"ring": [2], "length": "16k"}, ("ring 2: 2 GPUs share heads",)),
     ],
 )
 def test_what_a_trainer_cannot_express_is_said(target, changes, said):

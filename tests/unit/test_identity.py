@@ -129,8 +129,8 @@ def test_every_degree_is_told_in_labels_paths_and_flags():
     assert [layout.sharing for layout in layouts[:4]] == [
         "1",
         "1, 2 copies",
-        "1, ring=3",
-        "1, ring=3, 2 copies",
+        "1, ring 3",
+        "1, ring 3, 2 copies",
     ]
 
 

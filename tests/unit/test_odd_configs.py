@@ -501,7 +501,7 @@ def test_a_whole_number_is_refused_where_the_class_refuses_it_and_the_hint_works
     if family in TAKE_WHOLE:
         assert logit_transform_of(config, "config.json") != PLAIN
         return
-    with pytest.raises(ModelError, match=r"= 8$") as refusal:
+    with pytest.raises(ModelError, match=r"= 8\n") as refusal:
         logit_transform_of(config, "config.json")
     offered = refusal.value.hint.rpartition(" ")[2]
     assert offered == "8.0"
@@ -514,7 +514,7 @@ def test_null_is_no_cap_and_is_no_factor(family):
     if family in CAPS:
         assert logit_transform_of(config, "config.json") == PLAIN
         return
-    with pytest.raises(ModelError, match=r"= None$"):
+    with pytest.raises(ModelError, match=r"= None\n"):
         logit_transform_of(config, "config.json")
 
 

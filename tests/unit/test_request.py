@@ -95,7 +95,11 @@ def test_one_number_is_a_list_of_one(value):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("memory", "80GB", "memory size '80GB' has a decimal or unclear unit"),
+        (
+            "memory",
+            "80GB",
+            "memory size '80GB' is what cards are sold by, and their drivers report less",
+        ),
         ("headroom", "some", "headroom: 'some' is not a memory size"),
         ("start_length", "1", "start_length: a start length of 1 token"),
         ("timeout", "soon", "timeout: 'soon' is not a time"),

@@ -533,7 +533,7 @@ def _refuse_adapted_experts(
     lora, numbers = settings.adapters, _ROW_BYTES // (4 if device == "cpu" else 2)
     if lora is None or not expert_targets(model.shape.model_type, lora):
         return
-    if trainer != "highwater":
+    if trainer != OURS:
         raise UsageError(
             f"adapters on experts of {model.name}, which are predicted for highwater's engine",
             hint=f"use `--lora-targets {','.join(ATTENTION)}`",

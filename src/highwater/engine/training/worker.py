@@ -124,7 +124,7 @@ def _failed(run: "RankRun | None", error: BaseException, kind: FailureKind) -> R
 def _text(error: BaseException) -> str:
     """Return the exception's text, type first; undecodable bytes of file names are escaped."""
     try:
-        said = str(error)
+        said = error.problem if isinstance(error, HighwaterError) else str(error)
     except Exception as broken:  # noqa: BLE001 -- somebody's own exception, whose text is broken
         said = f"its text cannot be had: {type(broken).__name__}"
     if not said and isinstance(error, MemoryError):
