@@ -335,10 +335,8 @@ set up
     highwater doctor --json
     highwater doctor --measure --json > constants.json
   completion: the script by which a shell completes commands, flags, models and GPUs
-    mkdir -p ~/.local/share/bash-completion/completions
     highwater completion bash > ~/.local/share/bash-completion/completions/highwater
     highwater completion zsh > "${fpath[1]}/_highwater"
-    mkdir -p ~/.config/fish/completions
     highwater completion fish > ~/.config/fish/completions/highwater.fish
 
 developer tools
