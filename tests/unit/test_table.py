@@ -239,6 +239,7 @@ def test_what_a_trial_said_is_data_too():
     said = msgspec.structs.replace(
         study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",)
     )
-    text = plain_table(answer_table(msgspec.structs.replace(study, answers=(said,))))
+    real = msgspec.structs.replace(QUESTION, simulated=False)
+    text = plain_table(answer_table(msgspec.structs.replace(study, question=real, answers=(said,))))
     assert "[bold]boom[/bold]\\x1b[2J" in text
     assert ": [link=x]\\x9b" in text
