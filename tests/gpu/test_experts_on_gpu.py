@@ -25,9 +25,8 @@ CUDA = torch.device("cuda", 0)
 MODEL = "Qwen3-30B-A3B"
 MOST_BYTES = 60_000
 """Of a token in a layer, attention's kernel apart."""
-SPREAD = 2**0.5
-"""Times as far from exact as all tokens at once: each tile's share is rounded, and then their sum,
-as products of all tokens are once."""
+SPREAD = 1.1
+"""Times as far from exact as all tokens at once; both round each product to 8 bits."""
 CLOSE = 2e-2
 """Norm-relative: a few roundings to 8 bits."""
 SIZES: dict[str, Any] = {
@@ -173,6 +172,5 @@ def test_a_token_takes_as_few_bytes_of_a_layer_as_predicted():
     tell({"case": MODEL, "predicted": predicted})
     found_bytes = sizes["layer_bytes_per_token"]["tiled"]
     assert found_bytes < MOST_BYTES
-    # what attention's kernel takes beside is counted by its sizes, in both, and not measured
-    assert found_bytes == pytest.approx(predicted, rel=0.08)
+    assert found_bytes == pytest.approx(predicted, rel=0.02)
     assert len(ratios["step_time_ratio"]) == len(LONG)
