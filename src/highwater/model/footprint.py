@@ -7,6 +7,7 @@ model work.
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
@@ -81,6 +82,7 @@ def _adapter_tensors(shape: ModelShape, settings: Settings) -> int:
     return sum(each.number for each in _adapters(shape, settings))
 
 
+@cache
 def device_state_bytes(
     shape: ModelShape, settings: Settings, *, device: Device, shards: int = 1
 ) -> int:
@@ -112,6 +114,7 @@ def device_state_bytes(
     return (frozen + trained - saved) * settings.trained_models
 
 
+@cache
 def trained_parameters(shape: ModelShape, settings: Settings) -> int:
     """Number of the policy's trained parameters: all, or with adapters only theirs and those of a
     reward model's head.
@@ -122,6 +125,7 @@ def trained_parameters(shape: ModelShape, settings: Settings) -> int:
     return adapter_parameters(shape, settings.adapters) + number
 
 
+@cache
 def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) -> int:
     """Bytes of the gradients of every trained model, over all ``shards`` devices that share them,
     counting each as if it had as many rows as the first.
@@ -170,6 +174,7 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
     return saved
 
 
+@cache
 def update_bytes(
     shape: ModelShape, settings: Settings, *, shards: int, device: Device = "cuda"
 ) -> int:
@@ -227,6 +232,7 @@ def policy_parameters(shape: ModelShape, settings: Settings) -> int:
     return shape.parameters - has_no_head * shape.vocab_size * shape.hidden_size
 
 
+@cache
 def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Host memory of models, over all ranks of one machine: offloaded states, and the reference.
     Besides pinned memory (``pinned_state_bytes``) offloading takes ordinary memory: with FSDP2 for
@@ -241,6 +247,7 @@ def host_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -
     return pinned_state_bytes(shape, settings, layout=layout) + ordinary
 
 
+@cache
 def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Pinned host memory of models, over all ranks of one machine; part of ``host_state_bytes``.
     Offloaded with FSDP2 it holds the parameters, one block for each tensor's shard; with FSDP1 the
@@ -285,6 +292,7 @@ def _pinned_units_bytes(shape: ModelShape, layout: Layout) -> int:
     return 2 * layout.machine_gpus * (of_layers + block_bytes(shape.parameters_outside_layers))
 
 
+@cache
 def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layout) -> int:
     """Host memory through which FSDP2's offloaded gradients pass, over all ranks of one machine,
     besides that of the states.
@@ -330,6 +338,7 @@ def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
     return (*_in_layers(shape), _tables(shape))
 
 
+@cache
 def _in_layers(shape: ModelShape) -> tuple[Matrices, ...]:
     return tuple(size for run in shape.runs for size in _times(run.count, run.kind.matrices))
 

@@ -14,6 +14,7 @@ test_small_parameters.py below tests/unit compare every family with those that a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -146,54 +147,70 @@ class LayerKind(Record, frozen=True, kw_only=True):
     @property
     def parameters(self) -> int:
         """Parameters of the layer: matrices, both norms and sinks, no biases nor norms of heads."""
-        mlp = self.mlp
-        widths = mlp.width * mlp.experts + mlp.shared_width
-        router = mlp.experts if mlp.experts > 1 else 0
-        norms = 2
-        per_hidden = self._attention_columns + mlp.matrices * widths + router + norms
-        return self.hidden_size * per_hidden + self.attention.small_parameters
+        return _parameters(self)
 
     @property
     def matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: those of its own experts only, routers not."""
         mlp = self.mlp
         widths = mlp.width * mlp.experts_per_token + mlp.shared_width
-        return self.hidden_size * (self._attention_columns + mlp.matrices * widths)
-
-    @property
-    def _attention_columns(self) -> int:
-        """Columns of E numbers in the weights of q, k, v and the output."""
-        return sum(size for size, _ in self.attention.matrices)
+        attention = sum(size for size, _ in self.attention.matrices)
+        return self.hidden_size * (attention + mlp.matrices * widths)
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
         """Every parameter of two dimensions or more."""
-        hidden, attention = self.hidden_size, self.attention
-        sizes = (
-            (hidden, size) if is_output else (size, hidden)
-            for size, is_output in attention.matrices
-        )
-        delta = attention.delta
-        convolution = () if delta is None else (Matrices(1, attention.channels, delta.taps),)
-        counted = Counter(sizes).items()
-        of_attention = (Matrices(number, *size) for size, number in counted)
-        return (*of_attention, *convolution, *self._mlp_matrices())
+        return _matrices(self)
 
-    def _mlp_matrices(self) -> tuple[Matrices, ...]:
-        hidden, mlp = self.hidden_size, self.mlp
-        into = mlp.matrices - 1  # the last one leads out of the MLP
+    def beyond_even(self, shards: int) -> int:
+        """Numbers that so many GPUs have more than the layer, where rows are uneven."""
+        return _beyond_even(self, shards)
 
-        def one_mlp(width: int) -> tuple[Matrices, ...]:
-            return (Matrices(into, width, hidden), Matrices(1, hidden, width)) if width else ()
 
-        if mlp.experts == 1:
-            return (*one_mlp(mlp.width), *one_mlp(mlp.shared_width))
-        return (  # fused: a row is an expert, in the router too
-            Matrices(1, mlp.experts, into * mlp.width * hidden),
-            Matrices(1, mlp.experts, hidden * mlp.width),
-            Matrices(1, mlp.experts, hidden),
-            *one_mlp(mlp.shared_width),
-        )
+@cache
+def _parameters(kind: LayerKind) -> int:
+    mlp = kind.mlp
+    widths = mlp.width * mlp.experts + mlp.shared_width
+    router = mlp.experts if mlp.experts > 1 else 0
+    norms = 2
+    attention = sum(size for size, _ in kind.attention.matrices)
+    per_hidden = attention + mlp.matrices * widths + router + norms
+    return kind.hidden_size * per_hidden + kind.attention.small_parameters
+
+
+@cache
+def _beyond_even(kind: LayerKind, shards: int) -> int:
+    return sum(each.beyond_even(shards) for each in kind.matrices)
+
+
+@cache
+def _matrices(kind: LayerKind) -> tuple[Matrices, ...]:
+    hidden, attention = kind.hidden_size, kind.attention
+    sizes = (
+        (hidden, size) if is_output else (size, hidden) for size, is_output in attention.matrices
+    )
+    delta = attention.delta
+    convolution = () if delta is None else (Matrices(1, attention.channels, delta.taps),)
+    counted = Counter(sizes).items()
+    of_attention = (Matrices(number, *size) for size, number in counted)
+    return (*of_attention, *convolution, *_mlp_matrices(kind))
+
+
+def _mlp_matrices(kind: LayerKind) -> tuple[Matrices, ...]:
+    hidden, mlp = kind.hidden_size, kind.mlp
+    into = mlp.matrices - 1  # the last one leads out of the MLP
+
+    def one_mlp(width: int) -> tuple[Matrices, ...]:
+        return (Matrices(into, width, hidden), Matrices(1, hidden, width)) if width else ()
+
+    if mlp.experts == 1:
+        return (*one_mlp(mlp.width), *one_mlp(mlp.shared_width))
+    return (  # fused: a row is an expert, in the router too
+        Matrices(1, mlp.experts, into * mlp.width * hidden),
+        Matrices(1, mlp.experts, hidden * mlp.width),
+        Matrices(1, mlp.experts, hidden),
+        *one_mlp(mlp.shared_width),
+    )
 
 
 class LayerRun(Record, frozen=True, kw_only=True):

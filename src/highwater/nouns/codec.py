@@ -22,7 +22,9 @@ from highwater.units import MIB, format_bytes
 T = TypeVar("T")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Record(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True
+):
     """Base of every record: immutable, keyword-only, unknown fields refused when read."""
 
 

@@ -4,7 +4,7 @@ each, and a maximum over phases. Terms are those of the GPU with the most traine
 In the functions:  T tokens of that GPU's micro-batch  E hidden size  V vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -159,6 +159,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
     beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
     plan, layers = step.settings.activation_plan(step.shape.layers), step.shape.layers
+    working = {run.kind: working_set_bytes(step.layer(run.kind)) for run in step.shape.runs}
     held = (*states.terms(), *beside_layers)
     kept = _kept_term(step, kept_bytes_of_layers(step, plan.layers_on_host, layers))
     kept_at_the_end = _kept_term(
@@ -178,14 +179,16 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
                     step, plan.first_on_gpu(each.kept_layers - 1), each.kept_layers
                 ),
             ),
-            *_layer_terms(step, each),
+            *_layer_terms(step, each, working),
             _reduction(step, _parameters_on_their_way(step, each.reduced)),
         )
         for each in others or (last,)
     )
     phases = [
         phase(LOSS, *held, kept, *_loss_terms(step, last.kind)),
-        phase("backward of the last layer", *held, kept_at_the_end, *_layer_terms(step, last)),
+        phase(
+            "backward of the last layer", *held, kept_at_the_end, *_layer_terms(step, last, working)
+        ),
         max(middle, key=lambda each: each.bytes),
         phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
     ]
@@ -293,8 +296,10 @@ def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:
     )
 
 
-def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
-    """Terms of a layer going backward: what it takes, its weights, and a gathered next one's."""
+def _layer_terms(
+    step: Step, backward: Backward, working: Mapping[LayerKind, int]
+) -> tuple[Term, ...]:
+    """Terms of a layer going backward: what a kind takes, its weights, a gathered next one's."""
     following = backward.gathered_ahead if step.layout.shard_degree > 1 else None
     ahead = 0 if following is None else step.gathered(following)
     gathered = step.gathered(backward.kind) + ahead
@@ -302,7 +307,7 @@ def _layer_terms(step: Step, backward: Backward) -> tuple[Term, ...]:
     # of it comes after the layers.
     head = 0 if step.settings.traits.gives_scalars or step.is_frozen else step.table
     return (
-        Term("one layer going backward", working_set_bytes(step.layer(backward.kind))),
+        Term("one layer going backward", working[backward.kind]),
         Term("layers, gathered", step.element * gathered),
         Term("gradient of the head", step.element * head),
     )

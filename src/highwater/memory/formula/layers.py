@@ -9,6 +9,7 @@ token goes to  V vocabulary  U ``ulysses_degree``
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from highwater.memory.formula.moments import (
     FamilyMoments,
@@ -119,7 +120,7 @@ class Step:
         """Numbers gathered and reduced beside a layer's, where FSDP2 fills up uneven rows."""
         if self.settings.strategy != "fsdp2":
             return 0
-        return sum(each.beyond_even(self.layout.shard_degree) for each in kind.matrices)
+        return kind.beyond_even(self.layout.shard_degree)
 
     def trained_of(self, kind: LayerKind) -> int:
         """Parameters of a layer that have a gradient."""
@@ -278,6 +279,7 @@ class Backward:
     """Parameters of all layers behind it, which went backward before."""
 
 
+@cache
 def backwards(runs: tuple[LayerRun, ...]) -> tuple[Backward, ...]:
     """Layers going backward, the last one at the end: of each run those at its ends. Between them
     each layer keeps as much more, and has as much less behind it, as the one before: the most of
