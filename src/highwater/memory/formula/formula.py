@@ -31,7 +31,7 @@ from highwater.memory.formula.layers import (
     Step,
     backwards,
     host_activation_bytes,
-    kept_bytes_of_layers,
+    kept_bytes_before,
     working_set_bytes,
 )
 from highwater.memory.formula.moments import cached_bytes, families
@@ -159,12 +159,15 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
     beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
     plan, layers = step.settings.activation_plan(step.shape.layers), step.shape.layers
-    working = {run.kind: working_set_bytes(step.layer(run.kind)) for run in step.shape.runs}
+    kinds, before = {run.kind for run in step.shape.runs}, kept_bytes_before(step)
+    working = {kind: working_set_bytes(step.layer(kind)) for kind in kinds}
     held = (*states.terms(), *beside_layers)
-    kept = _kept_term(step, kept_bytes_of_layers(step, plan.layers_on_host, layers))
-    kept_at_the_end = _kept_term(
-        step, kept_bytes_of_layers(step, plan.first_on_gpu(layers - 1), layers)
-    )
+
+    def kept_on_gpu(first: int, end: int) -> Term:
+        return _kept_term(step, max(0, before[end] - before[first]))
+
+    kept = kept_on_gpu(plan.layers_on_host, layers)
+    kept_at_the_end = kept_on_gpu(plan.first_on_gpu(layers - 1), layers)
     at_the_end = (*states.terms(states.parameters), *always)
     # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
     *others, last = backwards(step.shape.runs)
@@ -173,12 +176,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
             "backward of a layer",
             *states.terms(_parameters_with_gradients(step, each)),
             *beside_layers,
-            _kept_term(
-                step,
-                kept_bytes_of_layers(
-                    step, plan.first_on_gpu(each.kept_layers - 1), each.kept_layers
-                ),
-            ),
+            kept_on_gpu(plan.first_on_gpu(each.kept_layers - 1), each.kept_layers),
             *_layer_terms(step, each, working),
             _reduction(step, _parameters_on_their_way(step, each.reduced)),
         )

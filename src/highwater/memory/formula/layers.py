@@ -7,9 +7,9 @@ In the functions:  T tokens of a GPU's micro-batch  E hidden size  F intermediat
 token goes to  V vocabulary  U ``ulysses_degree``
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 from highwater.memory.formula.moments import (
     FamilyMoments,
@@ -227,12 +227,13 @@ class Layer:
     def _learned(self) -> FamilyMoments | None:
         return families().get(self.step.shape.model_type)
 
-    def learned_bytes(self, moment: MomentBytes) -> int:
-        """Bytes of a moment. It was learned of GPUs: elsewhere numbers are as much wider, in doubt
-        those too that are wide there, scores aside.
+    def learned_bytes(self, *moments: MomentBytes) -> int:
+        """Bytes of the moment that takes the most. They were learned of GPUs: elsewhere numbers are
+        as much wider, in doubt those too that are wide there, scores aside.
         """
         step, tile = self.step, self.tile if self.has_tiles else None
-        sizes = products(self.kind, tokens=step.tokens, attended_key=self.attended_key, tile=tile)
+        tokens, is_gpu = step.tokens, step.device == "cuda"
+        sizes = products(self.kind, tokens=tokens, attended_key=self.attended_key, tile=tile)
         of_scores = capped_products(
             self.kind.attention,
             documents=step.documents,
@@ -240,9 +241,13 @@ class Layer:
             attended_key=self.attended_key,
             degree=step.layout.ulysses_degree,
         )
-        numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
-        of_sums = bytes_of_sums(moment, self.kind, tokens=step.tokens)
-        return numbers + bytes_of(moment, of_scores) + (of_sums if step.device == "cuda" else 0)
+
+        def taken(moment: MomentBytes) -> int:
+            numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
+            of_sums = bytes_of_sums(moment, self.kind, tokens=tokens) if is_gpu else 0
+            return numbers + bytes_of(moment, of_scores) + of_sums
+
+        return max(map(taken, moments))
 
     @property
     def mlp_parameters(self) -> int:
@@ -339,16 +344,12 @@ gave, the gradients of it, of the product and of the down weights; three gradien
 above; those of the copies, and of gate and up, which are one weight."""
 
 
-def kept_bytes_of_layers(step: Step, first: int, end: int) -> int:
-    """Bytes per token that the layers from ``first`` to before ``end`` keep until the backward
-    pass.
-    """
-    counts, before = Counter[LayerKind](), 0
-    for run in step.shape.runs:
-        behind = before + run.count
-        counts[run.kind] += max(0, min(behind, end) - max(before, first))
-        before = behind
-    return sum(count * kept_bytes(step.layer(kind)) for kind, count in counts.items())
+def kept_bytes_before(step: Step) -> tuple[int, ...]:
+    """Bytes per token that the first layers keep until the backward pass, by how many they are."""
+    runs = step.shape.runs
+    of_kind = {kind: kept_bytes(step.layer(kind)) for kind in {run.kind for run in runs}}
+    layers = (of_kind[run.kind] for run in runs for _ in range(run.count))
+    return (0, *accumulate(layers))
 
 
 def host_activation_bytes(step: Step) -> int:
@@ -356,7 +357,7 @@ def host_activation_bytes(step: Step) -> int:
     plan = step.settings.activation_plan(step.shape.layers)
     if step.device == "cpu" or not plan.layers_on_host:
         return 0
-    return step.tokens * kept_bytes_of_layers(step, 0, plan.layers_on_host)
+    return step.tokens * kept_bytes_before(step)[plan.layers_on_host]
 
 
 def kept_bytes(layer: Layer) -> int:
@@ -394,7 +395,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     step = layer.step
     # learned beside what such a layer keeps, but for the output of its attention
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
-    most = max(layer.learned_bytes(moment) for moment in learned.moments) - there
+    most = layer.learned_bytes(*learned.moments) - there
     if step.layout.ulysses_degree > 1 and step.shape.model_type not in FUSED_HEADS:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
