@@ -24,7 +24,9 @@ def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater, tmp_p
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "--ulysses", "1")
     assert done.returncode == 0
     answer, _, title, _, header, *rows = done.stdout.splitlines()
-    assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 2 x simulated GPU with ", answer)
+    simple, longest = answer.split(" The longest is ")
+    assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 1 x simulated GPU with ", simple)
+    assert re.match(r"[\d,]+ tokens on 2 GPUs with expandable segments, a chunked loss", longest)
     assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
     assert header.split()[:5] == ["settings", "GPUs", "Ulysses", "capacity", "ended"]
     assert [re.split(" {2,}", row)[:3] for row in rows[:6]] == [

@@ -15,7 +15,7 @@ from highwater.nouns.settings import short_settings
 from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Question
 from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
-from highwater.pages.study_answer import capacity_text, memory_only_text, provenance
+from highwater.pages.study_answer import proven_lengths, provenance
 from highwater.pages.study_commands import TRIED, request_line
 from highwater.pages.table import TextTable, terminal_table
 from highwater.pages.text import plain
@@ -267,11 +267,9 @@ class Progress:
         """The capacity, and what a memory-only proof adds; ``≥`` where nothing stopped it."""
         if not answer.reach_tokens:
             return "no answer" if answer.reach_tokens is None else "nothing fits"
-        least, memory_only = "≥" if answer.is_at_least else "", ""
-        if answer.memory_only is not None:
-            memory_only, least = f"{least}{memory_only_text(self._question, answer)}", ""
-        capacity = f"{before}{least}{capacity_text(self._question, answer)}{unit}"
-        return ", ".join(filter(None, (capacity if answer.capacity_tokens else "", memory_only)))
+        trained, memory_only = proven_lengths(self._question, answer)
+        said = [f"{before}{trained}{unit}"] if answer.capacity_tokens else []
+        return ", ".join(said if answer.memory_only is None else [*said, memory_only])
 
     def _left(self) -> str:
         left_s = self.left_s

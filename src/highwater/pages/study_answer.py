@@ -9,12 +9,21 @@ from itertools import compress
 
 import msgspec
 
-from highwater.model.footprint import host_state_bytes
+from highwater.memory.formula.formula import footprint
+from highwater.memory.formula.layers import Step
 from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan
 from highwater.nouns.settings import settings_in_words, shared_training, short_settings
-from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
+from highwater.nouns.study import (
+    RANK_WORDS,
+    Cell,
+    CellAnswer,
+    Limit,
+    Question,
+    Study,
+    counted_ranks,
+)
 from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.page import template_lines
 from highwater.pages.study_commands import alive_rows, brief, request_line
@@ -37,26 +46,60 @@ def study_answer(study: Study) -> str:
         return f"Not known yet: no trial of {plain(question.model.name)} told what fits."
     if answer.reach_tokens == 0:
         return _nothing(study)
-    return f"{_found(question, answer)}{_simplest(study, answer)}"
+    return _found(study, answer)
 
 
-def _found(question: Question, answer: CellAnswer) -> str:
-    """The longest length, what proves it, and what is known of it."""
-    model, reach = plain(question.model.name), answer.reach_tokens or 0
-    where = f"on {_place(question, answer.cell)}, {question.figures}"
-    how = _how(question, answer.cell, reach)
-    proof, end, left = answer.memory_only, _end(answer), partial(_left, question)
+def _found(study: Study, answer: CellAnswer) -> str:
+    """The longest length, what proves it, and what is known of it; before it the simplest settings
+    of the fewest GPUs that reach the native length, after it those that reach less.
+    """
+    question, reach = study.question, answer.reach_tokens or 0
+    model, proof, left = plain(question.model.name), answer.memory_only, partial(_left, question)
+    how, known = _how(question, answer.cell, reach), (_speed(answer), _end(answer))
+
+    def trained(each: CellAnswer, *more: str) -> str:
+        tokens, where = each.reach_tokens or 0, f"on {_place(question, each.cell)}"
+        said = f"{model} trains up to {format_tokens(tokens)} tokens {where}, {question.figures}"
+        figures = _sentence(left(each.headroom_bytes), *more)
+        return f"{said}, with {_how(question, each.cell, tokens)}.{figures}"
+
     if proof is None:
-        more = _sentence(left(answer.headroom_bytes), _speed(answer), end)
-        return f"{model} trains up to {format_tokens(reach)} tokens {where}, with {how}.{more}"
-    trained = "no length was trained in full"
+        simple = _simplest(study, answer)
+        if simple is None:
+            return trained(answer, *known)
+        if (simple.reach_tokens or 0) < question.model.shape.native_length_tokens:
+            plainly = settings_in_words(simple.cell.settings, simple.cell.layout)
+            shorter = f" With {plainly} {format_tokens(simple.reach_tokens or 0)}."
+            return f"{trained(answer, *known)}{shorter}"
+        longest, gpus = f"{_least(question, answer)}{format_tokens(reach)}", answer.cell.layout.gpus
+        is_alike = gpus == simple.cell.layout.gpus
+        on = "" if is_alike else f" on {counted_ranks(gpus, question.device)}"
+        figures = _sentence(left(answer.headroom_bytes), *known)
+        return (
+            f"{trained(simple, _speed(simple))} The longest is {longest} tokens{on} with {how}."
+            f"{figures}"
+        )
+    full = "no length was trained in full"
     if answer.capacity_tokens:
-        trained = f"trained in full was {format_tokens(answer.capacity_tokens)}"
-        trained += f", at {_speed(answer)}" if _speed(answer) else ""
+        full = f"trained in full was {format_tokens(answer.capacity_tokens)}"
+        full += f", at {_speed(answer)}" if _speed(answer) else ""
     return (
-        f"Memory holds {model} at {format_tokens(reach)} tokens {where} by memory-only trials, "
-        f"with {how}; {trained}.{_sentence(left(proof.headroom_bytes), end)}"
+        f"Memory holds {model} at {format_tokens(reach)} tokens on "
+        f"{_place(question, answer.cell)}, {question.figures} by memory-only trials, "
+        f"with {how}; {full}.{_sentence(left(proof.headroom_bytes), _end(answer))}"
     )
+
+
+def _simplest(study: Study, best: CellAnswer) -> CellAnswer | None:
+    """The answer of the simplest settings, where they reach less than the ``best``: on the fewest
+    GPUs on which they reach the native length, else on as many as that has.
+    """
+    native = study.question.model.shape.native_length_tokens
+    answers = [each for each in map(study.answer_of, study.question.cells) if each is not None]
+    alike = (each for each in answers if each.cell.layout.gpus == best.cell.layout.gpus)
+    plainest = next((each for each in alike if each.reach_tokens), best)
+    found = next((each for each in answers if _reach(each) >= native), plainest)
+    return found if _reach(found) < _reach(best) and found.memory_only is None else None
 
 
 def _nothing(study: Study) -> str:
@@ -87,23 +130,13 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
     )
 
 
-def _simplest(study: Study, best: CellAnswer) -> str:
-    """Say what the simplest settings reach on as many GPUs, where that is less."""
-    for cell in study.question.cells:
-        plainest = study.answer_of(cell)
-        is_alike = cell.layout.gpus == best.cell.layout.gpus
-        if is_alike and plainest is not None and plainest.reach_tokens:
-            if cell == best.cell or plainest.reach_tokens >= (best.reach_tokens or 0):
-                return ""
-            how = settings_in_words(cell.settings, cell.layout)
-            return f" With {how} {format_tokens(plainest.reach_tokens)}."
-    return ""
-
-
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
-    """Settings and degrees in words, and YaRN where positions are scaled."""
-    on_host = host_state_bytes(question.model.shape, cell.settings, layout=cell.layout)
-    is_scaled = _is_scaled(question, length_tokens)
+    """Settings and degrees in words, what is predicted to lie in host memory, and YaRN where
+    positions are scaled.
+    """
+    place, prompt_tokens = (cell.settings, cell.layout, length_tokens), question.prompt_tokens
+    step = Step(question.model.shape, *place, question.device, prompt_tokens)
+    on_host, is_scaled = footprint(step).host_bytes, _is_scaled(question, length_tokens)
     return settings_in_words(cell.settings, cell.layout, host_bytes=on_host, is_scaled=is_scaled)
 
 
@@ -220,12 +253,10 @@ def capacity_text(
     return length_text(question, answer.capacity_tokens, commas=commas)
 
 
-def memory_only_text(
-    question: Question, answer: CellAnswer | None, *, none: str = "-", commas: bool = True
-) -> str:
-    """A memory-only length, ``643,072* memory-only``; ``none``: the capacity is the longest."""
+def memory_only_text(question: Question, answer: CellAnswer | None, *, commas: bool = True) -> str:
+    """A memory-only length, ``643,072* memory-only``; empty where the capacity is the longest."""
     if answer is None or answer.memory_only is None:
-        return none
+        return ""
     return f"{length_text(question, answer.memory_only.length_tokens, commas=commas)} memory-only"
 
 
@@ -254,6 +285,22 @@ def peak_name(asked: Question | TrialSpec) -> str:
     if asked.foreign is not None:
         return f"{'data segment' if asked.device == 'cpu' else 'device used'}, sampled"
     return "peak data segment" if asked.device == "cpu" else "peak reserved"
+
+
+def proven_lengths(question: Question, answer: CellAnswer) -> tuple[str, str]:
+    """What a table says was trained in full, and what memory-only; ``≥`` before the longer where
+    none above it was tried, and some could be.
+    """
+    least, trained = _least(question, answer), capacity_text(question, answer)
+    if answer.memory_only is None:
+        return f"{least}{trained}", "-"
+    return trained, f"{least}{memory_only_text(question, answer)}"
+
+
+def _least(question: Question, answer: CellAnswer) -> str:
+    native, is_end = question.model.shape.native_length_tokens, answer.limit == "ceiling"
+    is_last = is_end and answer.reach_tokens == native  # as of a model with a scaling of its own
+    return "≥" if answer.is_at_least and not is_last else ""
 
 
 _LIMITS: dict[Limit, str] = {
@@ -324,7 +371,7 @@ def _answer_row(cell: Cell, study: Study, but: str) -> tuple[str, ...]:
         ended = "not finished" if study.trials_of(cell) else "not searched yet"
         figures = ("unproven" if study.unproven_of(cell) else ended, *"----")
     else:
-        proofs = [capacity_text(question, answer), memory_only_text(question, answer)]
+        proofs = [*proven_lengths(question, answer)]
         fails = answer.does_not_fit_tokens
         ended = f"{'' if fails is None else f'{format_tokens(fails)}: '}{_LIMITS[answer.limit]}"
         names = ("peak_reserved_bytes", "headroom_bytes", "tokens_per_s", "mfu")
@@ -434,7 +481,7 @@ def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -
 
 def _published_figure(question: Question, answer: CellAnswer) -> str:
     """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only = memory_only_text(question, answer, none="", commas=False)
+    memory_only = memory_only_text(question, answer, commas=False)
     least = "≥" if answer.is_at_least else ""
     capacity = capacity_text(question, answer, none="-", commas=False)
     return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"
