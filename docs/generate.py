@@ -1,5 +1,5 @@
 """Writes the documents that follow from code and records: the H200 guide, the pictures, the
-references of the command line and of the statistics.
+references of the command line, of Python and of the statistics.
 
 ``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site
 DIRECTORY`` writes what only the documentation site has: the guide and a report as pages.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from charts import pictures
 from picture import picture
+from python_page import python_page
 from session import session
 from statistics_page import statistics_page
 
@@ -49,6 +50,7 @@ def documents() -> dict[str, str]:
         "capacities.svg": picture(),
         "session.svg": session(),
         "reference/cli.md": "\n".join(_command_line()),
+        "reference/python.md": python_page(),
         "reference/statistics.md": statistics_page(),
         "decisions/README.md": "\n".join(_decisions()),
         **pictures(),

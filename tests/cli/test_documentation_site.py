@@ -20,6 +20,7 @@ GENERATED = (
     "capacities.svg",
     "session.svg",
     "reference/cli.md",
+    "reference/python.md",
     "reference/statistics.md",
     "decisions/README.md",
     *(f"results/{name}.svg" for name in ("families/families", "h20/agreement", "layer/layer")),

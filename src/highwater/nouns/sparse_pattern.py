@@ -69,7 +69,7 @@ def refuse_branches(lengths: Sequence[int], rates: Sequence[int]) -> None:
 
 
 class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
-    """One pattern."""
+    """Which earlier keys each query attends to, in blocks: how they are chosen, and how many."""
 
     pattern_type: PatternType = "dilated_sparse"
     sparsity_ratio: SparsityRatio = None
