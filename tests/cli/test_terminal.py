@@ -207,6 +207,8 @@ LINES = {
             for question in LINES["4xA100-80GB"]
             for command, *more in (("find",), ("try", "--length", "16k"))
         ),
+        ("find", "Qwen3-8B", "--gpus", "1", "2", "4", *SIMULATED),
+        ("find", "Llama-3.1-8B", "--gpus", "1", "2", "4", *SIMULATED, "--lora", "16"),
         ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "--data", "long.jsonl"),
         ("data", "long.jsonl"),
         *(

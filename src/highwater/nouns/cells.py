@@ -197,7 +197,8 @@ class _Degrees(NamedTuple):
     def flags_after(self, other: "_Degrees") -> str:
         """The flags that make this of another, as one types them."""
         is_shared = self.is_shared_as(other)
-        shares = "" if is_shared else f"--ulysses {self.ulysses} --ring {self.ring}"
+        ring = "" if self.ring == other.ring else f" --ring {self.ring}"
+        shares = "" if is_shared else f"--ulysses {self.ulysses}{ring}"
         copies = "" if self.copies == other.copies else f"--copies {self.copies}"
         return " ".join(filter(None, (shares, copies)))
 
@@ -252,10 +253,12 @@ class _Bounds(NamedTuple):
             return "a model in nf4 is not sharded, each GPU has a copy"
         if asked.ring > 1 and self.head_groups > 1:
             return "a ring passes on all heads at once, and attention in head groups does not"
-        if self.shape.kv_heads % (asked.ulysses * self.head_groups) and self.head_groups > 1:
+        needed = asked.ulysses * self.head_groups
+        if self.shape.kv_heads % needed and self.head_groups > 1:
             return (
-                f"{asked.ulysses} GPUs do not share the {self.shape.kv_heads} key/value heads in "
-                f"{self.head_groups} equal groups"
+                f"{asked.ulysses} GPUs sharing each of {self.head_groups} equal groups of heads "
+                f"need {needed} key/value heads or a multiple, and the model has "
+                f"{self.shape.kv_heads}"
             )
         if asked.ring > 1:
             why = ring_obstacle(self.shape, self.longest_tokens)
@@ -317,6 +320,9 @@ def _offers(
             if bounds.has_ring and (each.ring > 1 or each.gpus % each.context == 0)
         ]
         works += _ulysses_alone(refused, request, counts, bounds)
+    fewer = {each.ulysses: bounds.shape.kv_heads // each.ulysses for each in refused}
+    if 1 < max(fewer.values()) < bounds.head_groups:
+        works.insert(0, f"--attention-head-groups {max(fewer.values())}")
     works = [f"`{' '.join(filter(None, (way, beside)))}`" for way in dict.fromkeys(works)]
     return works[0] if len(works) == 1 else f"{', '.join(works[:-1])} or {works[-1]}"
 

@@ -15,15 +15,7 @@ from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan
 from highwater.nouns.settings import settings_in_words, shared_training, short_settings
-from highwater.nouns.study import (
-    RANK_WORDS,
-    Cell,
-    CellAnswer,
-    Limit,
-    Question,
-    Study,
-    counted_ranks,
-)
+from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
 from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.page import template_lines
 from highwater.pages.study_commands import alive_rows, brief, request_line
@@ -71,14 +63,11 @@ def _found(study: Study, answer: CellAnswer) -> str:
             plainly = settings_in_words(simple.cell.settings, simple.cell.layout)
             shorter = f" With {plainly} {format_tokens(simple.reach_tokens or 0)}."
             return f"{trained(answer, *known)}{shorter}"
-        longest, gpus = f"{_least(question, answer)}{format_tokens(reach)}", answer.cell.layout.gpus
-        is_alike = gpus == simple.cell.layout.gpus
-        on = "" if is_alike else f" on {counted_ranks(gpus, question.device)}"
+        longest, device = f"{_least(question, answer)}{format_tokens(reach)}", question.device
+        is_alike = answer.cell.layout.gpus == simple.cell.layout.gpus
+        by = f" with {how}" if is_alike else f": {answer.cell.label_on(device)}"
         figures = _sentence(left(answer.headroom_bytes), *known)
-        return (
-            f"{trained(simple, _speed(simple))} The longest is {longest} tokens{on} with {how}."
-            f"{figures}"
-        )
+        return f"{trained(simple, _speed(simple))} The longest is {longest} tokens{by}.{figures}"
     full = "no length was trained in full"
     if answer.capacity_tokens:
         full = f"trained in full was {format_tokens(answer.capacity_tokens)}"
@@ -329,6 +318,7 @@ def answer_table(study: Study) -> TextTable:
         columns=tuple(compress(columns, known)),
         rows=tuple(tuple(compress(row, known)) for row in rows),
         footnotes=_footnotes(study),
+        spare=("ended by", peak_name(question), "headroom"),
     )
 
 

@@ -38,6 +38,8 @@ class TextTable:
     footnotes: tuple[str, ...] = ()
     left_columns: int = 3
     """Columns that hold names: aligned left. The others hold figures."""
+    spare: tuple[str, ...] = ()
+    """Headings of columns that a terminal leaves out where they make the table a long one."""
 
 
 def table_of(
@@ -138,6 +140,10 @@ _FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
 """The beginning of a cell of figures."""
 
 
+_MOST_LINES = 14
+"""Lines of a table with its spare columns."""
+
+
 def terminal_table(table: TextTable, *, width: int) -> str:
     """The table for a terminal of ``width`` columns: title, rows, footnotes."""
     width = max(width, LEAST_WIDTH)
@@ -145,8 +151,13 @@ def terminal_table(table: TextTable, *, width: int) -> str:
     if table.columns and _taken(map(_whole_width, _columns(table))) > width:
         table, shared = _without_what_rows_share(table)
     above = [line for text in (table.title, *shared) for line in folded(text, width)]
-    notes = [line for note in table.footnotes for line in folded(note, width)]
-    lines = table_lines(table, width)
+    lines, said = table_lines(table, width), list(table.footnotes)
+    spare = [name for name in table.columns if name in table.spare]
+    if spare and len(lines) > _MOST_LINES:
+        kept = [index for index, name in enumerate(table.columns) if name not in spare]
+        lines = table_lines(_only(table, kept), width)
+        said.append(f"a wider terminal shows: {', '.join(spare)}")
+    notes = [line for note in said for line in folded(note, width)]
     return "\n".join((*above, "", *lines, *(("", *notes) if notes else ())))
 
 
@@ -265,13 +276,17 @@ def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
     said = [
         f"{table.columns[index]} {cells[index][0]}".strip() for index in shared if cells[index][0]
     ]
-    rest = replace(
+    return _only(table, kept), [f"in every row: {'; '.join(said)}"] if said else []
+
+
+def _only(table: TextTable, kept: Sequence[int]) -> TextTable:
+    """The table with some of its columns, by their index."""
+    return replace(
         table,
         columns=tuple(table.columns[index] for index in kept),
         rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
         left_columns=sum(index < table.left_columns for index in kept),
     )
-    return rest, [f"in every row: {'; '.join(said)}"] if said else []
 
 
 def _wrapped_widths(

@@ -75,10 +75,7 @@ def _others(left: Sequence[Cell]) -> Iterator[str]:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
     named = " ".join(words_of({"ulysses": degrees}))
-    yield (
-        f"tried: the simplest and the longest settings that `highwater predict` knows; "
-        f"{len(left)} others by flags, `{named}` first (`--help=trial`)"
-    )
+    yield f"tried: simplest, longest; {len(left)} others: `{named}`, `--help=trial`"
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
