@@ -153,7 +153,7 @@ class Prediction(Record, frozen=True, kw_only=True):
         """
         fitting = [cell for cell in self.cells if cell.capacity_tokens]
         if fitting and self.length_tokens:
-            return fitting[0]
+            return min(fitting, key=lambda each: simplicity(each.cell))
         if fitting:
             return max(fitting, key=lambda cell: cell.capacity_tokens)
         if self.margin_bytes > default_headroom_bytes(self.device_bytes):

@@ -264,9 +264,18 @@ def _ends(group: Sequence[_Own]) -> tuple[int, int]:
 
 
 def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
-    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least."""
+    """Lengths of the chooser: powers of two and rows of the tables, ``apart`` at least. The longest
+    is the first that is known not to fit; where that is unknown, as the tables say, none is longer
+    than what fits.
+    """
     longest, beyond = _ends(group)
-    rows = {tokens for table, _ in group for tokens, _ in table.rows}
+    name, rows = (
+        group[0][1][0].model_name,
+        {tokens for table, _ in group for tokens, _ in table.rows},
+    )
+    next_row = (row for table, _ in group for tokens, row in table.rows if tokens == beyond)
+    said = {choice.label for row in next_row for choice in row if choice.model_name == name}
+    beyond = longest if longest and said == {UNKNOWN} else beyond
     first = min(rows)
     doubled = (first << times for times in range(beyond.bit_length()))
     powers = [tokens for tokens in doubled if tokens < beyond]

@@ -14,6 +14,7 @@ from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
 from highwater.memory.trace.replay import Replayed
 from highwater.memory.trainers import MEMORY, by_replay
+from highwater.model.footprint import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
 from highwater.nouns.hardware import THIS_MACHINE
@@ -211,12 +212,12 @@ def _figures(
     if isinstance(found, Candidate):
         host_bytes, step = found.host_bytes, found.step_time
     else:
-        is_used = len(found.footprint.host) > 1  # by more than the processes
-        host_bytes, step = found.footprint.host_bytes if is_used else None, found.step
+        host_bytes, step = found.footprint.host_bytes, found.step
+    processes_bytes = found.cell.layout.machine_gpus * PROCESS_BYTES
     said = [] if found.risk is None else [str(found.risk)]
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
-    if host_bytes is not None:
+    if host_bytes is not None and host_bytes > processes_bytes:
         of_host = _of_host(host_memory_bytes, usual_host, found.cell.settings)
         said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
     if step is not None:
