@@ -3,9 +3,7 @@ are left to ``--as published``, ``search_context_length_capacity`` and ``setting
 ``guide --json``.
 """
 
-import html
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,29 +12,19 @@ from conftest import SIMULATED, Run
 
 from highwater import guide, open_study, study_report, write_guide, write_report
 from highwater.cli.grammar import commands
+from highwater.memory.snapshot.memory_profile import memory_profile
+from highwater.nouns.attention_bench import AttentionBench
+from highwater.nouns.codec import from_builtins
+from highwater.pages.attention import attention_markdown
+from highwater.pages.profile import profile_page
 from highwater.pages.study_answer import published_tables
+from setting_words import other_words
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "results" / "find"
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
+BENCHES = ROOT / "docs" / "results" / "attention"
 PROFILED = ROOT / "tests" / "data" / "snapshots" / "trainer_out_of_memory.pickle"
-WORDS = {
-    "nothing set": r"\bvanilla\b",
-    "expandable": r"\bEnv\b",
-    "chunked loss": r"[+] chunked\b|logits in chunks|[Ff]used loss",
-    "chunked entropy": r"entropy-saving|[Ee]ntropy in chunks",
-    "states on host": r"\bOffload\b(?!-)|CPU[ -]offload",
-    "moments": r"\bOffload-states|states-offload",
-    "activations on host": r"activations-on-host|activation[ -]offload",
-    "attention's outputs kept": r"attention-kept|attention kept",
-    "no recomputation": r"no-recompute|without recomputation",
-    "recompute": r"(?:gradient|activation)[ -]checkpointing",
-    "Ulysses": r"\bSP\b|[Ss]equence[ -]parallel",
-    "ring": r"\bring=",
-    "copies": r"\bHSDP\b|\breplicas\b",
-    "LoRA": r"\bLoRA-\d",
-}
-"""By the word that is said of a setting: other words for the same."""
 GPUS = ("--gpus", "4xA100-80GB")
 MODEL = "Qwen3-0.6B"
 QUESTIONS = (
@@ -56,6 +44,7 @@ QUESTIONS = (
     ("show", str(STUDIES / "edge-4b-2-full-native.jsonl")),
     ("show", str(STUDIES / "grpo-0.6b-1-offload.jsonl")),
     ("profile", str(PROFILED)),
+    ("profile", str(PROFILED), str(PROFILED.with_name("snapshot_rank00_p0d1c0t0.pickle"))),
 )
 GUIDES: dict[str, Callable[[], object]] = {
     "published": lambda: guide(TABLE),
@@ -71,13 +60,6 @@ DOCUMENTS = (
     *("docs/results/h20/agreement.svg", "docs/concepts/memory.md"),
     *(f"docs/guides/{name}.md" for name in ("guide", "predict", "recommend", "getting-started")),
 )
-
-
-def other_words(text: str) -> dict[str, list[str]]:
-    """The other words of each setting in a text, whose paths, as the log tree has, are not read."""
-    read = re.sub(r"\S*\w/\w\S*", " ", html.unescape(text))
-    found = {word: re.findall(others, read) for word, others in WORDS.items()}
-    return {word: others for word, others in found.items() if others}
 
 
 def ours(command: str, text: str) -> str:
@@ -97,6 +79,20 @@ def pages(folder: Path) -> Iterator[tuple[str, str]]:
                 f"report: {path.name}",
                 write_report(path, study_report(STUDIES / name)).read_text(),
             )
+    profiles = [memory_profile(str(path)) for path in sorted(PROFILED.parent.glob("*.pickle"))]
+    yield "profile", profile_page(profiles[:1])
+    yield "profile, side by side", profile_page(profiles[:2])
+    for path in sorted(BENCHES.rglob("attention.json")):
+        yield f"bench attention: {path.parent.name}", attention_markdown(recorded_bench(path))
+
+
+def recorded_bench(path: Path) -> AttentionBench:
+    """A benchmark from a file, which an earlier version may have written."""
+    document = json.loads(path.read_text())
+    document = {name: document[name] for name in AttentionBench.__struct_fields__}
+    for row in document["rows"]:
+        row.pop("kept_for_backward_bytes", None)
+    return from_builtins(document, AttentionBench)
 
 
 @pytest.mark.parametrize("name", commands())
