@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import runpy
 import shlex
 import statistics
 import subprocess
@@ -154,6 +155,13 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "does not say which 7B or 70B model is meant, the command names a common one. *Before* is "
         f"what the same command said at `{BEFORE}`. `python docs/results/questions/answers.py` "
         "asks again and writes this page."
+    )
+    yield ""
+    summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]
+    agreed = summary(json.loads((HERE / "agreement.json").read_text()))
+    yield (
+        "What `highwater predict` and `highwater find --dry-run` both print of 200 random "
+        f"questions (`agreement.py`): {agreed}."
     )
     yield ""
     yield "| | before | after |"

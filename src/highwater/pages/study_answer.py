@@ -87,7 +87,8 @@ def _simplest(study: Study, best: CellAnswer) -> CellAnswer | None:
     answers = [each for each in map(study.answer_of, study.question.cells) if each is not None]
     alike = (each for each in answers if each.cell.layout.gpus == best.cell.layout.gpus)
     plainest = next((each for each in alike if each.reach_tokens), best)
-    found = next((each for each in answers if _reach(each) >= native), plainest)
+    native_first = next((each for each in answers if _reach(each) >= native), best)
+    found = native_first if _reach(native_first) < _reach(best) else plainest
     return found if _reach(found) < _reach(best) and found.memory_only is None else None
 
 
