@@ -47,8 +47,8 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     simplest = "expandable, chunked loss, activations on host, 1 GPU,"  # as `recommend` has it
     assert table.rstrip().endswith(simplest)
     assert "(the peak)" in explained
-    settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss full"
-    assert following(done) == ["try", "Qwen3-8B", *settings.split(), "--offload", "states"]
+    settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss chunked"
+    assert following(done) == ["try", "Qwen3-8B", *settings.split(), "--activations", "host"]
     assert "65,536*" in table.splitlines()[2]
     assert re.search(r"^\* .*40,960.*YaRN", table, re.MULTILINE)
     tried = highwater(*following(done), "--device", "cuda", "--memory", "139.8GiB", "--dry-run")
