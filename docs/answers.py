@@ -103,13 +103,13 @@ def simplest_by_length(
             if told.capacity_tokens:
                 break
         best = max(may_fit, key=lambda c: (c.capacity_tokens, c.headroom_bytes), default=None)
-        chosen: tuple[CellPrediction, ...] = () if best is None else (best,)
+        chosen = [] if best is None else [best]
         if best is not None and best.capacity_tokens and with_others:
             for cell in cells[cells.index(best.cell) + 1 :]:
                 if chosen[-1].cell.settings.loss == _OF_OTHERS:
                     break
                 told = predicted(cell, length_tokens)
-                chosen += (told,) if told.capacity_tokens else ()
+                chosen += [told] if told.capacity_tokens else []
         asked = replace(goal, length_tokens=length_tokens)
         candidates = tuple(_candidate(asked, question, each) for each in chosen)
         found = Recommendation(

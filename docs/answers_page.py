@@ -90,14 +90,15 @@ def _is_safe(chosen: Candidate | None) -> bool:
 
 def _answer(answered: Answered, asked: str, model: str) -> Answer:
     found, predicted = answered
-    chosen = found.chosen
-    is_shown = chosen is not None and predicted is not None
+    chosen, tables = found.chosen, ()
+    if chosen is not None and predicted is not None:
+        tables = tuple(_tables(found, chosen, predicted))
     return Answer(
         found=found,
         command=f"{asked} --length {found.length_tokens}",
         entries=(),
         configurations=configurations(found, model, CONFIGURED),
-        tables=tuple(_tables(found, chosen, predicted)) if is_shown else (),
+        tables=tables,
     )
 
 
@@ -106,11 +107,10 @@ def _tables(
 ) -> Iterator[TextTable]:
     """What to set and what it takes; and the bytes of a GPU at the peak, by what they are."""
     footprint, step = predicted.footprint, chosen.step_time
-    most = predicted.interval.high_bytes if predicted.interval else predicted.device_used_bytes
     rows = {
         "settings": chosen.cell.words,
-        "memory of each GPU": f"{format_bytes(predicted.device_used_bytes)} of "
-        f"{format_bytes(found.device_bytes)}, at most {format_bytes(most)}: {chosen.risk}",
+        "memory of each GPU": f"{format_bytes(footprint.needed_bytes)} needed of "
+        f"{format_bytes(found.device_bytes)}: {chosen.risk}",
         "host memory": format_bytes(chosen.host_bytes) if chosen.host_bytes else "",
         "speed": step
         and f"{step.tokens_per_s:,.0f} tokens/s, {format_seconds(step.time_s)} a step "
@@ -126,10 +126,9 @@ def _tables(
         rows=tuple((name, value) for name, value in rows.items() if value),
         left_columns=2,
     )
-    every = (*footprint.peak.terms, *footprint.besides, *footprint.outside)
-    terms = sorted((term for term in every if term.bytes), key=lambda term: -term.bytes)
+    terms = sorted((term for term in footprint.used if term.bytes), key=lambda term: -term.bytes)
     yield TextTable(
-        title=f"Memory of a GPU at its peak, {footprint.peak.name}, predicted",
+        title=f"In use on a GPU at its peak, {footprint.peak.name}, predicted",
         columns=(),
         rows=tuple((term.name, format_bytes(term.bytes)) for term in terms),
         left_columns=1,

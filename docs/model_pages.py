@@ -96,9 +96,9 @@ def _page(model: Model, tables: Sequence[Table], measured: Sequence[Measured]) -
     yield f"{sizes} billion parameters, native length **{native} tokens**. {_first(model, full)}"
     yield ""
     yield (
-        "In the tables: memory of each GPU at the peak, tokens a second over all GPUs, and the "
-        "settings by their letter. **Predicted**: nothing was run. `-`: it does not fit; `?`: only "
-        "a trial can tell. Training is SFT, one sequence a micro-batch, AdamW, by highwater's "
+        "In the tables: memory that each GPU needs at the peak, tokens a second over all GPUs, and "
+        "the settings by their letter. **Predicted**: nothing was run. `-`: it does not fit; `?`: "
+        "only a trial can tell. Training is SFT, one sequence a micro-batch, AdamW, by highwater's "
         "engine; [what fits means](../guides/predict.md#does-this-length-fit)."
     )
     cells = dict.fromkeys(
@@ -171,7 +171,7 @@ def _entry(answered: Answered, letters: Mapping[str, str]) -> str:
         return "-"
     speed = f", {chosen.step_time.tokens_per_s:,.0f}/s" if chosen.step_time else ""
     unsure = "?" if chosen.risk == "tight" else ""
-    used = format_bytes(predicted.device_used_bytes)
+    used = format_bytes(predicted.footprint.needed_bytes)
     return f"{used}{unsure}{speed}, {letters[_words(chosen.cell)]}"
 
 
@@ -236,8 +236,8 @@ def _traps(model: Model) -> Iterator[str]:
             f"{shape.experts} experts, speed that of the {shape.experts_per_token} a token goes to."
         )
         yield (
-            "**LoRA is on attention alone** (`--lora-targets`), and experts do not go into NF4: "
-            "QLoRA is refused."
+            "**LoRA of the table is on attention alone.** `--lora-targets` can name the layers of "
+            "experts too; they do not go into NF4, so that QLoRA is refused."
         )
     else:
         yield (

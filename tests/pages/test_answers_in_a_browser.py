@@ -71,7 +71,7 @@ def test_what_is_shown_is_what_predict_says(answering, opened, asked):
     )
     tables = page.locator("#answer-tables").inner_text()
     assert answer.cell.words in tables
-    assert f"{format_bytes(answer.device_used_bytes)} of " in tables
+    assert f"{format_bytes(answer.footprint.needed_bytes)} needed of " in tables
     assert f"{answer.step.tokens_per_s:,.0f} tokens/s" in tables
     assert "axolotl" in page.locator("#choose-configuration").inner_text()
 
