@@ -455,8 +455,9 @@ def chooser_json(places: Sequence[ChooserPlace], fields: Sequence[str] | None = 
 
 
 def _draft(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
-    chosen, found = answer.found.chosen, paths_shortened(to_builtins(answer.found))
-    own = Candidate.__struct_fields__
+    chosen, own = answer.found.chosen, Candidate.__struct_fields__
+    facts = {name: getattr(answer.found, name) for name in (*fields, "chosen")}
+    found = paths_shortened(to_builtins(facts))
     return {
         "length": answer.found.length_tokens,
         "fields": [_Value(_json(found[name])) for name in fields],
