@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import msgspec
@@ -20,8 +20,8 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
-from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.nouns.study import RISK_IN_WORDS, counted_ranks
+from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
+from highwater.nouns.study import RISK_IN_WORDS
 from highwater.pages.chooser import Answer, ChooserPlace, answers_page, configurations
 from highwater.pages.prediction_tables import caveat
 from highwater.pages.table import TextTable
@@ -149,16 +149,21 @@ def _with_more_gpus(place: ChooserPlace, every: Sequence[ChooserPlace]) -> Itera
         found = answer.found
         if found.chosen is None:
             more = (
-                (other.gpus, each.found.chosen)
+                Alternative(
+                    kind="more GPUs",
+                    what=f"{other.gpus} x {other.device_name}",
+                    label=chosen.label,
+                    cell=chosen.cell,
+                    headroom_bytes=chosen.headroom_bytes,
+                    host_bytes=chosen.host_bytes,
+                )
                 for other in every
                 if (other.device_name, other.basis) == (place.device_name, place.basis)
                 for each in other.answers
-                if each.found.length_tokens == found.length_tokens and each.found.chosen
+                if each.found.length_tokens == found.length_tokens
+                and (chosen := each.found.chosen) is not None
             )
-            gpus, chosen = next(more, (0, None))
-            if chosen is not None:
-                note = f"what fits: {chosen.cell.words}, on {counted_ranks(gpus, 'cuda')}"
-                found = msgspec.structs.replace(found, notes=(*found.notes, note))
+            found = msgspec.structs.replace(found, alternatives=tuple(islice(more, 1)))
         yield replace(answer, found=found)
 
 

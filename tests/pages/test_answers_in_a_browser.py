@@ -127,15 +127,11 @@ def test_a_reader_hears_of_every_new_answer(answering, opened):
 
 def test_where_nothing_fits_the_fewest_gpus_that_would_do_are_named(answering, opened):
     page = shown(opened(answering))
-    page.locator("#choose-model").select_option("Mixtral-8x7B-v0.1")
-    page.locator("#choose-gpu").select_option("A100-80GB")
-    page.locator("#choose-gpus").select_option("1")
-    page.locator("#choose-basis").select_option("LoRA of rank 16, on attention")
-    page.locator("#choose-length").fill("4k")
-    assert page.locator("#answer-said").inner_text().startswith("No: ")
-    notes = page.locator("#answer-notes").inner_text()
-    assert "what fits: " in notes
-    assert "on 4 GPUs" in notes
+    page.locator("#choose-gpu").select_option("RTX-4090")
+    page.locator("#choose-length").fill("512k")
+    said = page.locator("#answer-said").inner_text()
+    assert said.startswith("No: Qwen3-0.6B does not train at 524,288 tokens on 1 x RTX-4090")
+    assert "What would fit: 4 x RTX-4090 with " in said
 
 
 def test_a_browser_that_cannot_unpack_it_is_told_what_it_needs(answering, opened, browser):
