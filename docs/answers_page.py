@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 COUNTS = (1, 2, 4, 8)
 LENGTHS = tuple(4096 << doubled for doubled in range(9))
 """Up to a million tokens; each model's native length besides."""
+MOST_BYTES = 5_000_000
+"""What the page may take, which is sent whole."""
 CONFIGURED = ("accelerate", "axolotl", "llamafactory")
 """Trainers whose configurations stand beside the command of highwater's own."""
 TITLE = "How long a context can you train?"
@@ -180,8 +182,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with ProcessPoolExecutor() as processes:
         places = [place for own in processes.map(places_of, arguments.models) for place in own]
+    whole = page(places)
+    if len(whole) > MOST_BYTES:
+        parser.error(f"the page would take {len(whole):,} bytes: name fewer `--models`")
     arguments.directory.mkdir(parents=True, exist_ok=True)
-    for name, text in (("index.html", page(places)), ("README.md", SPACE)):
+    for name, text in (("index.html", whole), ("README.md", SPACE)):
         (arguments.directory / name).write_text(text, encoding="utf-8")
     count = sum(len(place.answers) for place in places)
     sys.stdout.write(f"{arguments.directory}: {count:,} answers\n")
