@@ -10,7 +10,7 @@ OLDEST := .venv-oldest
 EMIT := .venv-emit-
 TRAINERS := accelerate areal axolotl llamafactory ms-swift torchtitan trinity trl verl
 
-.PHONY: check demo documents docs walk test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
+.PHONY: check demo documents docs page walk test test-all test-pages test-emit test-ray test-oldest lint types contracts install clean-venv
 
 install: $(READY)
 
@@ -61,9 +61,13 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# What follows from code and records, below docs/: the H200 guide, the picture, the reference, the list of decisions.
+# What follows from code and records, below docs/: the H200 guide, a page a model, the picture, the reference, the list of decisions.
 documents: $(READY)
 	$(BIN)/python docs/generate.py
+
+# The page that answers `predict` without a server, in build/page, in some minutes: a static Space as it is.
+page: $(READY)
+	$(BIN)/python docs/answers_page.py
 
 # The documentation site, in build/site.
 docs: documents

@@ -1,5 +1,5 @@
-"""Writes the documents that follow from code and records: the H200 guide, the pictures, the
-references of the command line, of Python and of the statistics.
+"""Writes the documents that follow from code and records: the H200 guide, a page a popular model,
+the pictures, the references of the command line, of Python and of the statistics.
 
 ``make documents`` runs it; tests/cli/test_documentation_site.py says when that is due. ``--site
 DIRECTORY`` writes what only the documentation site has: the guide and a report as pages.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from charts import pictures
+from model_pages import model_pages
 from picture import picture
 from python_page import python_page
 from session import session
@@ -54,6 +55,7 @@ def documents() -> dict[str, str]:
         "reference/statistics.md": statistics_page(),
         "decisions/README.md": "\n".join(_decisions()),
         **pictures(),
+        **model_pages(),
     }
 
 

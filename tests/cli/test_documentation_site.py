@@ -25,6 +25,7 @@ GENERATED = (
     "decisions/README.md",
     *(f"results/{name}.svg" for name in ("families/families", "h20/agreement", "layer/layer")),
     *(f"results/{name}.svg" for name in ("predict/errors", "speed/speed")),
+    *sorted(f"models/{path.name}" for path in (DOCS / "models").glob("*.md")),
 )
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)\s*=\s*["']?(?:https?:)?//[^"'\s>]*"""
@@ -55,6 +56,27 @@ def test_a_generated_document_is_as_it_would_be_written_now(name, written):
 def test_no_generated_document_is_left_out(written):
     names = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     assert names == sorted(GENERATED)
+
+
+def test_a_models_page_says_what_is_predicted_what_was_measured_and_what_goes_wrong():
+    pages = {path.stem: path.read_text() for path in (DOCS / "models").glob("*.md")}
+    assert len(pages) == 31, "thirty and their index"
+    index = pages.pop("README")
+    for name, text in pages.items():
+        assert f"({name}.md)" in index
+        assert text.startswith(f"# {name}\n")
+        parts = re.findall(r"^## (.*)", text, re.MULTILINE)
+        assert parts[2:] == ["Settings", "Traps", "Measured"], parts
+        assert "**Predicted**: nothing was run" in text
+        letters = set(re.findall(r"/s, (\w+) ", text))
+        assert letters == set(re.findall(r"^- \*\*(\w+)\*\*: .*`--allocator", text, re.MULTILINE))
+    assert (
+        "| 4 x H200-141GB | expandable, chunked loss, Ulysses 4 | 32,768 | 1,081,344 |"
+        in (pages["Qwen3-8B"])
+    )
+    assert "No search of this model is recorded here" in pages["phi-4"]
+    assert "**Router loss:**" in pages["Mixtral-8x7B-v0.1"]
+    assert "**29 of 34 layers read the last 1,024 tokens alone.**" in pages["gemma-3-4b-text"]
 
 
 def test_the_h200_guide_has_every_study_and_says_what_they_were_allowed():

@@ -25,7 +25,7 @@ from highwater.model.model_config import (
     refuse_dropout,
     trained_family,
 )
-from highwater.model.model_place import model_place
+from highwater.model.model_place import ModelPlace, model_place
 from highwater.model.rope_block import own_rope_scaling
 from highwater.model.weight_files import refuse_quantised, unties
 from highwater.nouns.codec import Record
@@ -208,6 +208,11 @@ def load_model(name: str) -> Model:
     read of them is their headers.
     """
     place = model_place(name)
+    # what comes along with the package never changes
+    return _kept(place) if place.opened_as is None else _read(place)
+
+
+def _read(place: ModelPlace) -> Model:
     directory, source = place.directory, str(place.directory / "config.json")
     config = read_config(directory / "config.json")
     shape = shape_of(config, source=source)
@@ -224,6 +229,9 @@ def load_model(name: str) -> Model:
         rope=family_row(shape.model_type).has_rope,
         text_of=config.get(TEXT_OF, msgspec.UNSET),
     )
+
+
+_kept = lru_cache(maxsize=None)(_read)
 
 
 def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:

@@ -6,7 +6,7 @@ of them as JSON. ``recommend`` and ``emit`` compute them while the page is writt
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.request import trial_flags
 from highwater.nouns.study import counted_ranks
-from highwater.nouns.trainer import OURS, TRAINERS, predicted_traits, trainer_title
+from highwater.nouns.trainer import OURS, TRAINERS, Target, predicted_traits, trainer_title
 from highwater.pages.guide import (
     NOTHING_FITS,
     ORIGINS,
@@ -34,9 +34,18 @@ from highwater.pages.guide import (
     farthest,
     trained,
 )
-from highwater.pages.page import paths_shortened, script_text, without_folders
+from highwater.pages.page import (
+    digest,
+    drawn_page,
+    packed,
+    page_script,
+    paths_shortened,
+    script_text,
+    without_folders,
+)
 from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
+from highwater.pages.table import TextTable
 from highwater.pages.text import plain_lines
 from highwater.recommendation.candidates import token_budget
 from highwater.recommendation.recommend import recommend
@@ -55,6 +64,8 @@ class Answer:
     """The entries of it in the guide's tables."""
     configurations: Mapping[str, str]
     """Texts to copy for the chosen settings, by what they configure."""
+    tables: tuple[TextTable, ...]
+    """Tables of what the answer rests on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,12 +354,17 @@ def _answer(
         found=found,
         command=command,
         entries=tuple(entries),
-        configurations=_configurations(found, model),
+        configurations=configurations(found, model),
+        tables=recommendation_tables(found),
     )
 
 
-def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
-    """Texts that ``emit`` prints for the trainer that is recommended for, by their names."""
+def configurations(
+    found: Recommendation, model: str, targets: Collection[Target] | None = None
+) -> Mapping[str, str]:
+    """Texts that ``emit`` prints for the trainer that is recommended for, by their names: of
+    ``targets``, or of all that are in guides.
+    """
     chosen = found.chosen
     if chosen is None:
         return {}
@@ -357,7 +373,8 @@ def _configurations(found: Recommendation, model: str) -> Mapping[str, str]:
         trial = ("highwater", "try", model, *trial_flags(chosen.cell, found.length_tokens))
         texts[trainer_title(found.trainer)] = f"{shlex.join(trial)}\n"
     for target, row in TARGETS.items():
-        if row.is_in_guides and row.predicted_for == found.trainer:
+        is_asked = row.is_in_guides if targets is None else target in targets
+        if is_asked and row.predicted_for == found.trainer:
             with suppress(HighwaterError):  # a trainer that has no words for it
                 made = configured_choice(target, found, model=model)
                 if made is None or made.emitted.fits is False:
@@ -406,12 +423,29 @@ def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
     return [_with_indices(each, order) for each in part] if isinstance(part, list) else part
 
 
-def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
+def answers_page(places: Sequence[ChooserPlace], *, title: str, prose: Sequence[str]) -> str:
+    """Write a page that is a chooser and nothing else, its answers compressed, above paragraphs of
+    ``prose`` on how to read it.
+    """
+    script = page_script("chooser.js")
+    return drawn_page(
+        "answers.html.j2",
+        title=title,
+        prose=prose,
+        data=packed(chooser_json(places, fields=("notes",))),
+        script=script,
+        script_digest=digest(script),
+    )
+
+
+def chooser_json(places: Sequence[ChooserPlace], fields: Sequence[str] | None = None) -> Markup:
     """Every combination, as JSON that is harmless inside a ``script`` element. Every value stands
     there once, the most frequent first. ``places`` hold a place's names, its answers and the length
-    that it opens with; of an answer, ``fields`` and all texts are indices into ``values``.
+    that it opens with; of an answer, ``fields`` and all texts are indices into ``values``. Its
+    fields are all of a recommendation's but the candidates, or those that are named.
     """
-    fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
+    if fields is None:
+        fields = [name for name in Recommendation.__struct_fields__ if name not in _NOT_EMBEDDED]
     drafts = [
         {
             "model": plain_lines(place.model_name),
@@ -430,8 +464,9 @@ def chooser_json(places: Sequence[ChooserPlace]) -> Markup:
 
 
 def _draft(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
-    chosen, found = answer.found.chosen, paths_shortened(to_builtins(answer.found))
-    own = Candidate.__struct_fields__
+    chosen, own = answer.found.chosen, Candidate.__struct_fields__
+    facts = {name: getattr(answer.found, name) for name in (*fields, "chosen")}
+    found = paths_shortened(to_builtins(facts))
     return {
         "length": answer.found.length_tokens,
         "fields": [_Value(_json(found[name])) for name in fields],
@@ -447,7 +482,7 @@ def _draft(answer: Answer, fields: Sequence[str]) -> dict[str, Any]:
                 list(map(_value, table.footnotes)),
                 table.left_columns,
             ]
-            for table in recommendation_tables(answer.found)
+            for table in answer.tables
         ],
         "command": _value(answer.command),
         "configurations": [

@@ -1,7 +1,14 @@
 "use strict";
-/* The chooser of a guide's page: it looks answers up in the page's own JSON, computes none, and writes text only as text. */
-(() => {
-  const { fields, chosen: chosenFields, values, places } = JSON.parse(document.getElementById("chooser-data").textContent);
+/* The chooser of a page: it looks answers up in the page's own JSON, computes none, and writes text only as text. */
+(async () => {
+  const unpacked = (text) => {
+    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  };
+  const own = document.getElementById("chooser-data");
+  const isPacked = own.type === "application/gzip";
+  if (isPacked && !("DecompressionStream" in window)) return; /* the page says what it needs */
+  const { fields, chosen: chosenFields, values, places } = isPacked ? await unpacked(own.textContent) : JSON.parse(own.textContent);
   const grouped = new Intl.NumberFormat("en");
   const at = (id) => document.getElementById(id);
   const chosen = { model: null, gpu: null, gpus: null, basis: null };
@@ -120,7 +127,7 @@
     at("command").textContent = asking(answer, length);
     at("answer-again").hidden = values[answer.command] === "";
     const shown = JSON.stringify(facts, null, 2).replace(/[^\x20-\x7e\n]/g, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
-    at("answer-json").textContent = shown;
+    if (at("answer-json") !== null) at("answer-json").textContent = shown;
     at("copied-command").textContent = "";
   };
 
