@@ -48,7 +48,15 @@ MIXTURE = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
 }
 """A layer without experts where a family has such, then five with them, and an MLP beside."""
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 96,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA),
     "seed_oss": {"attention_dropout": 0.0},
     "qwen2_moe": {"use_sliding_window": True},
 }
@@ -67,7 +75,6 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {
             "vocab_size": 40_000,
             "num_hidden_layers": 2,
-            "layer_types": CONFIG["layer_types"][:2],
         },
     },
     "small mlp": {"config": SMALL_MLP, "length_tokens": 4096},
@@ -112,6 +119,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
         **OF_FAMILY.get(family, {}),
         **fields.pop("config", {}),
     }
+    config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     config["ffn_dim"] = config["intermediate_size"]
     if family in SHARED_SIZE:
         config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]

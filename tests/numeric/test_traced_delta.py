@@ -12,7 +12,7 @@ import pytest
 BOTH = """
 import json, os, sys
 import torch
-from highwater.engine.attention.gated_delta import DeltaHeads, _DeltaPlan, gated_delta
+from highwater.engine.attention.gated_delta import DeltaHeads, DeltaPlan, gated_delta
 from highwater.engine.tracer import fake_cuda, kernel_stubs
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
@@ -65,11 +65,11 @@ fake_cuda.install()
 sums = InplaceAccumulation()
 sums.learn(AllocationRecorder(sums))
 recorder = AllocationRecorder(sums)
-every = _DeltaPlan.groups
+every = DeltaPlan.groups
 kernel_stubs.put_one_group(recorder)
 # the second time is recorded of the first
 found = [traced(tokens) for tokens in lengths * 2]
-_DeltaPlan.groups = every
+DeltaPlan.groups = every
 measured = [really(tokens) for tokens in lengths]
 print(json.dumps([measured, found]), flush=True)
 os._exit(0)

@@ -66,13 +66,15 @@ def gated_delta(
     """
     assert sum(document_lengths) == len(qkv_SC), "documents are all of the row"
     numbers_S = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
-    plan = _DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
+    plan = DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
     tensors = (qkv_SC, gate_SHV, log_decay_SH, beta_SH, convolution_CW, norm_V)
     out_SHV: Tensor = _GatedDelta.apply(plan, *tensors)
     return out_SHV
 
 
-class _DeltaPlan(NamedTuple):
+class DeltaPlan(NamedTuple):
+    """What a pass is besides its tensors."""
+
     heads: DeltaHeads
     documents_S: Tensor
     """Number of each token's document."""
@@ -94,7 +96,7 @@ class _GatedDelta(torch.autograd.Function):
     """Autograd function over all groups."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _DeltaPlan, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: DeltaPlan, *tensors: Tensor) -> Tensor:
         def run() -> tuple[Tensor, Tensor]:
             heads, log_decay_SH = plan.heads, tensors[2]
             size = (heads.value_heads, heads.key_size, heads.value_size)
@@ -126,7 +128,7 @@ class _GatedDelta(torch.autograd.Function):
 
 
 def _add_gradients(
-    plan: _DeltaPlan,
+    plan: DeltaPlan,
     place: slice,
     inputs: list[Tensor],
     gradients: tuple[Tensor, Tensor],
@@ -160,7 +162,7 @@ def _cut(tensors: Sequence[Tensor], place: slice) -> list[Tensor]:
     return [qkv_SC[start : place.stop], *(t[place] for t in others), convolution_CW, norm_V]
 
 
-def _of_group(plan: _DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a group's outputs, sHV, and the state behind it, from the one in front of it."""
     qkv_sC, gate_sHV, log_decay_sH, beta_sH, convolution_CW, norm_V, state_HDV = inputs
     heads, wide = plan.heads, log_decay_sH.dtype
@@ -249,7 +251,7 @@ def _by_recurrence(
     return torch.stack(outputs_HcV).transpose(1, 2).flatten(0, 1), state_HDV
 
 
-def _normed(plan: _DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
+def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
     """Return outputs with their heads' root mean square taken away, weighted and gated."""
     scale_sH1 = (out_sHV.square().mean(-1, keepdim=True) + plan.norm_epsilon).rsqrt()
     gated_sHV = out_sHV * scale_sH1 * norm_V * F.silu(gate_sHV.to(out_sHV.dtype))

@@ -97,7 +97,7 @@ def put_one_group(recorder: AllocationRecorder) -> None:
     """Let a full group of tokens of a gated delta rule, and the last one, stand for all of a row,
     and one layer's for those of all layers: thousands of operators each, which allocate the same.
     """
-    plans: Any = gated_delta._DeltaPlan
+    plans: Any = gated_delta.DeltaPlan
     every = plans.groups
 
     def groups(plan: Any, *, is_backward: bool = False) -> Iterator[tuple[int, slice]]:

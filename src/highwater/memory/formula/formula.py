@@ -244,6 +244,7 @@ def _batch_bytes(step: Step) -> int:
     kinds = {
         (attention.head_dim, by_layer and attention.window_tokens is not None)
         for attention in (run.kind.attention for run in step.shape.runs)
+        if attention.delta is None
     }
     head_sizes = sum(head_dim for head_dim, _ in kinds)
     return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * head_sizes)
