@@ -139,7 +139,7 @@ def config(family: str, drawn: random.Random, *, is_delta: bool) -> dict[str, An
     """
     last = "linear_attention" if is_delta else "full_attention"
     kinds = ["linear_attention", *[last] * (1 if is_delta else 2)]
-    kv_heads = drawn.choice((2, 4)) if is_delta else 3
+    kv_heads, key_heads = 6, drawn.choice((2, 4))
     tiny = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     tiny.pop("architectures", None)
     width = 16 * drawn.randrange(60, 130)
@@ -152,11 +152,11 @@ def config(family: str, drawn: random.Random, *, is_delta: bool) -> dict[str, An
         "model_type": family,
         "hidden_size": 16 * drawn.randrange(30, 60),
         "intermediate_size": width,
-        "head_dim": 16 * drawn.choice((5, 7, 9)),
+        "head_dim": 16 * drawn.choice((3, 5, 7)),
         "num_attention_heads": 5 * kv_heads,
         "num_key_value_heads": kv_heads,
-        "linear_num_key_heads": kv_heads,
-        "linear_num_value_heads": kv_heads * drawn.choice((2, 3)),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * drawn.choice((2, 3)),
         "linear_key_head_dim": 8 * drawn.randrange(8, 14),
         "linear_value_head_dim": 8 * drawn.randrange(8, 14),
         "num_hidden_layers": len(kinds),
@@ -164,6 +164,7 @@ def config(family: str, drawn: random.Random, *, is_delta: bool) -> dict[str, An
         "pad_token_id": 0,
         "layer_types": kinds,
         **of_experts,
+        "mlp_layer_types": ["sparse"] * len(kinds),
     }
 
 
