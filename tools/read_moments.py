@@ -42,11 +42,13 @@ from highwater.nouns.events import (
     column_sums,
 )
 from highwater.nouns.layout import DELTA_GROUP_TOKENS, Layout
+from highwater.nouns.objective import ALL_LINEAR, ATTENTION, DELTA, DELTA_JOINED
 from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
 from learn_moments import TILES, UNEVEN, mixture, sums_of
 
 FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RANK = 4
 TOKENS = 13 * 1024
 """Of a rank: a number of whole groups of the delta rule."""
 Bytes = Counter[str]
@@ -67,10 +69,15 @@ class Case(NamedTuple):
     is_recomputed: bool
     is_divided: bool
     """Two ranks share a sequence by Ulysses."""
+    is_frozen: bool = False
+    """Adapters are trained alone; of few numbers, so that these do not count."""
 
-    @property
-    def settings(self) -> Settings:
+    def settings(self, family: str) -> Settings:
         """What its layers are traced with."""
+        if self.is_frozen:
+            names = (*ATTENTION, *(DELTA_JOINED if family == "qwen3_next" else DELTA), "out_proj")
+            targets = ",".join(names) if family_row(family).experts else ALL_LINEAR
+            return Settings(loss="chunked", mlp_tiles=TILES, lora=RANK, lora_targets=targets)
         if self.is_recomputed:
             return Settings(loss="chunked", mlp_tiles=TILES)
         return Settings(loss="chunked", recompute="none")
@@ -88,6 +95,7 @@ class Case(NamedTuple):
             is_recomputed=self.is_recomputed,
             is_delta=self.is_delta,
             is_divided=self.is_divided,
+            is_frozen=self.is_frozen,
             mlp="shared" if family_row(family).experts else "",
         )
 
@@ -97,7 +105,10 @@ def main() -> None:
     found = json.loads(FILE.read_text())
     for family in sys.argv[1:] or FAMILIES:
         layers = {}
-        for case in map(Case._make, product((True, False), repeat=3)):
+        both = (True, False)
+        cases = [*map(Case._make, product(both, repeat=3))]
+        cases += [Case(is_delta, True, shared, True) for is_delta, shared in product(both, both)]
+        for case in cases:
             layers[case.name(family)] = of_case(family, case)
         found[family] = {"has_tiles": True, "layers": layers}
         FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
@@ -110,7 +121,7 @@ def of_case(family: str, case: Case) -> dict[str, Any]:
             spec = trial(
                 Path(name, "model"),
                 config(family, random.Random(number), is_delta=case.is_delta),
-                settings=case.settings,
+                settings=case.settings(family),
                 layout=case.layout,
                 length_tokens=TOKENS * case.layout.gpus,
             )
@@ -201,7 +212,7 @@ def sizes(kind: LayerKind, case: Case) -> dict[int, Bytes]:
         number = sum(count * single[name] for name, count in each.items())
         for element in (2, 4):
             size, named = element * number, Counter({n: element * c for n, c in each.items()})
-            if size < SMALL_BYTES:
+            if size < SMALL_BYTES and "s" not in each:
                 continue
             if size in found and found[size] != named:
                 return {}

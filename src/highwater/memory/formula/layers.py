@@ -227,6 +227,7 @@ class Layer:
             *(self.step.shape.model_type, self.kind),
             is_recomputed=self.step.settings.recompute != "none",
             is_divided=self.step.layout.ulysses_degree > 1,
+            is_frozen=self.step.is_frozen,
         )
         assert found is not None  # noqa: S101 - refuse_unknown_family
         return found
@@ -416,6 +417,9 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
+    if step.settings.activations == "host" and step.shape.delta is not None:
+        # Its norms go by a copy in float32: what came from the host is gone once that is made.
+        most -= step.tokens * step.element * layer.kind.hidden_size
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
 

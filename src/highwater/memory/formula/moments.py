@@ -48,11 +48,18 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
     """By ``kind_name``."""
 
     def layer(
-        self, family: str, kind: LayerKind, is_recomputed: bool, *, is_divided: bool = False
+        self,
+        family: str,
+        kind: LayerKind,
+        is_recomputed: bool,
+        *,
+        is_divided: bool = False,
+        is_frozen: bool = False,
     ) -> LayerMoments | None:
-        """What layers of a kind take, ``is_divided`` if ranks share a sequence by Ulysses. Where
-        those were not learned, what others take that differ in a window, in an MLP beside their
-        experts, or in being divided; None where there are no such either.
+        """What layers of a kind take, ``is_divided`` if ranks share a sequence by Ulysses,
+        ``is_frozen`` if adapters are trained alone. Where those were not learned, what others take
+        that differ in this, in a window, or in an MLP beside their experts; None where there are no
+        such either.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
         name = partial(
@@ -62,10 +69,11 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
             is_delta=kind.attention.delta is not None,
         )
         names = (
-            name(is_windowed=windowed, mlp=each, is_divided=divided)
+            name(is_windowed=windowed, mlp=each, is_divided=divided, is_frozen=frozen)
             for each in (mlp, mlp or SHARED)
             for windowed in (is_windowed, False)
             for divided in (is_divided, False)
+            for frozen in (is_frozen, False)
         )
         return next((self.layers[name] for name in names if name in self.layers), None)
 
@@ -95,12 +103,13 @@ def kind_name(
     is_recomputed: bool,
     is_delta: bool = False,
     is_divided: bool = False,
+    is_frozen: bool = False,
     mlp: str = "",
 ) -> str:
     """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``."""
     attends = "delta" if is_delta else "window" if is_windowed else "full"
     attention = f"{'capped ' if is_capped else ''}{attends}"
-    layer = f"{attention} {mlp}".rstrip() + (", divided" if is_divided else "")
+    layer = f"{attention} {mlp}".rstrip() + ", divided" * is_divided + ", frozen" * is_frozen
     return f"{layer}, {'recomputed' if is_recomputed else 'kept'}"
 
 
