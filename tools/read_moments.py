@@ -75,8 +75,10 @@ class Case(NamedTuple):
     def settings(self, family: str) -> Settings:
         """What its layers are traced with."""
         if self.is_frozen:
-            names = (*ATTENTION, *(DELTA_JOINED if family == "qwen3_next" else DELTA), "out_proj")
-            targets = ",".join(names) if family_row(family).experts else ALL_LINEAR
+            of_delta = (*(DELTA_JOINED if family == "qwen3_next" else DELTA), "out_proj")
+            of_attention = of_delta if self.is_delta else ATTENTION
+            has_experts = family_row(family).experts is not None
+            targets = ",".join(of_attention) if has_experts else ALL_LINEAR
             return Settings(loss="chunked", mlp_tiles=TILES, lora=RANK, lora_targets=targets)
         if self.is_recomputed:
             return Settings(loss="chunked", mlp_tiles=TILES)
@@ -84,8 +86,9 @@ class Case(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The ranks that share a sequence."""
-        return Layout(gpus=2, ulysses_degree=2) if self.is_divided else Layout()
+        """The ranks that share a sequence; of one key head three, which each have a copy of it."""
+        ranks = (2 if self.is_delta else 3) if self.is_divided else 1
+        return Layout(gpus=ranks, ulysses_degree=ranks)
 
     def name(self, family: str) -> str:
         """Its name among the layers of a family."""
@@ -150,7 +153,7 @@ def config(family: str, drawn: random.Random, *, is_delta: bool) -> dict[str, An
     """
     last = "linear_attention" if is_delta else "full_attention"
     kinds = ["linear_attention", *[last] * (1 if is_delta else 2)]
-    kv_heads, key_heads = 6, drawn.choice((2, 4))
+    kv_heads, heads, key_heads = (6, 30, drawn.choice((2, 4))) if is_delta else (1, 15, 3)
     tiny = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
     tiny.pop("architectures", None)
     width = 16 * drawn.randrange(60, 130)
@@ -164,7 +167,7 @@ def config(family: str, drawn: random.Random, *, is_delta: bool) -> dict[str, An
         "hidden_size": 16 * drawn.randrange(30, 60),
         "intermediate_size": width,
         "head_dim": 16 * drawn.choice((3, 5, 7)),
-        "num_attention_heads": 5 * kv_heads,
+        "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * drawn.choice((2, 3)),
@@ -185,14 +188,20 @@ def sizes(kind: LayerKind, case: Case) -> dict[int, Bytes]:
     """
     attention, mlp = kind.attention, kind.mlp
     tile = -(-TOKENS * mlp.plain_width // TILES) if case.is_recomputed else None
+    attended = attention.key_size
+    if attention.delta is None:
+        attended = max(attention.kv_heads, case.layout.ulysses_degree) * attention.head_dim
     single = products(
         kind,
         tokens=TOKENS,
-        attended_key=attention.key_size,
+        attended_key=attended,
         tile=tile,
         degree=case.layout.ulysses_degree,
     )
-    sums = [{name: 1} for name in single if name not in ("T*G", "T")]
+    keys = ("T*K",) if attended == attention.key_size else ("T*K", "T*J")
+    sums = [{name: 1} for name in single if name not in ("T*G", "T*D", "T", "T*J", *keys)]
+    sums += [{name: 1} for name in keys]
+    sums += [{"T*Q": 1, name: 1} for name in keys[1:]]
     plain = "T*S" if mlp.is_routed else "T*F"
     for first in ("T", "E"):
         query, key = f"{first}*Q", f"{first}*K"
@@ -206,7 +215,7 @@ def sizes(kind: LayerKind, case: Case) -> dict[int, Bytes]:
             *({"g*H": CHUNK_TOKENS}, {"g": CHUNK_TOKENS}),
         ]
     else:
-        sums += [{"T*Q": 1, "T*K": 1}, {"T*D": 1}]
+        sums += [{"T*Q": 1, "T*K": 1}]
     found: dict[int, Bytes] = {}
     for each in sums:
         number = sum(count * single[name] for name, count in each.items())

@@ -129,9 +129,9 @@ def products(
     query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
     width; k experts of a token, X experts, S width of the MLP beside them.
 
-    ``attended_key``: K as the attention takes them. ``tile``: numbers of one product of the MLP
-    that every token goes through, where it goes in tiles. ``degree``: ranks among which the heads
-    are divided.
+    ``attended_key``: K as the attention takes them; J as they are projected. ``tile``: numbers of
+    one product of the MLP that every token goes through, where it goes in tiles. ``degree``: ranks
+    among which the heads are divided.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -141,6 +141,7 @@ def products(
         "T*E": hidden,
         "T*Q": query,
         "T*K": attended_key,
+        "T*J": attention.key_size,
         "T*G": query if query != attended_key else 0,
         "T*H": attention.query_heads,
         "T*h": attention.kv_heads,
