@@ -23,8 +23,9 @@ from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
-Basis = Literal["measured", "scaled"]
-"""Origin of the rates: measured on this kind, or an H200's scaled by the data sheets' ratios."""
+Basis = Literal["measured", "scaled", "of_an_operator"]
+"""Origin of the rates: measured on this kind, or an H200's scaled by the data sheets' ratios; or of
+linear attention one operator's time, scaled, where no step of such a model was timed."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
 """Dense bf16 TFLOP/s of an H200, as in the catalog."""
@@ -37,6 +38,9 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "scaled": "a step's time is predicted too, from what an H200 does in a second times what the "
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
     "off, five with offload 1 to 23 % (docs/results/speed)",
+    "of_an_operator": "no step of a model with linear attention was ever timed: the time is what "
+    "the rest takes by an H200's rates, and linear attention's own operator, which was timed once, "
+    "on one H100",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -108,6 +112,11 @@ def rates_of(device_name: str) -> Rates | None:
 
 USUAL_MICRO_BATCHES = 2
 """Micro-batches of a step if nothing else is given."""
+_DELTA_S, _DELTA_BACKWARD_S = 1.28, 4.96
+"""Seconds of the gated delta rule's passes over 262,144 tokens of a layer of Qwen3.5-9B on one H100
+(80 GB, SXM), whose memory moves most of that time."""
+_DELTA_TOKENS, _DELTA_STATES, _DELTA_KIND = 262_144, 32 * 128 * 128, "H100-80GB"
+"""Tokens, and numbers of the states of all heads, that these are of; and the GPU kind."""
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
 """Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
 and on several. Fitted to trials of 8,192 tokens."""
@@ -187,12 +196,11 @@ def predicted_step(
     micro_batches: int | None = None,
     attention_depth: int | None = None,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None for a GPU kind of unknown rates, and for linear attention,
-    whose time nobody has measured. ``attention_depth`` is that of a memory-only trial, whose other
-    layers attend within short pieces.
+    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
+    of a memory-only trial, whose other layers attend within short pieces.
     """
     rates = rates_of(device_name)
-    if rates is None or shape.delta is not None:
+    if rates is None:
         return None
     if micro_batches is None:
         micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1
@@ -209,6 +217,10 @@ def predicted_step(
     exchanged = _exchanged_bytes(shape, settings, layout, tokens=sequences * length_tokens)
     each = {
         "kernels, or their launches": max(work.seconds(rates), launches),
+        "linear attention": _delta_s(
+            *(shape, settings, rates),
+            tokens=sequences * length_tokens / layout.context_degree,
+        ),
         "exchanges between GPUs": exchanged / rates.link_bytes,
         "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
         "activations over PCIe": _late_copies(
@@ -224,8 +236,27 @@ def predicted_step(
             StepPart(name=name, seconds=seconds) for name, seconds in parts.items() if seconds
         ),
         step_tokens=micro_batches * sequences * length_tokens * layout.data_parallel_degree,
-        basis=rates.basis,
+        basis=rates.basis if shape.delta is None else "of_an_operator",
     )
+
+
+def _delta_s(shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float) -> float:
+    """Seconds of a micro-batch in the operator of linear attention, over a rank's share of tokens
+    and heads, as one H100 took them and its memory's rate goes. Its projections are elsewhere.
+    """
+    measured = rates_of(_DELTA_KIND)
+    assert measured is not None  # noqa: S101 - a kind of the catalog
+    forwards = 2 if settings.recompute == "layer" else 1
+    policy = forwards * _DELTA_S + _DELTA_BACKWARD_S
+    beforehand = (settings.traits.has_reference + settings.critic) * _DELTA_S
+    passes_s = settings.trained_models * policy + beforehand
+    states = sum(
+        run.count * attention.query_size * attention.delta.key_head_dim
+        for run in shape.runs
+        if (attention := run.kind.attention).delta is not None
+    )
+    share = tokens / _DELTA_TOKENS * states / _DELTA_STATES
+    return passes_s * share * measured.memory_bytes / rates.memory_bytes
 
 
 def _micro_batch(
@@ -271,7 +302,11 @@ def _attended(
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
-    """Pairs of token and key of one head and document, weighted by their cost to fused kernels."""
+    """Pairs of token and key of one head and document, weighted by their cost to fused kernels; of
+    linear attention none.
+    """
+    if attention.delta is not None:
+        return 0
     if settings.pattern is not None:
         return kept_pairs(settings.pattern, length_tokens) / _FLEX_SHARE
     window = attention.window_tokens or length_tokens
@@ -366,6 +401,8 @@ def _exchanged_bytes(
         attention = run.kind.attention
         keys = max(attention.kv_heads, ulysses) * attention.head_dim
         heads = 2 * attention.query_size + 2 * keys
+        if attention.delta is not None:  # gates are traded too
+            heads = 2 * attention.query_size + attention.channels
         of_ulysses = passes * heads * (ulysses - 1) / ulysses
         of_ring = (passes + 2) * 2 * keys * (ring - 1)
         total += run.count * own * 2 * (of_ulysses + of_ring)

@@ -48,7 +48,15 @@ MIXTURE = {
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
 }
 """A layer without experts where a family has such, then five with them, and an MLP beside."""
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 96,
+}
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA),
     "seed_oss": {"attention_dropout": 0.0},
     "qwen2_moe": {"use_sliding_window": True},
 }
@@ -67,7 +75,6 @@ CASES: dict[str, dict[str, Any]] = {
         "config": {
             "vocab_size": 40_000,
             "num_hidden_layers": 2,
-            "layer_types": CONFIG["layer_types"][:2],
         },
     },
     "small mlp": {"config": SMALL_MLP, "length_tokens": 4096},
@@ -81,6 +88,23 @@ TOLERANCE = 0.01
 WIDER = {"shared": 0.06, "gpt_oss, all kept": 0.02}
 """Where ranks share a sequence the formula has a copy of what is attended throughout."""
 
+
+DELTA_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+KEPT = {"loss": "chunked", "recompute": "all-but-attention"}
+ADAPTED = {"lora": 8, "lora_targets": "q_proj,k_proj,v_proj,o_proj,out_proj"}
+FOUR = Layout(gpus=4, ulysses_degree=4)
+DELTA_CASES: dict[str, dict[str, Any]] = {
+    "adapters": {"settings": Settings(loss="chunked", **ADAPTED)},
+    "adapters, kept": {"settings": Settings(**KEPT, **ADAPTED)},
+    "adapters, shared": {
+        "settings": Settings(**KEPT, **ADAPTED),
+        "layout": FOUR,
+        "length_tokens": 4 * LENGTH,
+    },
+    "shared by four": {"layout": FOUR, "length_tokens": 4 * LENGTH},
+    "host": {"settings": Settings(loss="chunked", activations="host")},
+    "odd": {"length_tokens": 5000},
+}
 
 BY_HAND = ("granite_swa", "ministral3")
 """Families that have the formula's own terms, and no traces elsewhere."""
@@ -99,11 +123,26 @@ def asked() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("family", "case"), asked())
 def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
+    tolerance = WIDER.get(case, WIDER.get(f"{family}, {case}", TOLERANCE))
+    is_divided = family in DELTA_FAMILIES and case == "shared"
+    compare(family, CASES[case], tmp_path, TOLERANCE if is_divided else tolerance)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", DELTA_CASES)
+@pytest.mark.parametrize("family", deep(*DELTA_FAMILIES) or ("qwen3_5_text",))
+def test_a_step_with_a_delta_rule_peaks_there_too(family, case, tmp_path):
+    """Its layers are learned divided, and frozen."""
+    compare(family, DELTA_CASES[case], tmp_path, TOLERANCE)
+
+
+def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -> None:
+    """A trace's peak beside the formula's."""
     fields: dict[str, Any] = {
         "settings": Settings(loss="chunked"),
         "layout": Layout(),
         "length_tokens": LENGTH,
-        **CASES[case],
+        **case,
     }
     config: dict[str, Any] = {
         **CONFIG,
@@ -112,18 +151,18 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
         **OF_FAMILY.get(family, {}),
         **fields.pop("config", {}),
     }
+    config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     config["ffn_dim"] = config["intermediate_size"]
     if family in SHARED_SIZE:
         config["hidden_size"] = config["num_attention_heads"] * config["head_dim"]
     if family in UNGROUPED:
         config["num_key_value_heads"] = config["num_attention_heads"]
-    spec = trial(tmp_path / "model", config, **fields)
-    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), tmp_path / "trace")
+    spec = trial(folder / "model", config, **fields)
+    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), folder / "trace")
     peak = replay(log, allocator="expandable", workspaces_bytes=()).peak_allocated_bytes
     shape = load_model(spec.model_directory).shape
     found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )
-    tolerance = WIDER.get(case, WIDER.get(f"{family}, {case}", TOLERANCE))
     assert peak == pytest.approx(expected, rel=tolerance), found.peak.name

@@ -120,3 +120,24 @@ def test_a_recommendation_has_a_time_without_a_study():
     assert found.chosen.step_time is not None
     assert found.chosen.step_time.source == "predicted"
     assert found.chosen.step_time.measured_length_tokens is None
+
+
+def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_token():
+    shape = load_model("Qwen3.5-9B").shape
+
+    def step(recompute="layer", gpus=1, length=262_144):
+        layout = Layout(gpus=gpus, ulysses_degree=gpus)
+        found = predicted_step(
+            *(shape, Settings(loss="chunked", recompute=recompute), layout),
+            length_tokens=length,
+            device_name="H100-80GB",
+            micro_batches=1,
+        )
+        assert found is not None
+        assert found.basis == "of_an_operator"
+        return {part.name: part.seconds for part in found.parts}["linear attention"]
+
+    assert step() == pytest.approx(24 * (2 * 1.28 + 4.96))
+    assert step("all-but-attention") == pytest.approx(24 * (1.28 + 4.96))
+    assert step(length=131_072) == pytest.approx(step() / 2)
+    assert step(gpus=4) == pytest.approx(step() / 4)

@@ -16,7 +16,7 @@ Shapes:  S packed tokens  s tokens of a group  H value heads  G key heads (of qu
 Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.3.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,40 +66,47 @@ def gated_delta(
     """
     assert sum(document_lengths) == len(qkv_SC), "documents are all of the row"
     numbers_S = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
-    plan = _DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
+    plan = DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
     tensors = (qkv_SC, gate_SHV, log_decay_SH, beta_SH, convolution_CW, norm_V)
     out_SHV: Tensor = _GatedDelta.apply(plan, *tensors)
     return out_SHV
 
 
-class _DeltaPlan(NamedTuple):
+class DeltaPlan(NamedTuple):
+    """What a pass is besides its tensors."""
+
     heads: DeltaHeads
     documents_S: Tensor
     """Number of each token's document."""
     norm_epsilon: float
 
-    def groups(self) -> Iterator[slice]:
-        """Places of the groups in the row."""
+    def groups(self, *, is_backward: bool = False) -> Iterable[tuple[int, slice]]:
+        """Numbers of the groups and their places in the row, of the backward pass the last first.
+
+        Passes go through these and no others: the tracer lets one stand for all
+        (engine/tracer/kernel_stubs.py).
+        """
         tokens, each = len(self.documents_S), DELTA_GROUP_TOKENS
-        return (slice(start, min(start + each, tokens)) for start in range(0, tokens, each))
+        starts = range(0, tokens, each)
+        found = [(n, slice(start, min(start + each, tokens))) for n, start in enumerate(starts)]
+        return reversed(found) if is_backward else found
 
 
 class _GatedDelta(torch.autograd.Function):
     """Autograd function over all groups."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _DeltaPlan, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: DeltaPlan, *tensors: Tensor) -> Tensor:
         def run() -> tuple[Tensor, Tensor]:
             heads, log_decay_SH = plan.heads, tensors[2]
             size = (heads.value_heads, heads.key_size, heads.value_size)
-            state_HDV = log_decay_SH.new_zeros(size)
             out_SHV = torch.empty_like(tensors[1], memory_format=torch.contiguous_format)
-            states: list[Tensor] = []
-            for place in plan.groups():
-                states.append(state_HDV)
-                inputs = (*_cut(tensors, place), state_HDV)
-                out_SHV[place], state_HDV = _of_group(plan, place, inputs)
-            return out_SHV, torch.stack(states)
+            states = log_decay_SH.new_zeros(-(-len(out_SHV) // DELTA_GROUP_TOKENS), *size)
+            for number, place in plan.groups():
+                inputs = (*_cut(tensors, place), states[number])
+                out_SHV[place], behind_HDV = _of_group(plan, place, inputs)
+                states[number + 1 : number + 2] = behind_HDV  # nothing behind the last group
+            return out_SHV, states
 
         out_SHV, states = attended(run)
         ctx.plan = plan
@@ -109,25 +116,38 @@ class _GatedDelta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan, (gradient_SHV,), (*tensors, states) = ctx.plan, gradients, ctx.saved_tensors
-        found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[:4]]
+        whole = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[:4]]
         wide = states.dtype
-        of_weights = [torch.zeros_like(each, dtype=wide) for each in tensors[4:]]
+        whole += [torch.zeros_like(each, dtype=wide) for each in tensors[4:]]
         of_state_HDV = torch.zeros_like(states[0])
-        for number, place in reversed(list(enumerate(plan.groups()))):
+        for number, place in plan.groups(is_backward=True):
             cut = [*_cut(tensors, place), states[number]]
-            cut[4:6] = (each.to(wide) for each in cut[4:6])
-            leaves = [each.detach().requires_grad_() for each in cut]
-            with torch.enable_grad():
-                out_sHV, state_HDV = _of_group(plan, place, leaves)
-            *of_inputs, of_convolution_CW, of_norm_V, of_state_HDV = torch.autograd.grad(
-                (out_sHV, state_HDV), leaves, (gradient_SHV[place], of_state_HDV)
-            )
-            before = _before(place, tensors[4])
-            for whole, part, extra in zip(found, of_inputs, (before, 0, 0, 0), strict=True):
-                whole[place.start - extra : place.stop] += part
-            of_weights[0] += of_convolution_CW
-            of_weights[1] += of_norm_V
-        return None, *found, *map(torch.Tensor.type_as, of_weights, tensors[4:])
+            gradients = gradient_SHV[place], of_state_HDV
+            of_state_HDV.copy_(_add_gradients(plan, place, cut, gradients, whole))
+        return None, *whole[:4], *map(torch.Tensor.type_as, whole[4:], tensors[4:])
+
+
+def _add_gradients(
+    plan: DeltaPlan,
+    place: slice,
+    inputs: list[Tensor],
+    gradients: tuple[Tensor, Tensor],
+    whole: Sequence[Tensor],
+) -> Tensor:
+    """Compute a group again and add its gradients to those of the whole row and of the weights;
+    return that of the state in front of it.
+    """
+    inputs[4:6] = (each.to(inputs[6].dtype) for each in inputs[4:6])
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    with torch.enable_grad():
+        found = _of_group(plan, place, leaves)
+    *of_inputs, of_state_HDV = torch.autograd.grad(found, leaves, gradients)
+    before = _before(place, inputs[4])
+    for total, part, extra in zip(whole[:4], of_inputs, (before, 0, 0, 0), strict=False):
+        total[place.start - extra : place.stop] += part
+    for total, part in zip(whole[4:], of_inputs[4:], strict=True):
+        total += part
+    return of_state_HDV
 
 
 def _before(place: slice, convolution_CW: Tensor) -> int:
@@ -142,7 +162,7 @@ def _cut(tensors: Sequence[Tensor], place: slice) -> list[Tensor]:
     return [qkv_SC[start : place.stop], *(t[place] for t in others), convolution_CW, norm_V]
 
 
-def _of_group(plan: _DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a group's outputs, sHV, and the state behind it, from the one in front of it."""
     qkv_sC, gate_sHV, log_decay_sH, beta_sH, convolution_CW, norm_V, state_HDV = inputs
     heads, wide = plan.heads, log_decay_sH.dtype
@@ -231,7 +251,7 @@ def _by_recurrence(
     return torch.stack(outputs_HcV).transpose(1, 2).flatten(0, 1), state_HDV
 
 
-def _normed(plan: _DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
+def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
     """Return outputs with their heads' root mean square taken away, weighted and gated."""
     scale_sH1 = (out_sHV.square().mean(-1, keepdim=True) + plan.norm_epsilon).rsqrt()
     gated_sHV = out_sHV * scale_sH1 * norm_V * F.silu(gate_sHV.to(out_sHV.dtype))

@@ -10,10 +10,10 @@ rules here: no fake tensor shows them.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from highwater.nouns.events import (
 )
 
 aten: Any = torch.ops.aten
+Round = TypeVar("Round")
 
 
 def _in_flash_backward(args: Sequence[Any]) -> list[int]:
@@ -142,6 +143,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._launches = 0
         self.most_awaited: int | None = None
         self.hidden = WORKSPACES
+        self._loops: dict[Hashable, tuple[list[TraceEvent], int]] = {}
+        """Events of the rounds of a loop that stand for all, and the kernels of one."""
         self._sums = sums or InplaceAccumulation()
 
     @classmethod
@@ -347,6 +350,30 @@ class AllocationRecorder(TorchDispatchMode):
             _GivenBack(number, self._launches, stream_id, moment, is_fsdps=is_fsdps)
         )
 
+    def some_for_all(self, key: Hashable, some: Sequence[Round], *, rounds: int) -> Iterator[Round]:
+        """Yield some of a loop's ``rounds``, which free what they allocate, to stand for the rest.
+        If a loop of the same key went before, yield none: what that allocated and freed is recorded
+        again, and nothing is computed.
+        """
+        start, launches = len(self.events), self._launches
+        if key not in self._loops:
+            yield from some
+            self._loops[key] = self.events[start:], (self._launches - launches) // len(some)
+        else:
+            self._record_again(self._loops[key][0])
+        self._launches = launches + rounds * self._loops[key][1]
+        self._await(self._launches - _LAUNCHES_AHEAD)
+
+    def _record_again(self, events: Sequence[TraceEvent]) -> None:
+        """Record allocations among ``events`` with numbers of their own, and their ends."""
+        numbers = dict[int, int]()
+        for event in events:
+            if isinstance(event, Allocate):
+                numbers[event.id] = self._allocated(event.bytes, event.operator)
+            elif isinstance(event, Free) and event.id in numbers:
+                self.events.append(Free(numbers.pop(event.id)))
+        self.events.extend(map(Free, numbers.values()))
+
     def wait_for(self, stream: fake_cuda.Stream) -> None:
         """Record that the host waits until a stream is done. Allocations used by other streams that
         this wait does not cover are taken as free at the host's next wait.
@@ -374,8 +401,10 @@ class AllocationRecorder(TorchDispatchMode):
             self.events.append(Free(self._awaited.popleft().number))
 
     def _allocate(self, size: int, operator: str) -> int:
+        return self._allocated(size, self.operators.setdefault(operator, len(self.operators)))
+
+    def _allocated(self, size: int, index: int) -> int:
         self._count += 1
-        index = self.operators.setdefault(operator, len(self.operators))
         self.events.append(
             Allocate(self._count, size, fake_cuda.Stream.current.stream_id, index, self._within[-1])
         )

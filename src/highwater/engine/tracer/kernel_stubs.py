@@ -4,7 +4,7 @@ stubs that make the same allocations.
 Only for the tracer's own process: nothing here is undone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from highwater.engine.attention import gated_delta, plain_block
 from highwater.engine.attention import kernel_proof as window_proof
-from highwater.engine.attention import plain_block
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
@@ -27,6 +27,7 @@ from highwater.engine.models import build as model
 from highwater.engine.models import fill, weights
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.tracer import trinity_step
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.nouns.hardware import Kernel
 
 aten: Any = torch.ops.aten
@@ -90,6 +91,25 @@ def put(kernel: Kernel) -> None:
     plain: Any = plain_block.PlainBlock
     rows = plain._rows
     plain._rows = lambda block: islice(rows(block), 1)  # the first rows take the most memory
+
+
+def put_one_group(recorder: AllocationRecorder) -> None:
+    """Let a full group of tokens of a gated delta rule, and the last one, stand for all of a row,
+    and one layer's for those of all layers: thousands of operators each, which allocate the same.
+    """
+    plans: Any = gated_delta.DeltaPlan
+    every = plans.groups
+
+    def groups(plan: Any, *, is_backward: bool = False) -> Iterator[tuple[int, slice]]:
+        found = list(every(plan, is_backward=is_backward))
+        sizes = [place.stop - place.start for _, place in found]
+        last = 0 if is_backward else len(found) - 1
+        full = max(range(len(found)), key=lambda n: (sizes[n], found[n][0]))
+        some = sorted({full, last})
+        key = (plan.heads, is_backward, *(sizes[n] for n in some))
+        yield from recorder.some_for_all(key, [found[n] for n in some], rounds=len(found))
+
+    plans.groups = groups
 
 
 def put_low_bit() -> None:

@@ -108,6 +108,7 @@ def trace(order: TraceOrder) -> EventLog:
         recorder.wait_for if context.mesh.size() > 1 else lambda _: recorder.wait()
     )
     _mute_while_shapes_are_asked(recorder)
+    kernel_stubs.put_one_group(recorder)
     gc.disable()  # a collection would free at moments that differ between processes
     with QuickFakeMode(allow_non_fake_inputs=True), recorder:
         training = trainer.begin(spec, context, rehearsal, recorder)

@@ -238,12 +238,16 @@ def likely_footprint(step: Step) -> Footprint:
 
 def _batch_bytes(step: Step) -> int:
     """Bytes of T ids, and of T x head size of cosines and sines, once for each size and RoPE."""
-    by_layer = family_row(step.shape.model_type).has_rope_by_layer
+    row = family_row(step.shape.model_type)
+    by_layer = row.has_rope_by_layer
     kinds = {
         (attention.head_dim, by_layer and attention.window_tokens is not None)
         for attention in (run.kind.attention for run in step.shape.runs)
+        if attention.delta is None
     }
     head_sizes = sum(head_dim for head_dim, _ in kinds)
+    if row.delta is not None:  # other families that rotate a part have the rest in what was learned
+        head_sizes = round(head_sizes * row.defaults["partial_rotary_factor"])
     return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * head_sizes)
 
 

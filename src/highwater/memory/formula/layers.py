@@ -12,6 +12,7 @@ from functools import cache
 from itertools import accumulate
 
 from highwater.memory.formula.moments import (
+    WEIGHTS,
     FamilyMoments,
     LayerMoments,
     MomentBytes,
@@ -155,8 +156,12 @@ class Layer:
 
     @property
     def attended_key(self) -> int:
-        """Numbers of all key heads per token as attended: repeated where U exceeds the heads."""
+        """Numbers of all key heads per token as attended: repeated where U exceeds the heads, which
+        it never does those of a delta rule.
+        """
         attention = self.kind.attention
+        if attention.delta is not None:
+            return self.key
         return max(attention.kv_heads, self.step.layout.ulysses_degree) * attention.head_dim
 
     @property
@@ -218,8 +223,12 @@ class Layer:
         """Moments learned from such a layer; None for a family whose layers are as here."""
         if self._learned is None:
             return None
-        is_recomputed = self.step.settings.recompute != "none"
-        found = self._learned.layer(self.step.shape.model_type, self.kind, is_recomputed)
+        found = self._learned.layer(
+            *(self.step.shape.model_type, self.kind),
+            is_recomputed=self.step.settings.recompute != "none",
+            is_divided=self.step.layout.ulysses_degree > 1,
+            is_frozen=self.step.is_frozen,
+        )
         assert found is not None  # noqa: S101 - refuse_unknown_family
         return found
 
@@ -233,7 +242,13 @@ class Layer:
         """
         step, tile = self.step, self.tile if self.has_tiles else None
         tokens, is_gpu = step.tokens, step.device == "cuda"
-        sizes = products(self.kind, tokens=tokens, attended_key=self.attended_key, tile=tile)
+        sizes = products(
+            self.kind,
+            tokens=tokens,
+            attended_key=self.attended_key,
+            tile=tile,
+            degree=step.layout.ulysses_degree,
+        )
         of_scores = capped_products(
             self.kind.attention,
             documents=step.documents,
@@ -241,6 +256,8 @@ class Layer:
             attended_key=self.attended_key,
             degree=step.layout.ulysses_degree,
         )
+        if step.is_frozen and step.shape.delta is not None:
+            sizes = {name: size for name, size in sizes.items() if name not in WEIGHTS}
 
         def taken(moment: MomentBytes) -> int:
             numbers = bytes_of(moment, sizes) * step.element // ELEMENT_BYTES["cuda"]
@@ -396,10 +413,14 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     # learned beside what such a layer keeps, but for the output of its attention
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = layer.learned_bytes(*learned.moments) - there
-    if step.layout.ulysses_degree > 1 and step.shape.model_type not in FUSED_HEADS:
+    is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
+    if step.layout.ulysses_degree > 1 and is_copied:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
+    if step.settings.activations == "host" and step.shape.delta is not None:
+        # Its norms go by a copy in float32: what came from the host is gone once that is made.
+        most -= step.tokens * step.element * layer.kind.hidden_size
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
 

@@ -20,7 +20,7 @@ from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import RESIDENT_THREADS, column_sums
-from highwater.nouns.layout import Layout, stretch
+from highwater.nouns.layout import DELTA_GROUP_TOKENS, Layout, stretch
 from highwater.nouns.settings import Settings
 
 FILE = Path(__file__).with_name("moments.json")
@@ -35,6 +35,8 @@ class LayerMoments(Record, frozen=True, kw_only=True):
     """Kept until the backward pass."""
     moments: tuple[MomentBytes, ...]
     """Alive besides while a layer goes backward, its weights and the head's gradient aside."""
+    is_divided: bool = False
+    """Learned of ranks that share a sequence by Ulysses."""
 
 
 class FamilyMoments(Record, frozen=True, kw_only=True):
@@ -45,17 +47,33 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
     layers: Mapping[str, LayerMoments]
     """By ``kind_name``."""
 
-    def layer(self, family: str, kind: LayerKind, is_recomputed: bool) -> LayerMoments | None:
-        """What layers of a kind take. Where those were not learned, what others take that differ in
-        a window, or in an MLP beside their experts; None where there are no such either.
+    def layer(
+        self,
+        family: str,
+        kind: LayerKind,
+        is_recomputed: bool,
+        *,
+        is_divided: bool = False,
+        is_frozen: bool = False,
+    ) -> LayerMoments | None:
+        """What layers of a kind take, ``is_divided`` if ranks share a sequence by Ulysses,
+        ``is_frozen`` if adapters are trained alone. Where those were not learned, what others take
+        that differ in this, in a window, or in an MLP beside their experts; None where there are no
+        such either.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
-        is_capped = kind.attention.soft_cap is not None
-        name = partial(kind_name, is_capped=is_capped, is_recomputed=is_recomputed)
+        name = partial(
+            kind_name,
+            is_capped=kind.attention.soft_cap is not None,
+            is_recomputed=is_recomputed,
+            is_delta=kind.attention.delta is not None,
+        )
         names = (
-            name(is_windowed=windowed, mlp=each)
+            name(is_windowed=windowed, mlp=each, is_divided=divided, is_frozen=frozen)
             for each in (mlp, mlp or SHARED)
             for windowed in (is_windowed, False)
+            for divided in (is_divided, False)
+            for frozen in (is_frozen, False)
         )
         return next((self.layers[name] for name in names if name in self.layers), None)
 
@@ -78,10 +96,20 @@ def mlp_name(family: str, mlp: MlpKind) -> str:
     return SHARED if mlp.shared_width else ""
 
 
-def kind_name(*, is_windowed: bool, is_capped: bool, is_recomputed: bool, mlp: str = "") -> str:
+def kind_name(
+    *,
+    is_windowed: bool,
+    is_capped: bool,
+    is_recomputed: bool,
+    is_delta: bool = False,
+    is_divided: bool = False,
+    is_frozen: bool = False,
+    mlp: str = "",
+) -> str:
     """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``."""
-    attention = f"{'capped ' if is_capped else ''}{'window' if is_windowed else 'full'}"
-    layer = f"{attention} {mlp}".rstrip()
+    attends = "delta" if is_delta else "window" if is_windowed else "full"
+    attention = f"{'capped ' if is_capped else ''}{attends}"
+    layer = f"{attention} {mlp}".rstrip() + ", divided" * is_divided + ", frozen" * is_frozen
     return f"{layer}, {'recomputed' if is_recomputed else 'kept'}"
 
 
@@ -90,15 +118,20 @@ def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
+WEIGHTS = ("E*Q", "E*K", "E*F", "E*S", "X*E*F")
+"""Products that are of weights: their gradients, which a frozen model has none of."""
+
+
 def products(
-    kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None
+    kind: LayerKind, *, tokens: int, attended_key: int, tile: int | None, degree: int = 1
 ) -> Mapping[str, int]:
     """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
     query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
     width; k experts of a token, X experts, S width of the MLP beside them.
 
-    ``attended_key``: K as the attention takes them. ``tile``: numbers of one product of the MLP
-    that every token goes through, where it goes in tiles.
+    ``attended_key``: K as the attention takes them; J as they are projected. ``tile``: numbers of
+    one product of the MLP that every token goes through, where it goes in tiles. ``degree``: ranks
+    among which the heads are divided.
     """
     attention, mlp, hidden = kind.attention, kind.mlp, kind.hidden_size
     query = attention.query_size
@@ -108,6 +141,7 @@ def products(
         "T*E": hidden,
         "T*Q": query,
         "T*K": attended_key,
+        "T*J": attention.key_size,
         "T*G": query if query != attended_key else 0,
         "T*H": attention.query_heads,
         "T*h": attention.kv_heads,
@@ -126,7 +160,28 @@ def products(
             of_weights |= {"E*S": hidden * mlp.shared_width, "T*S": plain}
     else:
         of_weights |= {"E*F": hidden * mlp.width, "T*F": plain}
-    return {name: tokens * count for name, count in per_token.items()} | of_weights
+    of_group = _group_products(attention, tokens * degree, degree)
+    return {name: tokens * count for name, count in per_token.items()} | of_weights | of_group
+
+
+def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
+    """Products of what a gated delta rule takes for a group of tokens, in numbers of one rank: g
+    tokens of a group, P numbers of a token's keys, one for each value head, s those of a state, N
+    groups; nothing of other attention. ``tokens``: of the row, whose heads the ranks divide.
+    """
+    if attention.delta is None:
+        return {}
+    group, heads = min(tokens, DELTA_GROUP_TOKENS), attention.query_heads // degree
+    state = heads * attention.head_dim * attention.delta.key_head_dim
+    return {
+        "g": group,
+        "g*Q": group * heads * attention.head_dim,
+        "g*K": group * attention.key_size // degree,
+        "g*P": group * heads * attention.delta.key_head_dim,
+        "g*H": group * heads,
+        "s": state,
+        "N*s": -(-tokens // DELTA_GROUP_TOKENS) * state,
+    }
 
 
 def columns(kind: LayerKind) -> Mapping[str, int]:

@@ -1,0 +1,90 @@
+"""The gated delta rule, traced: a full group of tokens and the last one stand for all of a row, and
+at once alive is what really is on the CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+BOTH = """
+import json, os, sys
+import torch
+from highwater.engine.attention.gated_delta import DeltaHeads, DeltaPlan, gated_delta
+from highwater.engine.tracer import fake_cuda, kernel_stubs
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.fake_cuda import QuickFakeMode
+from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
+from highwater.nouns.events import Allocate
+
+HEADS = DeltaHeads(2, 4, 32, 48)
+
+def made(tokens, device):
+    sizes = [(tokens, sum(HEADS.channels)), (tokens, 4, 48), (tokens, 4), (tokens, 4)]
+    found = [torch.rand(size, device=device) for size in (*sizes, (sum(HEADS.channels), 4), (48,))]
+    found[2] = -found[2]
+    found[:2] = (each.bfloat16() for each in found[:2])
+    return [each.requires_grad_() for each in found]
+
+def step(inputs):
+    tokens = len(inputs[0])
+    out = gated_delta(*inputs, heads=HEADS, document_lengths=(tokens,), norm_epsilon=1e-6)
+    torch.autograd.grad(out, inputs, torch.empty_like(out))
+
+def really(tokens):
+    inputs = made(tokens, "cpu")
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        step(inputs)
+    found = profile.profiler.kineto_results.events()
+    events = sorted((e for e in found if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    return peak(event.nbytes() for event in events)
+
+def peak(changes):
+    alive = most = 0
+    for change in changes:
+        alive += change
+        most = max(most, alive)
+    return most
+
+def traced(tokens):
+    with QuickFakeMode(allow_non_fake_inputs=True), recorder:
+        inputs = made(tokens, "cuda")
+        begins = len(recorder.events)
+        step(inputs)
+        sizes = {e.id: e.bytes for e in recorder.events if isinstance(e, Allocate)}
+        return peak(
+            sizes[e.id] if isinstance(e, Allocate) else -sizes[e.id]
+            for e in recorder.events[begins:]
+        )
+
+lengths = json.loads(sys.argv[1])
+fake_cuda.install()
+sums = InplaceAccumulation()
+sums.learn(AllocationRecorder(sums))
+recorder = AllocationRecorder(sums)
+every = DeltaPlan.groups
+kernel_stubs.put_one_group(recorder)
+# the second time is recorded of the first
+found = [traced(tokens) for tokens in lengths * 2]
+DeltaPlan.groups = every
+measured = [really(tokens) for tokens in lengths]
+print(json.dumps([measured, found]), flush=True)
+os._exit(0)
+"""
+LENGTHS = [500, 1024, 3000, 4096]
+TOLERANCE = 0.001
+"""Relative: documents' numbers, which are on the CPU already, are copied to a GPU."""
+
+
+@pytest.mark.timeout(300)
+def test_a_traced_row_takes_what_it_takes_on_the_cpu():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", BOTH, json.dumps(LENGTHS)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured, found = json.loads(done.stdout)
+    assert found == pytest.approx(measured * 2, rel=TOLERANCE)
+    assert measured[3] > measured[1] > measured[0]
