@@ -48,10 +48,14 @@ def _predicted(name: str) -> TrainerName:
             return known
     for tried in FOREIGN:
         if name == tried:
+            is_hugging_faces = FOREIGN[tried].trains_by == "transformers"
+            how = ", which trains by Hugging Face's Trainer," if is_hugging_faces else ""
             raise UsageError(
-                f"the memory of {trainer_title(tried)} is not predicted: `highwater find --trainer "
-                f"{name}` finds its capacity by trials",
-                hint=f"leave `--trainer {name}` out",
+                f"the memory of {trainer_title(tried)}{how} is not predicted by itself: "
+                f"`highwater find --trainer {name}` finds its capacity by trials",
+                hint="use `--trainer transformers`, whose step it is"
+                if is_hugging_faces
+                else f"leave `--trainer {name}` out",
             )
     near = nearest(name, tuple(TRAINERS)) or OURS
     raise UsageError(
