@@ -27,7 +27,7 @@ from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
 from highwater.nouns.settings import Settings
-from highwater.trainers.hugging_face import FILE, VARIANTS
+from highwater.trainers.hugging_face import FILE, VARIANTS, of_loss
 from learn_moments import (
     LAYERS,
     MORE,
@@ -100,8 +100,8 @@ def learned(family: str, variant: str) -> dict[str, Any]:
     sys.stdout.flush()
     return {
         "kept": whole(names, kept[0]),
-        "moments": [whole(names, moments[n]) for n in largest(names, moments)],
-        "loss": [whole(names, loss[n]) for n in largest(names, loss)],
+        "moments": [whole(names, moments[n]) for n in largest(names, moments, variant)],
+        "loss": [of_all_layers(whole(names, loss[n])) for n in largest(names, loss, variant)],
     }
 
 
@@ -116,14 +116,21 @@ def whole(names: list[str], numbers: Any) -> dict[str, int]:
     return {name: int(number) for name, number in found if number and name not in OWN_ROWS}
 
 
+def of_all_layers(moment: dict[str, int]) -> dict[str, int]:
+    """A moment of the loss with the weights of all layers, which autocast keeps, as one product."""
+    weights = {name: moment.pop(name, 0) for name in ("E*Q", "E*K", "E*F")}
+    of_one = weights["E*F"] // (3 * LAYERS)
+    return moment | ({"L": of_one} if of_one else {})
+
+
 def sample(family: str, variant: str, *, number: int) -> Sample:
     """One trace of a model of random sizes, in a process of its own."""
     drawn = random.Random(number)
     with tempfile.TemporaryDirectory() as name:
         spec = trial_of(
-            write_model(Path(name, "model"), sized(family, drawn)),
+            write_model(Path(name, "model"), sized(family, drawn, variant)),
             settings=settings(variant, drawn),
-            length_tokens=256 * drawn.choice((4, 5, 6, 8, 12)),
+            length_tokens=1024 * drawn.choice((1, 2, 4)),
             micro_batches=1,
         )
         shape = load_model(spec.model_directory).shape
@@ -136,11 +143,9 @@ def sample(family: str, variant: str, *, number: int) -> Sample:
     )
     static = seen[forward][2]
     last, before = f"layers.{LAYERS - 1}", f"layers.{LAYERS - 2}"
-    first_of = [
-        next(size for _, module, size in seen[forward:] if f"layers.{index}" in module)
-        for index in range(LAYERS)
-    ]
-    kept = first_of[1] - first_of[0]
+    # a layer keeps its input alone, which is of float32 parameters float32
+    width = 4 if variant.startswith("autocast") else 2
+    kept = width * spec.length_tokens * shape.hidden_size
     ends = max(n for n in range(forward, backward) if last in seen[n][1])
     begins = next(n for n in range(backward, len(seen)) if last in seen[n][1])
     stops = next(n for n in range(begins, len(seen)) if before in seen[n][1])
@@ -149,13 +154,11 @@ def sample(family: str, variant: str, *, number: int) -> Sample:
     hidden, tokens = kind.hidden_size, spec.length_tokens
     sizes = {
         **products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=None),
-        "T*V": tokens * shape.vocab_size,
-        "V*E": shape.vocab_size * hidden,
+        **of_loss(variant, tokens, shape.vocab_size, hidden),
         "one": 1,
         "D": kind.attention.head_dim,
         "E": hidden,
         "V": shape.vocab_size,
-        "L": LAYERS * kind.matmul_parameters if variant.startswith("autocast") else 0,
     }
     if rank:
         sizes |= {
@@ -173,14 +176,19 @@ def sample(family: str, variant: str, *, number: int) -> Sample:
     )
 
 
-def sized(family: str, drawn: random.Random) -> dict[str, Any]:
-    """The config of a small model; heads divide the hidden size, as Llama's class asks."""
-    kv_heads = drawn.choice((2, 4))
+def sized(family: str, drawn: random.Random, variant: str) -> dict[str, Any]:
+    """The config of a small model; heads divide the hidden size, as Llama's class asks. Liger cuts
+    its loss into as many pieces as the vocabulary is times as large as the hidden size.
+    """
+    kv_heads, usual = drawn.choice((2, 4)), config(family, drawn, Kind(False, False))
+    words = 128 * drawn.randint(9, 99)
+    if variant.endswith("liger"):
+        words = usual["hidden_size"] * drawn.choice((4, 8))
     return {
-        **config(family, drawn, Kind(False, False)),
+        **usual,
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * drawn.choice((1, 2, 4)),
-        "vocab_size": 128 * drawn.randint(9, 99),
+        "vocab_size": words,
     }
 
 
@@ -255,7 +263,7 @@ def allocations(log: EventLog) -> Iterator[tuple[str, str, int]]:
                 pass
 
 
-def largest(names: list[str], moments: Any) -> list[int]:
+def largest(names: list[str], moments: Any, variant: str) -> list[int]:
     """Numbers of the moments that are the largest for some shape as models have them."""
     drawn, found = random.Random(0), set[int]()
     for _ in range(RANDOM_SHAPES):
@@ -274,10 +282,8 @@ def largest(names: list[str], moments: Any) -> list[int]:
         of_shape = {
             **dict.fromkeys(OWN_ROWS, 0),
             **products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=None),
-            "T*V": tokens * vocab,
-            "V*E": vocab * hidden,
+            **of_loss(variant, tokens, vocab, hidden),
             "T*r": tokens * 16,
-            "L": 32 * kind.matmul_parameters,
         }
         found.add(int((moments @ np.array([float(of_shape[name]) for name in names])).argmax()))
     return sorted(found)

@@ -65,7 +65,7 @@ REGISTRY: Mapping[str, Registered] = {
     "command": Registered("your command", "foreign"),
     "accelerate": Registered("accelerate", "accelerate"),
     "trl": Registered("TRL", "trl"),
-    "transformers": Registered("Hugging Face's Trainer", "hugging_face"),
+    "transformers": Registered("Hugging Face", "hugging_face"),
     "llamafactory": Registered("LLaMA-Factory", "llamafactory"),
     "axolotl": Registered("Axolotl", "axolotl"),
     "ms-swift": Registered("ms-swift", "ms_swift"),
