@@ -183,7 +183,7 @@ def sized(family: str, drawn: random.Random, variant: str) -> dict[str, Any]:
     kv_heads, usual = drawn.choice((2, 4)), config(family, drawn, Kind(False, False))
     words = 128 * drawn.randint(9, 99)
     if variant.endswith("liger"):
-        words = usual["hidden_size"] * drawn.choice((4, 8))
+        words = 4 * usual["hidden_size"]
     return {
         **usual,
         "num_key_value_heads": kv_heads,

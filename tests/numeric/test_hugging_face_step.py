@@ -22,7 +22,6 @@ from trial_specs import trial_of
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SIZES = {
-    "model_type": "llama",
     "hidden_size": 1024,
     "intermediate_size": 3584,
     "num_attention_heads": 8,
@@ -37,21 +36,22 @@ NARROW = {"parameters": "bf16", "optimizer": "adamw-bf16", "accumulates": False}
 
 
 @pytest.mark.parametrize(
-    ("length", "changes"),
+    ("family", "length", "changes"),
     [
-        (16_384, {"lora": 16}),
-        (4096, {"lora": 16}),
-        (16_384, {}),
-        (4096, {"accumulates": False}),
-        (16_384, NARROW),
-        (16_384, {"lora": 16, "activations": "host"}),
+        ("llama", 16_384, {"lora": 16}),
+        ("mistral", 4096, {"lora": 16}),
+        ("qwen3", 4096, {"lora": 16}),
+        ("qwen2", 16_384, {}),
+        ("llama", 4096, {"accumulates": False}),
+        ("llama", 16_384, NARROW),
+        ("llama", 16_384, {"lora": 16, "activations": "host"}),
     ],
     ids=str,
 )
-def test_the_closed_form_is_what_a_trace_of_the_step_takes(tmp_path, length, changes):
+def test_the_closed_form_is_what_a_trace_of_the_step_takes(tmp_path, family, length, changes):
     settings = Settings(**changes)
     one = {} if settings.accumulates else {"micro_batches": 1}
-    model = write_model(tmp_path / "model", SIZES)
+    model = write_model(tmp_path / "model", {**SIZES, "model_type": family})
     spec = trial_of(model, settings=settings, length_tokens=length, **one)
     log = trace(TraceOrder(spec=spec, trainer="transformers"), tmp_path / "log")
     traced = replay(log, allocator="expandable").peak_allocated_bytes

@@ -34,7 +34,7 @@ from highwater.memory.formula.formula import outside_terms_of
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import MomentBytes, bytes_of, products
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.footprint import device_state_bytes, gradient_bytes, trained_parameters
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.settings import Allocator, Settings
@@ -102,7 +102,7 @@ def footprint(step: Step) -> Footprint:
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     learned = moments_of(shape, settings, shards)
     assert learned is not None  # noqa: S101 -- refuse
-    sizes = _sizes(step)
+    sizes, (run,) = dict(_sizes(step)), shape.runs
     kept = bytes_of(learned.kept, sizes)
     on_gpu = shape.layers
     if settings.activations == "host":
@@ -120,14 +120,19 @@ def footprint(step: Step) -> Footprint:
     at_the_end = Term("gradients that have come", come)
     layer = Term(
         "one layer going backward",
-        max(bytes_of(moment, sizes) for moment in learned.moments)
-        + max(step.layer(run.kind).unpacked_bytes for run in shape.runs),
+        # without the head's gradient, which has come
+        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments)
+        + step.layer(run.kind).unpacked_bytes,
     )
     loss = max(bytes_of(moment, sizes) for moment in learned.loss)
-    of_others = come * (shape.layers - 1) // max(1, shape.layers)
+    behind = table + (run.count - 1) * step.trained_of(run.kind)
+    of_others = come * behind // trained_parameters(shape, settings)
     phases = (
         phase(
-            LOSS, *always, Term("kept by recompute", on_gpu * kept), Term("loss and logits", loss)
+            LOSS,
+            *always,
+            Term("kept by recompute", (on_gpu if on_gpu == shape.layers else 1) * kept),
+            Term("loss and logits", loss),
         ),
         phase(
             "backward of the last layer",
