@@ -52,6 +52,8 @@ def test_the_closed_form_is_what_a_trace_of_the_step_takes(tmp_path, family, len
     settings = Settings(**changes)
     one = {} if settings.accumulates else {"micro_batches": 1}
     model = write_model(tmp_path / "model", {**SIZES, "model_type": family})
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": None}))
     spec = trial_of(model, settings=settings, length_tokens=length, **one)
     log = trace(TraceOrder(spec=spec, trainer="transformers"), tmp_path / "log")
     traced = replay(log, allocator="expandable").peak_allocated_bytes
@@ -101,7 +103,7 @@ def test_copies_on_every_gpu_are_ddps_with_its_buckets():
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"model": "gpt-oss-20b"}, "nobody traced"),
+        ({"model": "gpt-oss-20b"}, "a mask of length x length"),
         ({"recompute": "none"}, "recompute"),
         ({"gpus": "4xH100-80GB", "ulysses": [4]}, "ulysses"),
     ],
@@ -109,6 +111,12 @@ def test_copies_on_every_gpu_are_ddps_with_its_buckets():
 def test_what_it_is_not_predicted_with_is_refused_by_name(asked, why):
     with pytest.raises(UsageError, match=why):
         ask(**asked)
+
+
+def test_layers_that_nobody_traced_are_refused_with_those_that_were(tmp_path):
+    model = write_model(tmp_path / "model", {**SIZES, "model_type": "olmo2"})
+    with pytest.raises(UsageError, match=r"nobody traced .* known are llama, mistral, qwen2, qwen3"):
+        ask(str(model))
 
 
 def test_a_report_of_logits_that_ran_out_is_predicted_to():

@@ -8,6 +8,7 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
   on a model in bfloat16 (``lora``), parameters in float32 under autocast (``autocast``), or in
   bfloat16, as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss)
   or without, where the loss holds the logits of all tokens in float32, several times.
+- Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
   does and ZeRO-3 nearly; with as many copies as GPUs they are DDP's, whose buckets are as large as
   all gradients.
@@ -205,6 +206,12 @@ def refuse(spec: TrialSpec, shape: ModelShape) -> None:
     predicted with.
     """
     settings, layout = spec.settings, spec.layout
+    if shape.window_tokens is not None:
+        raise UsageError(
+            f"layers of {shape.model_type} have windows, for which transformers makes a mask of "
+            "length x length beside SDPA: its step is not predicted",
+            hint="leave `--trainer` out for this package's engine, which makes none",
+        )
     if len(shape.runs) != 1 or moments_of(shape, settings, layout.shard_degree) is None:
         known = sorted({*_ALIKE, *(name for rows in _learned().values() for name in rows)})
         raise UsageError(
