@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 68_791,
-    "src_files": 278,
+    "src_lines": 69_380,
+    "src_files": 280,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -19,7 +19,8 @@ CEILINGS = {
 """Lowered as the tree shrinks; raised by a feature alone, within what it was allowed (activations
 in host memory: three files; head groups: one; tiles of experts: one; gated DeltaNet: two;
 one answer from every command: two; lengths of data: one; reporters: one; the
-hardware of trials, which the catalog of GPUs no longer reads: one)."""
+hardware of trials, which the catalog of GPUs no longer reads: one; Hugging Face's step, traced and
+in closed form: two)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 197, "files": 118},

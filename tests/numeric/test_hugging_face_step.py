@@ -115,7 +115,9 @@ def test_what_it_is_not_predicted_with_is_refused_by_name(asked, why):
 
 def test_layers_that_nobody_traced_are_refused_with_those_that_were(tmp_path):
     model = write_model(tmp_path / "model", {**SIZES, "model_type": "olmo2"})
-    with pytest.raises(UsageError, match=r"nobody traced .* known are llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        UsageError, match=r"nobody traced .* known are llama, mistral, qwen2, qwen3"
+    ):
         ask(str(model))
 
 

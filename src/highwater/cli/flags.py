@@ -48,13 +48,13 @@ def _predicted(name: str) -> TrainerName:
             return known
     for tried in FOREIGN:
         if name == tried:
-            is_hugging_faces = FOREIGN[tried].trains_by == "transformers"
-            how = ", which trains by Hugging Face's Trainer," if is_hugging_faces else ""
+            step = FOREIGN[tried].trains_by
+            of_whom = f", which trains by {trainer_title(step)}'s Trainer," if step else ""
             raise UsageError(
-                f"the memory of {trainer_title(tried)}{how} is not predicted by itself: "
+                f"the memory of {trainer_title(tried)}{of_whom} is not predicted by itself: "
                 f"`highwater find --trainer {name}` finds its capacity by trials",
-                hint="use `--trainer transformers`, whose step it is"
-                if is_hugging_faces
+                hint=f"use `--trainer {step}`, whose step it is"
+                if step
                 else f"leave `--trainer {name}` out",
             )
     near = nearest(name, tuple(TRAINERS)) or OURS
