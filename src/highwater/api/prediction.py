@@ -110,8 +110,10 @@ def predict(
     from highwater.trials.trial_process import cache_directory
 
     kernel = kernels(where.compute_capability)[0]
-    with CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace) as tracer:
-        prediction = answered(predict_traced(question, memory_limit, tracer, known))
+    with CachedTracer(
+        cache_directory("traces"), kernel=kernel, trainer=trainer, on_trace=on_trace
+    ) as tracer:
+        prediction = answered(predict_traced(question, memory_limit, tracer, known, trainer))
         if timeline is not None:
             _write_timeline(Path(timeline), question, prediction, tracer)
     return prediction

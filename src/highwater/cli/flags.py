@@ -48,10 +48,14 @@ def _predicted(name: str) -> TrainerName:
             return known
     for tried in FOREIGN:
         if name == tried:
+            step = FOREIGN[tried].trains_by
+            of_whom = f", which trains by {trainer_title(step)}'s Trainer," if step else ""
             raise UsageError(
-                f"the memory of {trainer_title(tried)} is not predicted: `highwater find --trainer "
-                f"{name}` finds its capacity by trials",
-                hint=f"leave `--trainer {name}` out",
+                f"the memory of {trainer_title(tried)}{of_whom} is not predicted by itself: "
+                f"`highwater find --trainer {name}` finds its capacity by trials",
+                hint=f"use `--trainer {step}`, whose step it is"
+                if step
+                else f"leave `--trainer {name}` out",
             )
     near = nearest(name, tuple(TRAINERS)) or OURS
     raise UsageError(

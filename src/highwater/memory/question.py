@@ -109,6 +109,7 @@ def _requests(
     # other optimizers do not update on the host, and a model in nf4 does not come from there
     may_offload = settings.get("optimizer", "adamw") == "adamw"
     may_offload &= settings.get("lora_base", "bf16") == "bf16"
+    may_offload &= not TRAINERS[trainer].refused(["offload"])
     is_native = settings.get("allocator") == "native"
     if may_offload and "offload" not in settings and not is_native:
         offloaded = {"allocator": "expandable", "strategy": "fsdp2"}

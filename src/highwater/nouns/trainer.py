@@ -23,7 +23,7 @@ from highwater.nouns.objective import Objective
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
 
-TrainerName = Literal["highwater", "trinity", "trl"]
+TrainerName = Literal["highwater", "trinity", "trl", "transformers"]
 """Trainers whose memory is predicted: their modules have ``PREDICTED`` and ``MEMORY``."""
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
 """Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
@@ -65,6 +65,7 @@ REGISTRY: Mapping[str, Registered] = {
     "command": Registered("your command", "foreign"),
     "accelerate": Registered("accelerate", "accelerate"),
     "trl": Registered("TRL", "trl"),
+    "transformers": Registered("Hugging Face", "hugging_face"),
     "llamafactory": Registered("LLaMA-Factory", "llamafactory"),
     "axolotl": Registered("Axolotl", "axolotl"),
     "ms-swift": Registered("ms-swift", "ms_swift"),
@@ -246,6 +247,8 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """Objectives that its trials are written for. None: what it trains is its own affair."""
     has_run_on_gpus: bool = True
     """True if its trials were tried on GPUs; else only on the CPU."""
+    trains_by: TrainerName | None = None
+    """The trainer whose step it composes, where that is predicted and it is not."""
     loss: Loss = "full"
     """Loss of its rungs: ``chunked`` where its own loss never holds them whole."""
 

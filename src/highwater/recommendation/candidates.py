@@ -242,7 +242,7 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     traits = TRAINERS[goal.trainer]
     if traits.knows_every_setting:
         words += setting_flags(settings)
-    elif traits.is_run:
+    elif traits.traces != "bundled":
         words += ["--trainer", goal.trainer]
         words += setting_flags(settings, but_not=traits.refused(DECLARED))
     else:

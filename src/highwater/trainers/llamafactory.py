@@ -238,7 +238,9 @@ def _launcher(cell: Cell) -> dict[str, Value]:
     return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
 
 
-TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)
+TRIED = ForeignTraits(
+    settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False, trains_by="transformers"
+)
 TRIAL = trial_start(LLAMAFACTORY)
 TARGET = EmitTarget(
     file="llamafactory.yaml",

@@ -300,7 +300,9 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     )
 
 
-TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
+TRIED = ForeignTraits(
+    settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False, trains_by="transformers"
+)
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(
     file="ms-swift.yaml",

@@ -20,7 +20,6 @@ import msgspec
 from highwater.errors import MachineError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import LIKELY_FILLED_SHARE
-from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.interval.calibration import Calibration, Factors
 from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replays, predict_cell
 from highwater.memory.trace.replay import (
@@ -31,11 +30,13 @@ from highwater.memory.trace.replay import (
     coded,
     replay_trace,
 )
+from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import INDEX_BYTES, digest, from_json, read_file, write_whole
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.hardware import Kernel
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.study import Question
+from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialEndedError, TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.probe import (
@@ -56,6 +57,7 @@ def predict_traced(
     memory_limit: MemoryLimit,
     tracer: Tracer,
     calibration: Calibration | None = None,
+    trainer: TrainerName = OURS,
 ) -> tuple[CellPrediction, ...]:
     """Every cell of the question, in its order; raises what the tracer raises.
 
@@ -67,7 +69,7 @@ def predict_traced(
     for cell in question.cells:
         factors = calibration and calibration.of(cell.settings.allocator)
         traces = CellTraces(
-            formula=FormulaPredictor(likely_footprint, question, cell, memory_limit),
+            formula=MEMORY[trainer].by_formula(question, cell, memory_limit),
             tracer=tracer,
             factors=factors,
         )
@@ -178,9 +180,12 @@ class CachedTracer:
         directory: Path,
         *,
         kernel: Kernel,
+        trainer: TrainerName = OURS,
         on_trace: Callable[[TrialSpec], None] | None = None,
     ) -> None:
-        """Keep traces in ``directory``; ``on_trace`` hears each trial that has to be traced."""
+        """Keep traces of a trainer's step in ``directory``; ``on_trace`` hears each trial that has
+        to be traced.
+        """
         obstacles = package_obstacles(probe())
         if obstacles:
             raise MachineError(
@@ -188,6 +193,7 @@ class CachedTracer:
             )
         self._directory = directory
         self._kernel: Kernel = kernel
+        self._trainer: TrainerName = trainer
         self._on_trace = on_trace
         self._ended = Event()
         self._asked = Lock()
@@ -228,7 +234,10 @@ class CachedTracer:
 
     def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
         order = TraceOrder(
-            spec=_whatever_is_allocated(spec), rank=fullest_rank(spec), kernel=self._kernel
+            spec=_whatever_is_allocated(spec),
+            rank=fullest_rank(spec),
+            kernel=self._kernel,
+            trainer=self._trainer,
         )
         return order, self._directory / f"{_key(order)}.json.gz"
 
@@ -278,7 +287,7 @@ def _key(order: TraceOrder) -> str:
 
 @cache
 def _versions() -> dict[str, str]:
-    return probe().versions | versions_of(("peft", "torchao", "bitsandbytes"))
+    return probe().versions | versions_of(("peft", "torchao", "bitsandbytes", "liger-kernel"))
 
 
 @cache

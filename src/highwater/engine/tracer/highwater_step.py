@@ -4,6 +4,7 @@ has. Another trainer's is a file beside this one, called after it (nouns/trainer
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,25 +14,31 @@ from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.training.rank_context import RankContext, compute_dtype
 from highwater.engine.training.rank_run import assemble, rehearse
 from highwater.engine.training.statistics import Statistics, summed
-from highwater.engine.training.step import Training
+from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
 from highwater.nouns.events import ReleaseCached
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import OnPhase, TrialSpec
+
+
+def _train_step(training: Training, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
+    train_step(training, micro_batches, enter=enter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTrainer:
-    """Parts of one trainer's trace besides the steps, which are our own for every trainer."""
+    """Parts of one trainer's trace."""
 
     set_up: Callable[[AllocationRecorder, RankContext], None]
     """Tells the recorder about the trainer, before anything is allocated."""
-    begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Training]
+    begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Any]
     """Builds the models, makes the recorder follow the policy, and does all else before the first
     step. The batch is a trial's rehearsal."""
     before_step: Callable[[AllocationRecorder], None]
     """Runs before every step."""
     after_step: Callable[[Training, Sequence[Batch]], None]
     """Runs after every step of these micro-batches."""
+    step: Callable[[Any, Sequence[Batch], OnPhase], object] = _train_step
+    """One step of what ``begin`` returned: our own, unless the trainer has another."""
 
 
 _LENT_BY_FSDP1 = 4

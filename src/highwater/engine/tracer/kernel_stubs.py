@@ -4,10 +4,11 @@ stubs that make the same allocations.
 Only for the tracer's own process: nothing here is undone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import islice
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -144,6 +145,91 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return on_real_tensors
+
+
+@contextmanager
+def real_tensors() -> Generator[None]:
+    """Tensors made here are real, or on meta: outside any fake mode."""
+    with unset_fake_temporarily():
+        yield
+
+
+def put_triton() -> None:
+    """Put a Triton in place that launches nothing: whoever calls kernels of it, as Liger does,
+    allocates what they write outside of them. What such code asks of a GPU is a Hopper's.
+    """
+    for name in _TRITON:
+        module = sys.modules[name] = _Nothing(name)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+        module.__path__ = []
+    triton = sys.modules["triton"]
+    language: Any = sys.modules["triton.language"]
+    language.constexpr = _Constant
+    answers = {
+        "__version__": "3.6.0",
+        "jit": lambda function=None, **_: _Launcher() if function else lambda _: _Launcher(),
+        "heuristics": lambda *_, **__: lambda function: function,
+        "autotune": lambda *_, **__: lambda function: function,
+        "cdiv": lambda number, by: -(-number // by),
+        "next_power_of_2": lambda number: 1 << (int(number) - 1).bit_length(),
+    }
+    for name, answer in answers.items():
+        setattr(triton, name, answer)
+    cuda: Any = torch.cuda
+    cuda.device = lambda *_: nullcontext()
+    cuda.get_device_properties = lambda *_: SimpleNamespace(
+        multi_processor_count=132, name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30
+    )
+    loose: Any = torch
+    loose.equal = lambda *_: True  # Liger asks whether the loss is the last thing computed
+    tensor = torch.tensor
+
+    def on_fakes(data: Any, *rest: Any, device: Any = None, **how: Any) -> Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            return torch.full((), data, device=device, **how)
+        return tensor(data, *rest, device=device, **how)
+
+    loose.tensor = on_fakes
+
+
+_TRITON = (
+    *("triton", "triton.language", "triton.language.math", "triton.language.core"),
+    *("triton.language.extra", "triton.language.extra.libdevice"),
+    *("triton.language.extra.cuda", "triton.language.extra.cuda.libdevice"),
+    *("triton.runtime", "triton.runtime.autotuner", "triton.runtime.jit"),
+    *("triton.runtime.driver", "triton.compiler", "triton.tools", "triton.backends"),
+)
+
+
+class _Nothing(ModuleType):
+    """A module whose every name is one that may be asked for names, called and joined."""
+
+    def __getattr__(self, name: str) -> "_Nothing":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing(name)
+
+    def __call__(self, *_: Any, **__: Any) -> "_Nothing":
+        return self
+
+    def __or__(self, _: object) -> "_Nothing":
+        return self
+
+
+class _Constant:
+    """Triton's ``constexpr``."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+
+class _Launcher:
+    """A kernel that does nothing on any grid."""
+
+    def __getitem__(self, _: object) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 class _RmsNormStub(torch.autograd.Function):

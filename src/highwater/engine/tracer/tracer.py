@@ -31,7 +31,13 @@ from highwater.engine.activations import host
 from highwater.engine.data.batches import batches
 from highwater.engine.models.build import read_config
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.tracer import fake_cuda, highwater_step, kernel_stubs, trinity_step
+from highwater.engine.tracer import (
+    fake_cuda,
+    highwater_step,
+    kernel_stubs,
+    transformers_step,
+    trinity_step,
+)
 from highwater.engine.tracer.allocation_recorder import (
     WORKSPACES,
     AllocationRecorder,
@@ -42,7 +48,6 @@ from highwater.engine.tracer.highwater_step import TracedTrainer
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import rehearsal_batch
-from highwater.engine.training.step import train_step
 from highwater.nouns.codec import write_whole
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.hardware import Kernel
@@ -53,6 +58,7 @@ aten: Any = torch.ops.aten
 STEPS: Mapping[TrainerName, TracedTrainer] = {
     "highwater": highwater_step.TRACED,
     "trinity": trinity_step.TRACED,
+    "transformers": transformers_step.TRACED,
 }
 """The traced step of each trainer that has one; imported, as traces are kept by imports."""
 
@@ -116,7 +122,7 @@ def trace(order: TraceOrder) -> EventLog:
             with unset_fake_temporarily():
                 own = [context.share_of(batch) for batch in step]
             trainer.before_step(recorder)
-            train_step(training, own, enter=recorder.enter)
+            trainer.step(training, own, recorder.enter)
             trainer.after_step(training, own)
         recorder.is_closed = True
     versions = {"torch": str(torch.__version__), "transformers": version("transformers")}
@@ -126,7 +132,9 @@ def trace(order: TraceOrder) -> EventLog:
         operators=tuple(recorder.operators),
         modules=tuple(recorder.modules),
         events=tuple(recorder.events),
-        host_bytes=0 if training.host is None else training.host.mapped_bytes,
+        host_bytes=0
+        if (mapped := getattr(training, "host", None)) is None
+        else mapped.mapped_bytes,
     )
 
 

@@ -1,0 +1,165 @@
+"""Hugging Face's step: what transformers' Trainer composes for one GPU, without the Trainer.
+accelerate, Axolotl, LLaMA-Factory and ms-swift train by the same one.
+
+The model is transformers' own class with SDPA, its layers checkpointed as its flag does, with the
+flag's ``offload`` or without; the loss is its own, in float32 over logits of all tokens, or
+Liger's, beside Liger's other kernels. Everything trained: parameters in float32 under autocast,
+whose casts of weights live until it is left. LoRA: peft's own layers on a frozen model in bfloat16,
+adapters in float32. accelerate makes a float32 copy of what the model returns. The optimizer is
+PyTorch's fused AdamW; gradients are dropped after each step.
+
+Sources: modeling_utils.py and loss_utils.py of transformers 5.23, operations.py of accelerate 1.15,
+liger-kernel 0.8.5. Reserved memory of one step is what an H200 measured
+(tests/numeric/test_transformers_trace.py).
+"""
+
+import importlib
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from highwater.engine.data.batches import Batch
+from highwater.engine.models.adapters import peft_config
+from highwater.engine.models.build import read_config
+from highwater.engine.tracer import kernel_stubs
+from highwater.engine.tracer.allocation_recorder import AllocationRecorder
+from highwater.engine.tracer.highwater_step import TracedTrainer
+from highwater.engine.training.rank_context import RankContext
+from highwater.errors import MachineError, UsageError
+from highwater.nouns.objective import Lora
+from highwater.nouns.settings import Settings
+from highwater.nouns.trial import OnPhase, TrialSpec
+
+_LIGER = "liger_kernel.transformers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceTraining:
+    """A model and its optimizer, and what one micro-batch of it is."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sequences: int
+    length_tokens: int
+    host_bytes: int = 0
+    """Its pinned memory is the formula's: a trace has the GPU's alone."""
+
+    def step(self, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
+        """Train one step on as many micro-batches, of token ids that are no matter."""
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        for _ in micro_batches:
+            enter("forward")
+            loss = self._loss() / len(micro_batches)
+            enter("backward")
+            loss.backward()
+        enter("optimizer")
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self) -> Tensor:
+        ids = torch.zeros(self.sequences, self.length_tokens, dtype=torch.int64, device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            found = self.model(input_ids=ids, labels=ids.clone(), use_cache=False)
+        logits = found.logits
+        wide = None if logits is None else logits.float()
+        del wide, logits
+        return found.loss
+
+
+def begin(
+    spec: TrialSpec,
+    context: RankContext,
+    rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
+    recorder: AllocationRecorder,
+) -> HuggingFaceTraining:
+    """Build the model and its optimizer. Raises UsageError for several GPUs, MachineError without
+    a library that the step is made of.
+    """
+    if context.mesh.size() > 1:
+        raise UsageError(
+            "steps of Hugging Face's Trainer are traced on one GPU",
+            hint="leave `--exact` out, or use `--gpus 1`",
+        )
+    config = read_config(
+        spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
+    )
+    model = _on_meta(config, spec.settings)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                on_gpu = torch.empty_like(parameter, device="cuda")
+                module._parameters[name] = nn.Parameter(on_gpu, parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cuda")
+    if config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    recorder.follow(model)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return HuggingFaceTraining(
+        model=model,
+        optimizer=torch.optim.AdamW(trained, lr=1e-4, fused=True),
+        sequences=spec.settings.sequences_per_micro_batch,
+        length_tokens=spec.length_tokens,
+    )
+
+
+def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
+    adapters, is_liger = settings.adapters, settings.loss == "chunked"
+    is_narrow = adapters is not None or settings.parameters == "bf16"
+    if is_liger:
+        kernel_stubs.put_triton()
+    with kernel_stubs.real_tensors(), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.bfloat16 if is_narrow else torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
+        )
+        if adapters is not None:
+            _adapt(model, adapters)
+    model.train()
+    if settings.recompute != "none":
+        model.activation_checkpointing_enable(offload=settings.activations == "host")
+    if is_liger:
+        _put_liger(model, config.model_type)
+    return model
+
+
+def _adapt(model: Any, lora: Lora) -> None:
+    peft = importlib.import_module("peft")
+    model.requires_grad_(requires_grad=False)
+    peft.inject_adapter_in_model(
+        peft_config(lora, model.config.model_type), model, low_cpu_mem_usage=True
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def _put_liger(model: Any, family: str) -> None:
+    """Put Liger's kernels into a model, as ``use_liger_kernel`` does."""
+    put: Any = None
+    with suppress(ImportError):
+        put = getattr(importlib.import_module(_LIGER), f"apply_liger_kernel_to_{family}", None)
+    if put is None:
+        raise MachineError(
+            f"no kernels of Liger for {family} are installed here",
+            hint="pip install --no-deps liger-kernel==0.8.5, or leave `--exact` out",
+        )
+    put(model=model)
+
+
+TRACED = TracedTrainer(
+    set_up=lambda _, __: None,
+    begin=begin,
+    before_step=lambda _: None,
+    after_step=lambda _, __: None,
+    step=lambda training, micro_batches, enter: training.step(micro_batches, enter),
+)

@@ -1,0 +1,256 @@
+"""Hugging Face's Trainer: the memory of the step that it composes, in closed form; accelerate's
+scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
+
+- Layers are checkpointed, and keep their input; with ``offload`` in host memory, in pinned blocks
+  that PyTorch rounds up to powers of two.
+- What a layer and the loss take is learned from traces of that very step
+  (``tools/learn_hugging_face.py``; engine/tracer/transformers_step.py), by how it trains: adapters
+  on a model in bfloat16 (``lora``), parameters in float32 under autocast (``autocast``), or in
+  bfloat16, as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss)
+  or without, where the loss holds the logits of all tokens in float32, several times.
+- Models with windows are refused: beside SDPA transformers makes a mask of length x length.
+- Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
+  does and ZeRO-3 nearly; with as many copies as GPUs they are DDP's, whose buckets are as large as
+  all gradients.
+
+Sources: transformers 5.23, peft 0.21, accelerate 1.15, liger-kernel 0.8.5; ``Reducer`` in
+torch/csrc/distributed/c10d/reducer.cpp.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from highwater.errors import UsageError
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    LOSS,
+    WORKSPACES,
+    Footprint,
+    Term,
+    phase,
+    present,
+)
+from highwater.memory.formula.formula import outside_terms_of
+from highwater.memory.formula.layers import Step
+from highwater.memory.formula.moments import MomentBytes, bytes_of, products
+from highwater.memory.trainers import TrainerMemory
+from highwater.model.footprint import device_state_bytes, gradient_bytes, trained_parameters
+from highwater.model.model import ModelShape
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.settings import Allocator, Settings
+from highwater.nouns.trainer import TrainerTraits
+from highwater.nouns.trial import TrialSpec
+
+FILE = Path(__file__).with_name("hugging_face.json")
+VARIANTS = ("lora", "lora liger", "autocast", "autocast liger", "bf16", "bf16 liger")
+"""How a step trains, and with whose kernels."""
+_ALIKE = {"mistral": "llama", "qwen2": "llama"}
+"""Families whose layers take what those of another do."""
+_LEFT_ON_THE_GPU = 2
+"""Inputs of layers that are on the GPU though all are in host memory: the first one's, which the
+embedding gives, and the one in use."""
+_FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
+"""Share of the allocator's memory that live tensors fill: of replayed traces of Llama-3.1-8B with
+LoRA, 32,768 and 131,072 tokens."""
+_WIDE, _GATHERED, _REDUCED = 4, 2, 4
+"""Bytes of a number of a gradient, of what FSDP2 gathers, and of what it sums."""
+
+
+class Moments(Record, frozen=True, kw_only=True):
+    """Memory of one family's layers and loss: bytes for each product of sizes."""
+
+    kept: MomentBytes
+    """Kept by a layer until its backward pass."""
+    moments: tuple[MomentBytes, ...]
+    """Alive besides while a layer goes backward."""
+    loss: tuple[MomentBytes, ...]
+    """Alive besides between the last layer's two passes."""
+
+
+@cache
+def _learned() -> Mapping[str, Mapping[str, Moments]]:
+    return from_json(FILE.read_bytes(), dict[str, dict[str, Moments]])
+
+
+def moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
+    """What was learned of a family that trains so; None if nothing was."""
+    family = _ALIKE.get(shape.model_type, shape.model_type)
+    return _learned().get(_variant(settings, shards), {}).get(family)
+
+
+def _variant(settings: Settings, shards: int) -> str:
+    if settings.lora is not None:
+        training = "lora"
+    else:
+        training = "bf16" if settings.parameters == "bf16" or shards > 1 else "autocast"
+    return training if settings.holds_logits else f"{training} liger"
+
+
+def of_loss(variant: str, tokens: int, vocabulary: int, hidden: int) -> Mapping[str, int]:
+    """Products of sizes of a loss, in numbers: T tokens, V vocabulary, E hidden size; c tokens of
+    a piece of Liger's, the power of two from which it has no more logits than T x E.
+    """
+    if not variant.endswith("liger"):
+        return {"T*V": tokens * vocabulary, "V*E": vocabulary * hidden}
+    pieces = -(-vocabulary // hidden)
+    piece = min(tokens, 1 << (-(-tokens // pieces) - 1).bit_length())
+    return {"c*V": piece * vocabulary, "c*E": piece * hidden, "V*E": vocabulary * hidden}
+
+
+def footprint(step: Step) -> Footprint:
+    """Memory that the step most likely takes, on the fullest GPU."""
+    shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
+    learned = moments_of(shape, settings, shards)
+    assert learned is not None  # noqa: S101 -- refuse
+    sizes, (run,) = dict(_sizes(step)), shape.runs
+    kept = bytes_of(learned.kept, sizes)
+    on_gpu = shape.layers
+    if settings.activations == "host":
+        on_gpu = min(on_gpu, _LEFT_ON_THE_GPU)
+    states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards
+    gradients = gradient_bytes(shape, settings, shards=shards) // shards
+    come = 0 if settings.keeps_gradients else gradients
+    always = (
+        Term("states", states - come),
+        Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES)),
+        Term("ids", 2 * 8 * step.tokens),
+        *_shared(step, gradients),
+    )
+    table = 0 if step.is_frozen else step.table
+    at_the_end = Term("gradients that have come", come)
+    layer = Term(
+        "one layer going backward",
+        # without the head's gradient, which has come
+        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments)
+        + step.layer(run.kind).unpacked_bytes,
+    )
+    loss = max(bytes_of(moment, sizes) for moment in learned.loss)
+    behind = table + (run.count - 1) * step.trained_of(run.kind)
+    of_others = come * behind // trained_parameters(shape, settings)
+    phases = (
+        phase(
+            LOSS,
+            *always,
+            Term("kept by recompute", (on_gpu if on_gpu == shape.layers else 1) * kept),
+            Term("loss and logits", loss),
+        ),
+        phase(
+            "backward of the last layer",
+            *always,
+            Term("gradients that have come", min(come, _WIDE * table // shards)),
+            Term("kept by recompute", on_gpu * kept),
+            layer,
+        ),
+        phase(
+            "backward of the first layer",
+            *always,
+            Term("gradients that have come", of_others),
+            Term("kept by recompute", (1 if on_gpu == shape.layers else on_gpu) * kept),
+            layer,
+        ),
+        phase(
+            "backward of the embedding",
+            *always,
+            at_the_end,
+            Term("gradient of the embedding", _WIDE * table),
+        ),
+    )
+    host = shape.layers * (1 << (kept - 1).bit_length()) if on_gpu < shape.layers else 0
+    return Footprint(
+        phases=phases,
+        outside=outside_terms_of(step),
+        host=present(Term("kept by recompute, pinned", step.layout.machine_gpus * host)),
+        filled_share=_FILLED_SHARE[settings.allocator],
+    )
+
+
+def _sizes(step: Step) -> Mapping[str, int]:
+    """Products of sizes of the model's one kind of layers, and of its vocabulary, in numbers."""
+    shape, (run,) = step.shape, step.shape.runs
+    rank = step.settings.lora or 0
+    return {
+        **products(
+            run.kind,
+            tokens=step.tokens,
+            attended_key=run.kind.attention.key_size,
+            tile=None,
+        ),
+        **of_loss(
+            _variant(step.settings, step.layout.shard_degree),
+            *(step.tokens, shape.vocab_size, shape.hidden_size),
+        ),
+        "T*r": step.tokens * rank,
+        "L": run.count * run.kind.matmul_parameters,
+    }
+
+
+def _shared(step: Step, gradients: int) -> tuple[Term, ...]:
+    """Terms of several GPUs: DDP's buckets, or what FSDP2 gathers and sums."""
+    layout, (run,) = step.layout, step.shape.runs
+    if layout.gpus == 1:
+        return ()
+    if layout.shard_degree == 1:
+        return (Term("DDP's buckets", gradients),)
+    tables = step.table * (1 if step.shape.tied_embeddings else 2)
+    summed = step.trained_of(run.kind)
+    return (
+        Term("embedding and head, gathered", _GATHERED * tables),
+        Term("layers, gathered", 2 * _GATHERED * run.kind.parameters),
+        Term("gradient reduction", _REDUCED * summed),
+    )
+
+
+def refuse(spec: TrialSpec, shape: ModelShape) -> None:
+    """Raise UsageError for layers that nothing was learned of, and for what the step is not
+    predicted with.
+    """
+    settings, layout = spec.settings, spec.layout
+    if shape.window_tokens is not None:
+        raise UsageError(
+            f"layers of {shape.model_type} have windows, for which transformers makes a mask of "
+            "length x length beside SDPA: its step is not predicted",
+            hint="leave `--trainer` out for this package's engine, which makes none",
+        )
+    if len(shape.runs) != 1 or moments_of(shape, settings, layout.shard_degree) is None:
+        known = sorted({*_ALIKE, *(name for rows in _learned().values() for name in rows)})
+        raise UsageError(
+            f"nobody traced Hugging Face's step with layers of {shape.model_type}, trained so; "
+            f"known are {', '.join(known)}",
+            hint="leave `--trainer` out for this package's engine, or measure it: "
+            "`highwater find --trainer accelerate`",
+        )
+    if layout.context_degree > 1:
+        raise UsageError(
+            "Hugging Face's Trainer is not predicted with shared sequences",
+            hint="leave `--ulysses` and `--ring` out",
+        )
+    if settings.recompute != "layer":
+        raise UsageError(
+            "Hugging Face's Trainer is predicted with checkpointed layers alone",
+            hint="leave `--recompute` out",
+        )
+
+
+PREDICTED = TrainerTraits(
+    step="the step that Hugging Face's Trainer composes",
+    is_run=False,
+    settings=frozenset(
+        (
+            *("allocator", "loss", "activations", "optimizer", "parameters", "copies"),
+            *("lora", "lora_alpha", "lora_targets", "lora_base", "sequences_per_micro_batch"),
+            "micro_batches",
+            *("rope", "headroom", "start_length", "resolution", "max_length"),
+        )
+    ),
+    traces="made",
+    ring_objectives=frozenset(),
+)
+MEMORY = TrainerMemory(
+    formula=footprint,
+    accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
+    "chunked loss is Liger's. Two of those traces were 0.04 and 0.07 % off what an H200 reserved; "
+    "several GPUs are by formula alone",
+    of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
+    refuse=refuse,
+)

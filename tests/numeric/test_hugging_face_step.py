@@ -1,0 +1,127 @@
+"""Hugging Face's step: the closed form equals traces of the very step, and both are what GPUs
+reserved.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from traces import trace
+
+import highwater
+from highwater.errors import UsageError
+from highwater.memory.formula.layers import Step
+from highwater.memory.trace.replay import replay
+from highwater.model.model import load_model
+from highwater.nouns.events import TraceOrder
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.trainers.hugging_face import footprint
+from tiny_models import write_model
+from trial_specs import trial_of
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 6,
+    "vocab_size": 8192,
+    "max_position_embeddings": 65_536,
+    "tie_word_embeddings": False,
+}
+NARROW = {"parameters": "bf16", "optimizer": "adamw-bf16", "accumulates": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "changes"),
+    [
+        ("llama", 16_384, {"lora": 16}),
+        ("mistral", 4096, {"lora": 16}),
+        ("qwen3", 4096, {"lora": 16}),
+        ("qwen2", 16_384, {}),
+        ("llama", 4096, {"accumulates": False}),
+        ("llama", 16_384, NARROW),
+        ("llama", 16_384, {"lora": 16, "activations": "host"}),
+    ],
+    ids=str,
+)
+def test_the_closed_form_is_what_a_trace_of_the_step_takes(tmp_path, family, length, changes):
+    settings = Settings(**changes)
+    one = {} if settings.accumulates else {"micro_batches": 1}
+    model = write_model(tmp_path / "model", {**SIZES, "model_type": family})
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": None}))
+    spec = trial_of(model, settings=settings, length_tokens=length, **one)
+    log = trace(TraceOrder(spec=spec, trainer="transformers"), tmp_path / "log")
+    traced = replay(log, allocator="expandable").peak_allocated_bytes
+    step = Step(load_model(str(model)).shape, settings, spec.layout, length, prompt_tokens=0)
+    assert footprint(step).allocated_bytes == pytest.approx(traced, rel=0.01)
+
+
+def recorded(path: str, contender: str) -> tuple[str, int, int]:
+    found = json.loads((RESULTS / path).read_text())
+    (row,) = found["rows"]
+    return found["model"], row["length_tokens"], row["peak_reserved_bytes"][contender]
+
+
+@pytest.mark.parametrize(
+    ("path", "contender", "activations"),
+    [
+        ("lora/step_32k.json", "liger", "gpu"),
+        ("activations/step_131072.json", "liger-offload", "host"),
+    ],
+)
+def test_what_a_gpu_reserved_for_peft_with_ligers_kernels_is_predicted(
+    path, contender, activations
+):
+    model, length, reserved = recorded(path, contender)
+    settings = Settings(
+        allocator="expandable", loss="chunked", lora=32, activations=activations, accumulates=False
+    )
+    step = Step(load_model(model).shape, settings, Layout(gpus=1), length, prompt_tokens=0)
+    assert footprint(step).reserved_bytes == pytest.approx(reserved, rel=0.02)
+
+
+def ask(model: str = "Llama-3.1-8B", gpus: str = "1xH100-80GB", **settings):
+    return highwater.predict(model, gpus=gpus, trainer="transformers", **settings)
+
+
+def test_copies_on_every_gpu_are_ddps_with_its_buckets():
+    named = {"lora": 16, "length": "16k", "loss": "chunked", "allocator": "expandable"}
+    (alone, *_), (copied, *_) = (
+        ask(gpus=gpus, activations="gpu", **named, **more).cells
+        for gpus, more in (("1xH100-80GB", {}), ("2xH100-80GB", {"copies": [2]}))
+    )
+    buckets = {term.name: term.bytes for term in copied.footprint.peak.terms}["DDP's buckets"]
+    assert 100e6 < buckets < 400e6
+    assert copied.footprint.allocated_bytes == alone.footprint.allocated_bytes + buckets
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"model": "gpt-oss-20b"}, "a mask of length x length"),
+        ({"recompute": "none"}, "recompute"),
+        ({"gpus": "4xH100-80GB", "ulysses": [4]}, "ulysses"),
+    ],
+)
+def test_what_it_is_not_predicted_with_is_refused_by_name(asked, why):
+    with pytest.raises(UsageError, match=why):
+        ask(**asked)
+
+
+def test_layers_that_nobody_traced_are_refused_with_those_that_were(tmp_path):
+    model = write_model(tmp_path / "model", {**SIZES, "model_type": "olmo2"})
+    with pytest.raises(
+        UsageError, match=r"nobody traced .* known are llama, mistral, qwen2, qwen3"
+    ):
+        ask(str(model))
+
+
+def test_a_report_of_logits_that_ran_out_is_predicted_to():
+    """LLaMA-Factory's issue 5545: QLoRA, 51,974 tokens on one H100."""
+    found = ask(length=51_974, lora=16, lora_base="nf4", loss="full")
+    assert found.answer is None
