@@ -16,7 +16,8 @@ WORDS = {
     "recompute": r"(?:gradient|activation)[ -]checkpointing",
     "Ulysses": r"\bSP\b|[Ss]equence[ -]parallel",
     "ring": r"\bring=",
-    "copies": r"\bHSDP\b|\breplicas\b",
+    # DataParallel's replicas, in threads, are none of these copies
+    "copies": r"\bHSDP\b|(?<!DataParallel runs its )\breplicas\b",
     "LoRA": r"\bLoRA-\d",
 }
 """By the word that is said of a setting: other words for the same."""

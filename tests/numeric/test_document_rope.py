@@ -4,6 +4,7 @@ those that it has alone.
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from highwater.engine.attention.registry import register
 from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.pretrained import text_config
 from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents, scale_rope
 from highwater.engine.parallel.sequence_layout import PADDING, Part, SequenceLayout
 from highwater.errors import ModelError, UsageError
@@ -151,7 +153,7 @@ def test_the_block_is_the_engines(name, rope):
                     AutoConfig.from_pretrained(model.directory), length_tokens=length, rope=rope
                 )
             continue
-        config = AutoConfig.from_pretrained(model.directory)
+        config = text_config(Path(model.directory)) or AutoConfig.from_pretrained(model.directory)
         before = json.dumps(config.rope_parameters, default=str)
         scale_rope(config, length_tokens=length, rope=rope)
         found = yarn(model, length_tokens=length, rope=rope)
