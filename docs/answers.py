@@ -14,6 +14,7 @@ from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, accuracy, calibration_of
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
+from highwater.nouns.cells import simplicity
 from highwater.nouns.objective import ATTENTION
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import Cell, Question
@@ -91,7 +92,7 @@ def simplest_by_length(
         predictor = MEMORY[OURS].predictor(question, cell, limit)
         return predict_at(predictor, length_tokens, known and known.of(cell.settings.allocator))
 
-    cells = list(question.cells)
+    cells = sorted(question.cells, key=simplicity)
     for length_tokens in sorted(each for each in lengths if each <= question.grid.max_tokens):
         may_fit: list[CellPrediction] = []
         for cell in tuple(cells):
