@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parents[1] / "tests"
-sys.path[:0] = (str(TESTS / "numeric"), str(TESTS))
+sys.path[:0] = (str(Path(__file__).parent), str(TESTS / "numeric"), str(TESTS))
 
 import numpy as np
 from traces import trace, trial
@@ -109,7 +109,7 @@ def main() -> None:
     for family in sys.argv[1:] or FAMILIES:
         layers = {}
         both = (True, False)
-        cases = [*map(Case._make, product(both, repeat=3))]
+        cases = [Case(*each) for each in product(both, repeat=3)]
         cases += [Case(is_delta, True, shared, True) for is_delta, shared in product(both, both)]
         for case in cases:
             layers[case.name(family)] = of_case(family, case)

@@ -93,6 +93,7 @@ DELTA_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 KEPT = {"loss": "chunked", "recompute": "all-but-attention"}
 ADAPTED = {"lora": 8, "lora_targets": "q_proj,k_proj,v_proj,o_proj,out_proj"}
 FOUR = Layout(gpus=4, ulysses_degree=4)
+_HEADS_OF_FOUR = {"num_attention_heads": 8, "num_key_value_heads": 4}
 DELTA_CASES: dict[str, dict[str, Any]] = {
     "adapters": {"settings": Settings(loss="chunked", **ADAPTED)},
     "adapters, kept": {"settings": Settings(**KEPT, **ADAPTED)},
@@ -100,8 +101,13 @@ DELTA_CASES: dict[str, dict[str, Any]] = {
         "settings": Settings(**KEPT, **ADAPTED),
         "layout": FOUR,
         "length_tokens": 4 * LENGTH,
+        "config": _HEADS_OF_FOUR,
     },
-    "shared by four": {"layout": FOUR, "length_tokens": 4 * LENGTH},
+    "shared by four": {
+        "layout": FOUR,
+        "length_tokens": 4 * LENGTH,
+        "config": _HEADS_OF_FOUR,
+    },
     "host": {"settings": Settings(loss="chunked", activations="host")},
     "odd": {"length_tokens": 5000},
 }
