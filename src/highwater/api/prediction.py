@@ -75,6 +75,11 @@ def predict(
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = gpus_meant(gpus, gpu_memory)
+    if exact and trainer != OURS and where.gpus > 1:
+        raise UsageError(
+            f"{TRAINERS[trainer].step} is traced on one GPU",
+            hint="leave `--exact` out, or name one GPU",
+        )
     own_readings, own = None, ()
     if constants is not None:
         from highwater.recommendation.user_measurements import own_constants

@@ -5,8 +5,8 @@ Only for the tracer's own process: nothing here is undone.
 """
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -145,13 +145,6 @@ def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return on_real_tensors
-
-
-@contextmanager
-def real_tensors() -> Generator[None]:
-    """Tensors made here are real, or on meta: outside any fake mode."""
-    with unset_fake_temporarily():
-        yield
 
 
 def put_triton() -> None:

@@ -132,9 +132,7 @@ def trace(order: TraceOrder) -> EventLog:
         operators=tuple(recorder.operators),
         modules=tuple(recorder.modules),
         events=tuple(recorder.events),
-        host_bytes=0
-        if (mapped := getattr(training, "host", None)) is None
-        else mapped.mapped_bytes,
+        host_bytes=0 if training.host is None else training.host.mapped_bytes,
     )
 
 

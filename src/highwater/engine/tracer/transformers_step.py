@@ -9,8 +9,7 @@ adapters in float32. accelerate makes a float32 copy of what the model returns. 
 PyTorch's fused AdamW; gradients are dropped after each step.
 
 Sources: modeling_utils.py and loss_utils.py of transformers 5.23, operations.py of accelerate 1.15,
-liger-kernel 0.8.5. Reserved memory of one step is what an H200 measured
-(tests/numeric/test_transformers_trace.py).
+liger-kernel 0.8.5. docs/results/other_trainers compares with what an H200 reserved.
 """
 
 import importlib
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from highwater.engine.data.batches import Batch
@@ -30,7 +30,7 @@ from highwater.engine.tracer import kernel_stubs
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.tracer.highwater_step import TracedTrainer
 from highwater.engine.training.rank_context import RankContext
-from highwater.errors import MachineError, UsageError
+from highwater.errors import MachineError
 from highwater.nouns.objective import Lora
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import OnPhase, TrialSpec
@@ -46,7 +46,7 @@ class HuggingFaceTraining:
     optimizer: torch.optim.Optimizer
     sequences: int
     length_tokens: int
-    host_bytes: int = 0
+    host: None = None
     """Its pinned memory is the formula's: a trace has the GPU's alone."""
 
     def step(self, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
@@ -78,14 +78,10 @@ def begin(
     rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
     recorder: AllocationRecorder,
 ) -> HuggingFaceTraining:
-    """Build the model and its optimizer. Raises UsageError for several GPUs, MachineError without
-    a library that the step is made of.
+    """Build the model and its optimizer. Raises MachineError without a library that the step is
+    made of.
     """
-    if context.mesh.size() > 1:
-        raise UsageError(
-            "steps of Hugging Face's Trainer are traced on one GPU",
-            hint="leave `--exact` out, or use `--gpus 1`",
-        )
+    assert context.mesh.size() == 1, "nobody asks for several GPUs"
     config = read_config(
         spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
     )
@@ -115,7 +111,7 @@ def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
     is_narrow = adapters is not None or settings.parameters == "bf16"
     if is_liger:
         kernel_stubs.put_triton()
-    with kernel_stubs.real_tensors(), torch.device("meta"):
+    with unset_fake_temporarily(), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.bfloat16 if is_narrow else torch.float32,
