@@ -249,7 +249,7 @@ PREDICTED = TrainerTraits(
 MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
-    "chunked loss is Liger's. Two of those traces were 0.04 and 0.07 % off what an H200 reserved; "
+    "chunked loss is Liger's. Two such traces were at most 0.1 % off what an H200 reserved; "
     "several GPUs are by formula alone",
     of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
     refuse=refuse,
