@@ -83,8 +83,8 @@ def trace(order: TraceOrder) -> EventLog:
     shard to the end of the last step. Of host memory only activations are counted.
     """
     spec = order.spec
-    if spec.settings.lora is not None:
-        # import peft, and bitsandbytes with it, before there seems to be a GPU to look for
+    if spec.settings.lora is not None or order.trainer == "transformers":
+        # import peft, which Liger imports too, and bitsandbytes with it, before there seems to be a GPU to look for
         with suppress(ImportError):
             importlib.import_module("peft")
     fake_cuda.install()
