@@ -91,6 +91,7 @@ CASES = (
     Case("Qwen3-0.6B", 8192, gpus=2),
     Case("Qwen3-4B", 32_768, liger=True, gpus=2),
     Case("Llama-3.1-8B", 32_768, lora=32, liger=True, gpus=2),
+    Case("Llama-3.1-8B", 16_384, lora=32, gpus=2),
     Case("Qwen3-1.7B", 16_384, liger=True, gpus=2, sharded=False),
 )
 EDGES = (
@@ -132,7 +133,11 @@ def main() -> None:
     if words.measure:
         import torch
 
-        asked = [(Case(**row["case"]), row.get("budget_bytes")) for row in rows.values()]
+        asked = [
+            (Case(**row["case"]), row.get("budget_bytes"))
+            for row in rows.values()
+            if "measured" not in row
+        ]
         for name, found in measured(asked, gpus=torch.cuda.device_count()):
             rows[name]["measured"] = found
             words.file.write_text(json.dumps(rows, indent=1) + "\n")
@@ -256,7 +261,12 @@ def report(ranks: list[subprocess.Popen[bytes]], folder: Path, *, late: bool) ->
         ran_out = any("OutOfMemoryError" in log for log in logs)
         worst = next((log for log in logs if "OutOfMemoryError" in log), logs[0])
         return {"outcome": "oom" if ran_out else "late" if late else "failed", "log": worst[-1500:]}
-    reports = [json.loads(log.splitlines()[-1]) for log in logs]
+    reports = [
+        json.loads(line)
+        for log in logs
+        for line in log.splitlines()
+        if line.startswith('{"outcome"')
+    ]
     return max(reports, key=lambda each: each["allocated_bytes"])
 
 
