@@ -53,8 +53,8 @@ embedding gives, and the one in use."""
 _FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
 """Share of the allocator's memory that live tensors fill: of replayed traces of Llama-3.1-8B with
 LoRA, 32,768 and 131,072 tokens."""
-_WIDE, _GATHERED, _REDUCED = 4, 2, 4
-"""Bytes of a number of a gradient, of what FSDP2 gathers, and of what it sums."""
+_WIDE, _NARROW = 4, 2
+"""Bytes of a number of what FSDP2 sums, and of what it gathers."""
 
 
 class Moments(Record, frozen=True, kw_only=True):
@@ -115,10 +115,11 @@ def footprint(step: Step) -> Footprint:
         Term("states", states - come),
         Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES)),
         Term("ids", 2 * 8 * step.tokens),
-        *_shared(step, gradients),
+        Term("DDP's buckets", gradients if step.layout.gpus > shards == 1 else 0),
     )
+    gathered = _gathered(step)
     table = 0 if step.is_frozen else step.table
-    at_the_end = Term("gradients that have come", come)
+    of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
         "one layer going backward",
         # without the head's gradient, which has come
@@ -132,28 +133,33 @@ def footprint(step: Step) -> Footprint:
         phase(
             LOSS,
             *always,
+            *gathered[0],
             Term("kept by recompute", (on_gpu if on_gpu == shape.layers else 1) * kept),
             Term("loss and logits", loss),
         ),
         phase(
             "backward of the last layer",
             *always,
-            Term("gradients that have come", min(come, _WIDE * table // shards)),
+            *gathered[1],
+            Term("gradients that have come", min(come, of_table // shards)),
             Term("kept by recompute", on_gpu * kept),
             layer,
         ),
         phase(
             "backward of the first layer",
             *always,
+            *gathered[1],
             Term("gradients that have come", of_others),
-            Term("kept by recompute", (1 if on_gpu == shape.layers else on_gpu) * kept),
+            Term("kept by recompute", kept),
             layer,
         ),
         phase(
             "backward of the embedding",
             *always,
-            at_the_end,
-            Term("gradient of the embedding", _WIDE * table),
+            *gathered[2],
+            Term("gradients that have come", come),
+            # of a table that is the head's too; one of its own has come
+            Term("gradient of the embedding", of_table if shape.tied_embeddings else 0),
         ),
     )
     host = shape.layers * (1 << (kept - 1).bit_length()) if on_gpu < shape.layers else 0
@@ -162,6 +168,7 @@ def footprint(step: Step) -> Footprint:
         outside=outside_terms_of(step),
         host=present(Term("kept by recompute, pinned", step.layout.machine_gpus * host)),
         filled_share=_FILLED_SHARE[settings.allocator],
+        cached_bytes=_cached_bytes(step, gradients),
     )
 
 
@@ -185,20 +192,29 @@ def _sizes(step: Step) -> Mapping[str, int]:
     }
 
 
-def _shared(step: Step, gradients: int) -> tuple[Term, ...]:
-    """Terms of several GPUs: DDP's buckets, or what FSDP2 gathers and sums."""
-    layout, (run,) = step.layout, step.shape.runs
-    if layout.gpus == 1:
-        return ()
-    if layout.shard_degree == 1:
-        return (Term("DDP's buckets", gradients),)
-    tables = step.table * (1 if step.shape.tied_embeddings else 2)
-    summed = step.trained_of(run.kind)
-    return (
-        Term("embedding and head, gathered", _GATHERED * tables),
-        Term("layers, gathered", 2 * _GATHERED * run.kind.parameters),
-        Term("gradient reduction", _REDUCED * summed),
+def _cached_bytes(step: Step, gradients: int) -> int:
+    """What the allocator keeps until memory runs short: logits in bfloat16, whose block nothing
+    else fills, and as much of what activations left as gradients that FSDP2 sums, on a stream of
+    their own. Of the 16 steps in docs/results/other_trainers/step_cells.json.
+    """
+    logits = _NARROW * step.tokens * step.shape.vocab_size if step.settings.holds_logits else 0
+    return logits + (gradients if step.layout.shard_degree > 1 else 0)
+
+
+def _gathered(step: Step) -> tuple[tuple[Term, ...], ...]:
+    """What FSDP2 holds whole at the loss, while a layer goes backward, and at the embedding: the
+    head's unit, a layer and the next one, and the embedding's, with what it sums.
+    """
+    if step.layout.shard_degree == 1:
+        return (), (), ()
+    (run,) = step.shape.runs
+    table = Term("embedding or head, gathered", _NARROW * step.table)
+    layers = (
+        Term("layers, gathered", 2 * _NARROW * run.kind.parameters),
+        Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
+    whole = 0 if step.is_frozen else step.table
+    return (table,), layers, (table, Term("gradient reduction", _WIDE * whole))
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
