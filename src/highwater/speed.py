@@ -38,9 +38,9 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "scaled": "a step's time is predicted too, from what an H200 does in a second times what the "
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
     "off, five with offload 1 to 23 % (docs/results/speed)",
-    "of_an_operator": "no step of a model with linear attention was ever timed: the time is what "
-    "the rest takes by an H200's rates, and linear attention's own operator, which was timed once, "
-    "on one H100",
+    "of_an_operator": "the time is what the rest takes by a GPU's rates, and linear attention's "
+    "own operator, which was timed once, on one H100: ten trials on H200s took 0.9 to 1.3 times as "
+    "long (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -114,9 +114,9 @@ USUAL_MICRO_BATCHES = 2
 """Micro-batches of a step if nothing else is given."""
 _DELTA_S, _DELTA_BACKWARD_S = 1.28, 4.96
 """Seconds of the gated delta rule's passes over 262,144 tokens of a layer of Qwen3.5-9B on one H100
-(80 GB, SXM), whose memory moves most of that time."""
-_DELTA_TOKENS, _DELTA_STATES, _DELTA_KIND = 262_144, 32 * 128 * 128, "H100-80GB"
-"""Tokens, and numbers of the states of all heads, that these are of; and the GPU kind."""
+(80 GB, SXM)."""
+_DELTA_TOKENS = 262_144
+"""Tokens that these are of."""
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
 """Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
 and on several. Fitted to trials of 8,192 tokens."""
@@ -218,8 +218,8 @@ def predicted_step(
     each = {
         "kernels, or their launches": max(work.seconds(rates), launches),
         "linear attention": _delta_s(
-            *(shape, settings, rates),
-            tokens=sequences * length_tokens / layout.context_degree,
+            *(shape, settings),
+            tokens=sequences * length_tokens,
         ),
         "exchanges between GPUs": exchanged / rates.link_bytes,
         "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
@@ -240,23 +240,16 @@ def predicted_step(
     )
 
 
-def _delta_s(shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float) -> float:
-    """Seconds of a micro-batch in the operator of linear attention, over a rank's share of tokens
-    and heads, as one H100 took them and its memory's rate goes. Its projections are elsewhere.
+def _delta_s(shape: ModelShape, settings: Settings, *, tokens: float) -> float:
+    """Seconds of a micro-batch in the operator of linear attention, over all tokens of its
+    sequences: the host launches as much for some heads as for all. Its projections are elsewhere.
     """
-    measured = rates_of(_DELTA_KIND)
-    assert measured is not None  # noqa: S101 - a kind of the catalog
     forwards = 2 if settings.recompute == "layer" else 1
     policy = forwards * _DELTA_S + _DELTA_BACKWARD_S
     beforehand = (settings.traits.has_reference + settings.critic) * _DELTA_S
     passes_s = settings.trained_models * policy + beforehand
-    states = sum(
-        run.count * attention.query_size * attention.delta.key_head_dim
-        for run in shape.runs
-        if (attention := run.kind.attention).delta is not None
-    )
-    share = tokens / _DELTA_TOKENS * states / _DELTA_STATES
-    return passes_s * share * measured.memory_bytes / rates.memory_bytes
+    layers = sum(run.count for run in shape.runs if run.kind.attention.delta is not None)
+    return passes_s * layers * tokens / _DELTA_TOKENS
 
 
 def _micro_batch(

@@ -32,7 +32,8 @@ SIZES = {
     "max_position_embeddings": 65_536,
     "tie_word_embeddings": False,
 }
-NARROW = {"parameters": "bf16", "optimizer": "adamw-bf16", "accumulates": False}
+NARROW_STATES = {"parameters": "bf16", "optimizer": "adamw-bf16"}
+NARROW = {**NARROW_STATES, "accumulates": False}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,52 @@ def test_what_a_gpu_reserved_for_peft_with_ligers_kernels_is_predicted(
     )
     step = Step(load_model(model).shape, settings, Layout(gpus=1), length, prompt_tokens=0)
     assert footprint(step).reserved_bytes == pytest.approx(reserved, rel=0.02)
+
+
+def steps_on_gpus():
+    cells = json.loads((RESULTS / "other_trainers" / "step_cells.json").read_text())
+    for name, row in cells.items():
+        if row["measured"]["outcome"] == "fit" and not name.startswith("edge"):
+            yield pytest.param(row, id=name)
+
+
+@pytest.mark.parametrize("row", list(steps_on_gpus()))
+def test_what_transformers_own_trainer_allocated_on_gpus_is_predicted(row):
+    case, found = row["case"], row["measured"]
+    settings = Settings(
+        allocator="expandable",
+        loss="chunked" if case["liger"] else "full",
+        activations="host" if case["offload"] else "gpu",
+        lora=case["lora"],
+        accumulates=case["micro_batches"] > 1,
+        **NARROW_STATES if case["narrow"] else {},
+    )
+    layout = Layout(gpus=case["gpus"], replicate_degree=1 if case["sharded"] else case["gpus"])
+    shape = load_model(case["model"]).shape
+    said = footprint(Step(shape, settings, layout, case["length_tokens"], prompt_tokens=0))
+    assert said.allocated_bytes == pytest.approx(found["allocated_bytes"], rel=0.02)
+    assert said.reserved_bytes == pytest.approx(found["reserved_bytes"], rel=0.11)
+    if "trace_allocated_bytes" in row["predicted"]:
+        traced = row["predicted"]
+        assert traced["trace_allocated_bytes"] == pytest.approx(found["allocated_bytes"], rel=1e-4)
+        assert traced["trace_reserved_bytes"] == pytest.approx(found["reserved_bytes"], rel=0.01)
+
+
+def test_capacities_of_the_trainer_on_gpus_are_within_a_step_and_never_too_long():
+    cells = json.loads((RESULTS / "other_trainers" / "step_cells.json").read_text())
+    ends = {}
+    for name, row in cells.items():
+        if name.startswith("edge"):
+            case, fits = row["case"], row["measured"]["outcome"] == "fit"
+            assert fits or not row["predicted_to_fit"], name
+            ends.setdefault((case["model"], case["liger"]), []).append(
+                (case["length_tokens"], row["predicted_to_fit"], fits)
+            )
+    assert len(ends) == 4
+    for tried in ends.values():
+        predicted = max(length for length, is_predicted, _ in tried if is_predicted)
+        ran_out = min(length for length, _, fits in tried if not fits)
+        assert ran_out - predicted <= 4096
 
 
 def ask(model: str = "Llama-3.1-8B", gpus: str = "1xH100-80GB", **settings):

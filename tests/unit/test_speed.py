@@ -1,11 +1,13 @@
 """Predicted time of a step: as recorded, of what it computes, and of which GPUs."""
 
+import json
 import runpy
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
+from msgspec import convert
 
 import highwater
 from highwater import speed
@@ -17,7 +19,8 @@ from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
 from highwater.speed import predicted_step, rates_of, sheets
 
-SCRIPTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+SCRIPTS = RESULTS / "speed"
 SHAPE = load_model("Qwen3-4B").shape
 CHUNKED = Settings(loss="chunked", allocator="expandable")
 
@@ -140,4 +143,25 @@ def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_t
     assert step() == pytest.approx(24 * (2 * 1.28 + 4.96))
     assert step("all-but-attention") == pytest.approx(24 * (1.28 + 4.96))
     assert step(length=131_072) == pytest.approx(step() / 2)
-    assert step(gpus=4) == pytest.approx(step() / 4)
+    assert step(gpus=4) == pytest.approx(step()), "as many launches for a share of the heads"
+
+
+def hybrids():
+    recorded = json.loads((RESULTS / "families" / "hybrids.json").read_text())
+    for asked, row in recorded.items():
+        spec = row["measured"]["document"]["spec"]
+        (first, *_) = row["measured"]["document"]["result"]["ranks"]
+        yield pytest.param(spec, first["step_times_s"][-1], id=asked.partition(" --loss")[0])
+
+
+@pytest.mark.parametrize(("spec", "measured_s"), list(hybrids()))
+def test_steps_of_whole_hybrids_take_as_long_as_notes_say(spec, measured_s):
+    found = predicted_step(
+        load_model(spec["model_name"]).shape,
+        *(convert(spec["settings"], Settings), convert(spec["layout"], Layout)),
+        length_tokens=spec["length_tokens"],
+        device_name="H200-141GB",
+        micro_batches=1,
+    )
+    assert found is not None
+    assert 0.8 < measured_s / found.time_s < 1.35

@@ -382,14 +382,7 @@ def _footnotes(
     limit, known = prediction.memory_limit, prediction.calibration
     longest = max((each.likely_edge_tokens for each in prediction.cells), default=0)
     star = star_of_yarn(prediction.length_tokens or longest, prediction.native_length_tokens)
-    of_an_operator = any(
-        each.step and each.step.basis == "of_an_operator" for each in prediction.cells
-    )
-    star = (
-        *(("no model with linear attention was measured whole",) * of_an_operator),
-        *star,
-        *beaten,
-    )
+    star = (*star, *beaten)
     if not is_explained:
         cells, unlike = [each.cell for each in prediction.cells], known.unlike if known else ()
         return (caveat(prediction.answer, cells, unlike=unlike, star=star),)

@@ -84,7 +84,7 @@ def trace(order: TraceOrder) -> EventLog:
     """
     spec = order.spec
     if spec.settings.lora is not None or order.trainer == "transformers":
-        # import peft, which Liger imports too, and bitsandbytes with it, before there seems to be a GPU to look for
+        # import peft, as Liger does too, and bitsandbytes with it, before there seems to be a GPU
         with suppress(ImportError):
             importlib.import_module("peft")
     fake_cuda.install()
