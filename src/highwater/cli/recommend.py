@@ -113,9 +113,10 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
     has_trial = is_tried(found.chosen.cell, found.device_name, foreign)
-    if not has_trial and not arguments.list_:
+    is_emitted = trainer.targets and not found.chosen.cell.layout.is_several_machines
+    if not has_trial and not is_emitted and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
-    if trainer.is_run and not arguments.list_:
+    if trainer.is_run and has_trial and not arguments.list_:
         flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags))
     if trainer.targets and not arguments.list_:

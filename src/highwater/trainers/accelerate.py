@@ -491,7 +491,6 @@ TRIED = ForeignTraits(
     settings=FROM_OUTSIDE
     | SHARED
     | {"command", "trainer_config", "strategy", "recompute", "offload"},
-    trains_by="transformers",
 )
 TRIAL = TrialStart(_prepare, _check, _opens_model)
 TARGET = EmitTarget(

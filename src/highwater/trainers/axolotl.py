@@ -357,7 +357,6 @@ def _sharding(cell: Cell) -> dict[str, Value]:
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
     has_run_on_gpus=False,
-    trains_by="transformers",
 )
 TRIAL = trial_start(AXOLOTL)
 TARGET = EmitTarget(

@@ -239,7 +239,7 @@ def _launcher(cell: Cell) -> dict[str, Value]:
 
 
 TRIED = ForeignTraits(
-    settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False, trains_by="transformers"
+    settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False
 )
 TRIAL = trial_start(LLAMAFACTORY)
 TARGET = EmitTarget(

@@ -301,7 +301,7 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
 
 
 TRIED = ForeignTraits(
-    settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False, trains_by="transformers"
+    settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False
 )
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(
