@@ -497,6 +497,6 @@ TARGET = EmitTarget(
     file=FILE,
     emit=accelerate,
     yours=("train.py beside it: the script, which makes the micro-batches that CHECK.md names",),
-    predicted_for="highwater",
+    predicted_for="accelerate",
     knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "critic", "optimizer"},
 )
