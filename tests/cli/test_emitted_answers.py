@@ -130,6 +130,17 @@ def test_the_chunked_loss_is_chosen_and_what_it_buys_is_said(highwater, target, 
     assert words is None or words not in named["values"]
 
 
+@pytest.mark.parametrize(("target", "is_there"), [("axolotl", True), ("llamafactory", False)])
+def test_activations_on_the_host_are_taken_only_where_the_trainer_has_words_for_them(
+    highwater, target, is_there
+):
+    asked = ("Qwen3-8B", "--gpus", "2xH100-80GB", "--length", "32k")
+    done = highwater("emit", "--for", target, *asked)
+    assert (done.returncode == 0) == is_there
+    assert ("activation_offloading: hidden_states" in done.stdout) == is_there
+    assert is_there or "nothing fits: there is nothing to configure" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("target", "words", "tokens"),
     [

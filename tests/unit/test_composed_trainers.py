@@ -1,5 +1,6 @@
 """Trainers that compose another's step answer by its law, and say that it is another's."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from highwater.memory.trainers import MEMORY, predictor_of
 from highwater.nouns.trainer import REGISTRY, TRAINERS, predicted_as
 from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
 from highwater.store.journal import read_study
+from highwater.trainers.emitted import LIGER
+from highwater.trainers.hugging_face import FILE
+from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
 
 STUDIES = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "studies"
 COMPOSED = [name for name, row in REGISTRY.items() if row.trains_by]
@@ -39,6 +43,14 @@ def test_only_the_registry_names_whose_law_it_is():
     assert set(COMPOSED) == {"accelerate", "llamafactory", "axolotl", "ms-swift"}
     assert all(MEMORY[name].formula is MEMORY["transformers"].formula for name in COMPOSED)
     assert all(TRAINERS[name].targets == (name,) for name in COMPOSED)
+
+
+def test_each_fuses_the_loss_of_every_family_that_the_law_knows():
+    """Where a chunked loss is predicted, Liger's is emitted."""
+    learned = json.loads(FILE.read_bytes())
+    families = {name for rows in learned.values() for name in rows} | {"qwen2", "mistral"}
+    assert len(families) >= 4
+    assert families <= LIGER & LLAMAFACTORY_FUSES
 
 
 def test_its_studies_are_taken_beside_the_prediction():

@@ -168,6 +168,8 @@ def emit(arguments: argparse.Namespace) -> int:
     if not is_predicted and "loss" in row.knows and has_logits:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
+    if REGISTRY[arguments.predicted_for].trains_by and "activations" not in row.knows:
+        typed.setdefault("activations", "gpu")  # no rung that it has no words for
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     with suppress(ModelError):  # one of a study may not be here
         refuse_other_class(load_model(model), arguments.for_)
