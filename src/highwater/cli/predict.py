@@ -33,7 +33,6 @@ from highwater.pages.prediction_tables import (
     prediction_table,
     term_table,
 )
-from highwater.trainers.targets import named
 from highwater.units import format_tokens
 
 if TYPE_CHECKING:
@@ -273,6 +272,8 @@ def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
     """
     is_written = True
     if foreign is not None:
+        from highwater.trainers.targets import named  # not for this engine, which starts without
+
         traits = FOREIGN[foreign]
         is_written = traits.objectives is None or cell.settings.objective in traits.objectives
         is_told = traits.loss == cell.settings.loss and traits.refused(named(cell)) in (

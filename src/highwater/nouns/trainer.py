@@ -12,7 +12,7 @@ carry of one is a ``ForeignTrainer``; how it is started from that is trials/fore
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 
 import msgspec
 
@@ -113,10 +113,10 @@ class TrainerParts(Mapping[NameT, PartT]):
         if name not in self._names:
             raise KeyError(name)
         other = REGISTRY[name].trains_by
-        of_another = None if other is None else self._of_another
-        row = REGISTRY[name if other is None or of_another is None else other]
-        part = getattr(import_module(f"highwater.trainers.{row.module}"), self._constant)
-        return part if of_another is None else of_another(part, name)
+        if other is not None and self._of_another is not None:
+            return self._of_another(self[cast(NameT, other)], name)
+        module = import_module(f"highwater.trainers.{REGISTRY[name].module}")
+        return getattr(module, self._constant)
 
     def __contains__(self, name: object) -> bool:
         """True if a trainer has the part; nothing is imported."""
