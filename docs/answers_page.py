@@ -7,24 +7,32 @@ the folder is a static Space of the Hub as it is.
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 from answers import GPUS, MODELS, Answered, simplest_by_length, trainings
 
+from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
+from highwater.memory.question import memory_limit_of
 from highwater.model.model import load_model
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.study import RISK_IN_WORDS
+from highwater.nouns.trainer import known_runs
 from highwater.pages.chooser import Answer, ChooserPlace, answers_page, configurations
 from highwater.pages.prediction_tables import caveat
 from highwater.pages.table import TextTable
+from highwater.recommendation.candidates import Goal, first_fit
+from highwater.recommendation.recommend import recommend
+from highwater.trials.probe import gpus_meant
 from highwater.units import format_bytes, format_seconds, format_tokens
 from highwater.version import __version__
 
@@ -34,7 +42,11 @@ LENGTHS = tuple(4096 << doubled for doubled in range(9))
 """Up to a million tokens; each model's native length besides."""
 MOST_BYTES = 5_000_000
 """What the page may take, which is sent whole."""
-CONFIGURED = ("accelerate", "axolotl", "llamafactory")
+CONFIGURED: tuple[Literal["accelerate", "axolotl", "llamafactory"], ...] = (
+    "accelerate",
+    "axolotl",
+    "llamafactory",
+)
 """Trainers whose configurations stand beside the command of highwater's own."""
 TITLE = "How long a context can you train?"
 PROSE = (
@@ -71,7 +83,8 @@ def places_of(
             where = f"{count}x{kind}"
             asked = ("highwater", "predict", model, "--gpus", where, *words_of(settings))
             told = simplest_by_length(model, where, lengths, settings, with_others=True)
-            answers = tuple(_answer(each, " ".join(asked), model) for each in told)
+            configured = _Configurations(model, where, settings)
+            answers = tuple(_answer(each, " ".join(asked), configured) for each in told)
             fits = [a.found.length_tokens for a in answers if _is_safe(a.found.chosen)]
             found.append(
                 ChooserPlace(
@@ -90,7 +103,53 @@ def _is_safe(chosen: Candidate | None) -> bool:
     return chosen is not None and chosen.risk == "safe"
 
 
-def _answer(answered: Answered, asked: str, model: str) -> Answer:
+class _Configurations:
+    """What ``emit`` prints for the trainers of the page: by the step that all of them compose, or
+    where its law says nothing, compared with this engine. Lengths are asked in order.
+    """
+
+    def __init__(self, model: str, where: str, settings: Mapping[str, Any]) -> None:
+        self._model, self._where, self._settings = model, where, settings
+        self._has_room = True
+        """False: a shorter length has no room in that step, so that no longer one has."""
+
+    def __call__(self, found: Recommendation) -> Mapping[str, str]:
+        """The texts for a length, by the trainer, this engine's command first."""
+        if found.chosen is None:
+            return {}
+        texts, own = dict(configurations(found, self._model, ())), found
+        with suppress(UsageError):
+            composed = self._composed(found.length_tokens)
+            if composed is None:
+                return texts
+            own = composed
+        for target in CONFIGURED:
+            of_target = own
+            if own is not found:
+                said = own.accuracy.replace(known_runs(CONFIGURED[0]), known_runs(target))
+                of_target = msgspec.structs.replace(own, trainer=target, accuracy=said)
+            texts |= configurations(of_target, self._model, (target,))
+        return texts
+
+    def _composed(self, length_tokens: int) -> Recommendation | None:
+        """The recommendation by that step; None where nothing fits, UsageError by no law."""
+        where = gpus_meant(self._where, None)
+        goal = Goal(
+            model=self._model,
+            where=where,
+            trainer=CONFIGURED[0],
+            length_tokens=length_tokens,
+            memory_limit=memory_limit_of(where, host_memory=None, reserved=0),
+            settings=self._settings,
+        )
+        self._has_room = self._has_room and first_fit(goal) is not None
+        if not self._has_room:
+            return None
+        asked = {"length": length_tokens, "gpus": self._where, "trainer": CONFIGURED[0]}
+        return recommend(self._model, **asked, **self._settings)
+
+
+def _answer(answered: Answered, asked: str, configured: _Configurations) -> Answer:
     found, predicted = answered
     chosen, tables = found.chosen, ()
     if chosen is not None and predicted is not None:
@@ -99,7 +158,7 @@ def _answer(answered: Answered, asked: str, model: str) -> Answer:
         found=found,
         command=f"{asked} --length {found.length_tokens}",
         entries=(),
-        configurations=configurations(found, model, CONFIGURED),
+        configurations=configured(found),
         tables=tables,
     )
 

@@ -11,6 +11,7 @@ from conftest import following
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
+from highwater.nouns.trainer import trainer_title
 
 ASKED = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k", "--allocator", "expandable")
 
@@ -45,10 +46,11 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         done = highwater("emit", "--for", target, *words)
         assert done.returncode == 0, done.stderr
         answer, heading = done.stdout.splitlines()[:2]
-        is_its_own = target == "trl"
+        is_its_own = target != "torchtitan"
         said = "# Not predicted for this trainer: nobody measured what "
         if is_its_own:
-            said = "# Yes: Qwen3-8B trains 65,536 tokens on 4 x H20-96GB for TRL's trainer with "
+            where = f"4 x H20-96GB for {trainer_title(target)}'s trainer"
+            said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where} with "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert ("highwater's own engine" in done.stdout) != is_its_own

@@ -19,6 +19,7 @@ TABLES = (
     (SEARCHES, "find/measure.py --page edges --table"),
     (SEARCHES, "lab/memory_only.py --table"),
     ("other_trainers/README.md", "other_trainers/capacities.py --table"),
+    ("other_trainers/README.md", "other_trainers/reports.py"),
     ("other_trainers/how_far.md", "other_trainers/how_far.py --table"),
     ("concurrent/README.md", "concurrent/eight_cells.py --table"),
     ("training/README.md", "training/sft.py --table"),

@@ -33,7 +33,7 @@ FILES = {
     "ms-swift": ms_swift,
 }  # fmt: skip
 """Each target's file, of which VERSION is of the package that it was recorded from."""
-OF_OURS = ("trl",)
+OF_OURS = ("trl", "accelerate", "axolotl", "llamafactory", "ms-swift")
 """Targets whose configuration is made of our engine's recommendations here, which have settings
 that theirs have not: a prediction of its own has words for everything."""
 _LISTS = ("ulysses", "ring", "copies")

@@ -207,7 +207,7 @@ def test_the_configuration_of_our_own_trainer_is_the_trial_that_recommend_names_
     page = embedded(guide(predict=["Qwen3-8B"], gpus=["4xH20-96GB"]))
     answer = next(answer for _, answer in page.answers() if answer["length"] == 65536)
     found = page.configurations(answer)
-    assert list(found) == ["highwater", "torchtitan", "accelerate"]
+    assert list(found) == ["highwater", "torchtitan"]
     layout = ("--gpus", "4", "--ulysses", "1", "--length", "65536")
     settings = ("--allocator", "native", "--loss", "full")
     assert found["highwater"].split() == [*("highwater", "try", "Qwen3-8B", *layout, *settings)]

@@ -241,7 +241,11 @@ def test_every_trainer_has_each_part_that_the_registry_says():
     for parts in (TRAINERS, MEMORY, FOREIGN, TRIALS, TARGETS):
         assert all(parts.values())
     traced = {path.stem.removesuffix("_step") for path in (SRC / "engine/tracer").glob("*_step.py")}
-    assert traced == {name for name, traits in TRAINERS.items() if traits.traces != "none"}
+    assert traced == {
+        REGISTRY[name].trains_by or name
+        for name, traits in TRAINERS.items()
+        if traits.traces != "none"
+    }
     assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
 
 

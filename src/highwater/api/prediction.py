@@ -14,13 +14,13 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import memory_limit_of, prediction_of
-from highwater.memory.trainers import calibration_of, predict_by_formula
+from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.study import Question
-from highwater.nouns.trainer import OURS, TRAINERS, TrainerName
+from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.candidates import trainer_question
 from highwater.trials.probe import gpus_meant
@@ -115,8 +115,9 @@ def predict(
     from highwater.trials.trial_process import cache_directory
 
     kernel = kernels(where.compute_capability)[0]
+    traced = REGISTRY[trainer].trains_by or trainer
     with CachedTracer(
-        cache_directory("traces"), kernel=kernel, trainer=trainer, on_trace=on_trace
+        cache_directory("traces"), kernel=kernel, trainer=traced, on_trace=on_trace
     ) as tracer:
         prediction = answered(predict_traced(question, memory_limit, tracer, known, trainer))
         if timeline is not None:
@@ -144,7 +145,7 @@ def _check_trainer(
 ) -> None:
     traits = TRAINERS[trainer]
     for is_refused, what in (
-        (calibrate_with and not traits.is_run, "trials of"),
+        (calibrate_with and MEMORY[trainer].learn is None, "trials of"),
         (constants is not None and traits.traces != "made", "constants as measured for"),
     ):
         if is_refused:

@@ -23,11 +23,11 @@ from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
 from highwater.nouns.trainer import (
     FOREIGN,
     OURS,
+    REGISTRY,
     TRAINERS,
     AnyTrainer,
     Target,
     TrainerName,
-    trainer_title,
 )
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
@@ -46,17 +46,12 @@ def _predicted(name: str) -> TrainerName:
     for known in TRAINERS:
         if name == known:
             return known
-    for tried in FOREIGN:
-        if name == tried:
-            step = FOREIGN[tried].trains_by
-            of_whom = f", which trains by {trainer_title(step)}'s Trainer," if step else ""
-            raise UsageError(
-                f"the memory of {trainer_title(tried)}{of_whom} is not predicted by itself: "
-                f"`highwater find --trainer {name}` finds its capacity by trials",
-                hint=f"use `--trainer {step}`, whose step it is"
-                if step
-                else f"leave `--trainer {name}` out",
-            )
+    if name in FOREIGN:
+        raise UsageError(
+            f"the memory of {REGISTRY[name].title} is not predicted: `highwater find --trainer "
+            f"{name}` finds its capacity by trials",
+            hint=f"leave `--trainer {name}` out",
+        )
     near = nearest(name, tuple(TRAINERS)) or OURS
     raise UsageError(
         f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"

@@ -19,7 +19,7 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import OF_THE_GRID, request_from, taken_by, trial_flags
+from highwater.nouns.request import DECLARED, OF_THE_GRID, request_from, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
@@ -242,7 +242,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags))
-    refused = {"model", *(FOREIGN[foreign].refused(typed_values(arguments)) if foreign else ())}
+    refused = {"model", *(FOREIGN[foreign].refused(DECLARED) if foreign else ())}
     typed = {n: value for n, value in typed_values(arguments).items() if n not in refused}
     typed |= {"trainer": foreign} if foreign else {}
     of_the_mark: dict[str, object] = {}
@@ -251,6 +251,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         on_host = {"offload": settings.offload, "activations": settings.activations}
         on_host = {name: value for name, value in on_host.items() if value not in (False, "gpu")}
         of_the_mark |= {"allocator": settings.allocator, **on_host} if on_host else {}
+    of_the_mark = {n: value for n, value in of_the_mark.items() if n not in refused}
     words = ("--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
     return shlex.join(("highwater", "find", model, *words))
 
@@ -266,7 +267,18 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:
-    """True if a trial can be made of a cell, on such GPUs and with this trainer."""
-    objectives = None if foreign is None else FOREIGN[foreign].objectives
-    is_written = objectives is None or cell.settings.objective in objectives
+    """True if a trial can be made of a cell, on such GPUs and with this trainer, which can be told
+    all its settings and whose command nobody has to type.
+    """
+    is_written = True
+    if foreign is not None:
+        from highwater.trainers.targets import named  # not for this engine, which starts without
+
+        traits = FOREIGN[foreign]
+        is_written = traits.objectives is None or cell.settings.objective in traits.objectives
+        is_told = traits.loss == cell.settings.loss and traits.refused(named(cell)) in (
+            [],
+            ["loss"],
+        )
+        is_written &= is_told and not traits.is_typed
     return is_written and not cell.layout.is_several_machines and runs_trials(device_name)

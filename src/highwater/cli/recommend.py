@@ -20,6 +20,9 @@ from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.recommendation import Aim, Candidate, Recommendation
 from highwater.nouns.request import request_from, trial_flags
 from highwater.nouns.trainer import (
+    OURS,
+    REGISTRY,
+    TrainerName,
     foreign_name,
     is_step_of,
     predicted_traits,
@@ -33,7 +36,8 @@ from highwater.pages.recommendation_tables import (
     rung_list,
     telling_table,
 )
-from highwater.recommendation.recommend import drafted
+from highwater.recommendation.candidates import trainer_question
+from highwater.recommendation.recommend import drafted, trainers_gpus
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
 from highwater.trainers.targets import (
@@ -47,7 +51,8 @@ from highwater.trainers.targets import (
     refuse_unknown_settings,
     write_folder,
 )
-from highwater.units import counted
+from highwater.trials.probe import gpus_meant
+from highwater.units import counted, parse_tokens
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -113,9 +118,10 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
     has_trial = is_tried(found.chosen.cell, found.device_name, foreign)
-    if not has_trial and not arguments.list_:
+    is_emitted = trainer.targets and not found.chosen.cell.layout.is_several_machines
+    if not has_trial and not is_emitted and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
-    if trainer.is_run and not arguments.list_:
+    if trainer.is_run and has_trial and not arguments.list_:
         flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags))
     if trainer.targets and not arguments.list_:
@@ -153,14 +159,17 @@ def emit(arguments: argparse.Namespace) -> int:
     there is none, and the document is what `recommend --json` prints.
     """
     row = TARGETS[arguments.for_]
-    arguments.predicted_for = row.predicted_for
-    is_predicted = is_step_of(row.predicted_for, arguments.for_)
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    arguments.predicted_for = _predicting(arguments, model, settings)
+    is_predicted = is_step_of(arguments.predicted_for, arguments.for_)
     typed = vars(arguments)
     objective = typed.get("objective") or "sft"
     has_logits = objective in TRAITS and not TRAITS[objective].gives_scalars
     if not is_predicted and "loss" in row.knows and has_logits:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
+    if REGISTRY[arguments.predicted_for].trains_by and "activations" not in row.knows:
+        typed.setdefault("activations", "gpu")  # no rung that it has no words for
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     with suppress(ModelError):  # one of a study may not be here
         refuse_other_class(load_model(model), arguments.for_)
@@ -205,6 +214,23 @@ def emit(arguments: argparse.Namespace) -> int:
     return EXIT_ANSWERED
 
 
+def _predicting(
+    arguments: argparse.Namespace, model: str, settings: dict[str, object]
+) -> TrainerName:
+    """The trainer whose prediction answers: the configuration's own. Where the law by which that
+    trains says nothing of what is asked, it is this engine, to compare with.
+    """
+    own = TARGETS[arguments.for_].predicted_for
+    if REGISTRY[own].trains_by is None:
+        return own
+    with suppress(HighwaterError):
+        gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)
+        where = trainers_gpus(gpus, arguments.rollout_gpus)
+        trainer_question(model, where, own, parse_tokens(arguments.length), settings)
+        return own
+    return OURS
+
+
 def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
     """Raise UsageError for what the trainer has no words for, before anything is predicted."""
     draft = None
@@ -224,7 +250,7 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
 
 def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -> int:
     """Say that nothing fits, or nothing that the trainer can be told."""
-    title, step_of = trainer_title(arguments.for_), TARGETS[arguments.for_].predicted_for
+    title, step_of = trainer_title(arguments.for_), arguments.predicted_for
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
     if not is_step_of(step_of, arguments.for_):
         which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"

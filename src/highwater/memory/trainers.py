@@ -1,7 +1,7 @@
 """How each trainer's memory is predicted: what its module says, and what is made of that."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -25,9 +25,11 @@ from highwater.model.model import ModelShape
 from highwater.nouns.study import Cell, Question, Study
 from highwater.nouns.trainer import (
     OURS,
+    REGISTRY,
     TRAINERS,
     TrainerName,
     TrainerParts,
+    known_runs,
     predicted_trainer,
 )
 from highwater.nouns.trial import TrialSpec
@@ -87,7 +89,12 @@ class TrainerMemory:
         return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
 
 
-MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY")
+def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
+    """The memory of a trainer that composes another's step, whose accuracy is not its own."""
+    return replace(memory, accuracy=f"{known_runs(name)}; that step is {memory.accuracy}")
+
+
+MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY", _composed)
 """How the memory of each trainer is predicted, by the name that ``--trainer`` takes."""
 
 
@@ -115,9 +122,13 @@ def predict_by_formula(
 def predictor_of(
     question: Question, cell: Cell, memory_limit: MemoryLimit
 ) -> FormulaPredictor | None:
-    """By the formula of the trainer that is asked about; None for one that no formula knows."""
+    """By the formula of the trainer that is asked about; None for one without a formula of its own:
+    of its trials its configuration alone says which loss they have.
+    """
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
-    return None if trainer is None else MEMORY[trainer].by_formula(question, cell, memory_limit)
+    if trainer is None or REGISTRY[trainer].trains_by is not None:
+        return None
+    return MEMORY[trainer].by_formula(question, cell, memory_limit)
 
 
 def _with_step(question: Question, cell: CellPrediction) -> CellPrediction:

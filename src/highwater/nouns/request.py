@@ -593,7 +593,9 @@ def trial_flags(
     refused = FOREIGN[foreign].refused(DECLARED) if foreign else ()
     whose = ("--trainer", foreign) if foreign else ()
     settings = setting_flags(cell.settings, but_not=refused)
-    return (*cell.layout.flags, "--length", str(length_tokens), *whose, *settings)
+    degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
+    where = words_of({"gpus": cell.layout.gpus, **degrees})
+    return (*where, "--length", str(length_tokens), *whose, *settings)
 
 
 def _check_texts(request: Request) -> None:

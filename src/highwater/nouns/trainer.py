@@ -10,9 +10,9 @@ carry of one is a ``ForeignTrainer``; how it is started from that is trials/fore
 """
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args
 
 import msgspec
 
@@ -23,8 +23,18 @@ from highwater.nouns.objective import Objective
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
 
-TrainerName = Literal["highwater", "trinity", "trl", "transformers"]
-"""Trainers whose memory is predicted: their modules have ``PREDICTED`` and ``MEMORY``."""
+TrainerName = Literal[
+    "highwater",
+    "trinity",
+    "trl",
+    "transformers",
+    "accelerate",
+    "llamafactory",
+    "axolotl",
+    "ms-swift",
+]
+"""Trainers whose memory is predicted: by ``PREDICTED`` and ``MEMORY`` of their own modules, or of
+the trainer's by whose step they train."""
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
 """Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
 TriedTrainer = Literal[
@@ -58,17 +68,24 @@ class Registered(NamedTuple):
     """Its name as its users write it."""
     module: str
     """Module of what is known of it, below ``highwater.trainers``."""
+    trains_by: TrainerName | None = None
+    """The trainer whose step it composes, by whose law its memory is predicted. None: its own."""
+    runs: str = ""
+    """What is known of runs of it beside that law; empty: no run was measured."""
 
 
 REGISTRY: Mapping[str, Registered] = {
     "highwater": Registered("highwater", "highwater"),
     "command": Registered("your command", "foreign"),
-    "accelerate": Registered("accelerate", "accelerate"),
+    "accelerate": Registered(
+        *("accelerate", "accelerate", "transformers"),
+        "the one search with accelerate that was measured held more",
+    ),
     "trl": Registered("TRL", "trl"),
     "transformers": Registered("Hugging Face", "hugging_face"),
-    "llamafactory": Registered("LLaMA-Factory", "llamafactory"),
-    "axolotl": Registered("Axolotl", "axolotl"),
-    "ms-swift": Registered("ms-swift", "ms_swift"),
+    "llamafactory": Registered("LLaMA-Factory", "llamafactory", "transformers"),
+    "axolotl": Registered("Axolotl", "axolotl", "transformers"),
+    "ms-swift": Registered("ms-swift", "ms_swift", "transformers"),
     "verl": Registered("verl", "verl"),
     "trinity": Registered("Trinity-RFT", "trinity"),
     "areal": Registered("AReaL", "areal"),
@@ -81,15 +98,23 @@ PartT = TypeVar("PartT")
 class TrainerParts(Mapping[NameT, PartT]):
     """One part of each trainer that has it, by the trainer's name: a constant of its module."""
 
-    def __init__(self, names: Any, constant: str) -> None:
-        """``names``: the ``Literal`` of their names."""
+    def __init__(
+        self, names: Any, constant: str, of_another: Callable[[PartT, str], PartT] | None = None
+    ) -> None:
+        """``names``: the ``Literal`` of their names. ``of_another``: the part of a trainer by name
+        from that of the one by whose step it trains; None: each trainer has its own.
+        """
         self._names: tuple[NameT, ...] = get_args(names)
         self._constant = constant
+        self._of_another = of_another
 
     def __getitem__(self, name: NameT) -> PartT:
         """The part of a trainer, whose module is imported by now."""
         if name not in self._names:
             raise KeyError(name)
+        other = REGISTRY[name].trains_by
+        if other is not None and self._of_another is not None:
+            return self._of_another(self[cast(NameT, other)], name)
         module = import_module(f"highwater.trainers.{REGISTRY[name].module}")
         return getattr(module, self._constant)
 
@@ -140,7 +165,13 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
         return [] if known is None else sorted(set(named) - known)
 
 
-TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDICTED")
+def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
+    """The traits of a trainer that composes another's step, by those of the other."""
+    step = f"{REGISTRY[name].title}'s step, taken as {traits.step}"
+    return msgspec.structs.replace(traits, step=step, is_run=True, is_watched=True, targets=(name,))
+
+
+TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDICTED", _composed)
 """The traits of each trainer whose memory is predicted, by the name that ``--trainer`` takes."""
 
 
@@ -164,6 +195,20 @@ def is_step_of(name: AnyTrainer, target: str) -> bool:
 def trainer_title(name: AnyTrainer | Target) -> str:
     """A trainer's name, for readers."""
     return REGISTRY[name].title
+
+
+def known_runs(name: str) -> str:
+    """What is known of runs of a trainer that composes another's step."""
+    row = REGISTRY[name]
+    return row.runs or f"no run of {row.title} was measured"
+
+
+def predicted_as(name: str) -> str:
+    """``predicted``; and by whose step, where that is another's, with what is known of runs."""
+    other = REGISTRY[name].trains_by
+    if other is None:
+        return "predicted"
+    return f"predicted as {trainer_title(other)}'s step; {known_runs(name)}"
 
 
 def step_in_words(name: AnyTrainer) -> str:
@@ -247,8 +292,6 @@ class ForeignTraits(Record, frozen=True, kw_only=True):
     """Objectives that its trials are written for. None: what it trains is its own affair."""
     has_run_on_gpus: bool = True
     """True if its trials were tried on GPUs; else only on the CPU."""
-    trains_by: TrainerName | None = None
-    """The trainer whose step it composes, where that is predicted and it is not."""
     loss: Loss = "full"
     """Loss of its rungs: ``chunked`` where its own loss never holds them whole."""
 

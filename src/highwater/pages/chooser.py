@@ -24,7 +24,14 @@ from highwater.nouns.hardware import kind_of
 from highwater.nouns.recommendation import Candidate, Query, Recommendation
 from highwater.nouns.request import trial_flags
 from highwater.nouns.study import counted_ranks
-from highwater.nouns.trainer import OURS, TRAINERS, Target, predicted_traits, trainer_title
+from highwater.nouns.trainer import (
+    OURS,
+    REGISTRY,
+    TRAINERS,
+    Target,
+    predicted_traits,
+    trainer_title,
+)
 from highwater.pages.guide import (
     NOTHING_FITS,
     ORIGINS,
@@ -363,7 +370,8 @@ def configurations(
     found: Recommendation, model: str, targets: Collection[Target] | None = None
 ) -> Mapping[str, str]:
     """Texts that ``emit`` prints for the trainer that is recommended for, by their names: of
-    ``targets``, or of all that are in guides.
+    ``targets``, compared with this engine where the law of their step says nothing, or of all that
+    are in guides.
     """
     chosen = found.chosen
     if chosen is None:
@@ -374,7 +382,9 @@ def configurations(
         texts[trainer_title(found.trainer)] = f"{shlex.join(trial)}\n"
     for target, row in TARGETS.items():
         is_asked = row.is_in_guides if targets is None else target in targets
-        if is_asked and row.predicted_for == found.trainer:
+        is_compared = targets is not None and found.trainer == OURS
+        is_compared &= REGISTRY[row.predicted_for].trains_by is not None
+        if is_asked and (row.predicted_for == found.trainer or is_compared):
             with suppress(HighwaterError):  # a trainer that has no words for it
                 made = configured_choice(target, found, model=model)
                 if made is None or made.emitted.fits is False:

@@ -19,7 +19,17 @@ from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
 from highwater.nouns.study import Cell, counted_ranks
-from highwater.nouns.trainer import OURS, TrainerName, predicted_traits, trainer_title
+from highwater.nouns.trainer import (
+    FOREIGN,
+    OURS,
+    REGISTRY,
+    TrainerName,
+    TrainerTraits,
+    foreign_name,
+    predicted_as,
+    predicted_traits,
+    trainer_title,
+)
 from highwater.recommendation.candidates import query_of_prediction, query_of_study, query_of_table
 from highwater.store.directory import free_name
 from highwater.store.journal import read_study
@@ -135,7 +145,7 @@ def published_label(cell: Cell) -> str:
 def training(capacity: Capacity) -> str:
     """The training in words: ``Trinity-RFT, grpo with entropy, 2 sequences per micro-batch``."""
     settings = capacity.cell.settings
-    if predicted_traits(capacity.trainer) is None:
+    if _traits_of(capacity) is None:
         return ", ".join(trained(capacity))
     count = settings.sequences_per_micro_batch
     packed = f"{counted(count, 'sequence')} per micro-batch"
@@ -145,12 +155,21 @@ def training(capacity: Capacity) -> str:
     return ", ".join((whose, what, packed, *others))
 
 
+def _traits_of(capacity: Capacity) -> TrainerTraits | None:
+    """The traits of its trainer; None where nobody knows what that trains: a command, a script."""
+    foreign = foreign_name(capacity.trainer)
+    is_script = capacity.source == "measured" and foreign is not None and FOREIGN[foreign].is_typed
+    return None if is_script else predicted_traits(capacity.trainer)
+
+
 def trained(capacity: Capacity) -> tuple[str, ...]:
     """The parts of ``training``, but for what is packed into a micro-batch."""
     settings = capacity.cell.settings
     left = (f"{format_bytes(capacity.margin_bytes)} left free",) if capacity.margin_bytes else ()
-    traits = predicted_traits(capacity.trainer)
+    traits = _traits_of(capacity)
     typed = f" ({capacity.command})" if capacity.command else ""
+    if capacity.source == "predicted" and REGISTRY[capacity.trainer].trains_by is not None:
+        typed = f" ({predicted_as(capacity.trainer)})"
     title = f"{trainer_title(capacity.trainer)}{typed}"
     if traits is None:  # what it trains, and how, is its own affair
         return (title, *left)

@@ -27,7 +27,7 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import OURS, predicted_traits, trainer_title
+from highwater.nouns.trainer import OURS, predicted_as, predicted_traits, trainer_title
 from highwater.pages.page import template_lines
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
@@ -65,6 +65,7 @@ def prediction_answer(
         return _nothing(prediction, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
+    by = _first_upper(predicted_as(prediction.trainer))
 
     def trained(each: CellPrediction, length_tokens: int) -> str:
         settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
@@ -74,15 +75,15 @@ def prediction_answer(
 
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} {trained(answer, asked)}. Predicted."
+        return f"{first} on {where} {trained(answer, asked)}. {by}."
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
     if simplest is None:
         may = "trains" if answer.capacity_tokens else "may train"
         said = f"{model} {may} up to {reach} on {where} {trained(answer, tokens)}"
-        return f"{said}. Predicted.{_beside(prediction, answer)}"
+        return f"{said}. {by}.{_beside(prediction, answer)}"
     first = f"{model} trains its native {format_tokens(native)} tokens on {where}"
-    said = f"{first} {trained(simplest, native)}. Predicted."
+    said = f"{first} {trained(simplest, native)}. {by}."
     if tokens <= native:
         fails = answer.does_not_fit_tokens
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
@@ -96,7 +97,7 @@ def recommendation_answer(found: Recommendation) -> str:
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
-        how = "predicted" if predicted_traits(found.trainer) else "measured"
+        how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
         said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
         is_scaled = found.length_tokens > found.native_length_tokens
         return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
@@ -106,14 +107,20 @@ def recommendation_answer(found: Recommendation) -> str:
         is_lowered=chosen.is_lowered,
         is_scaled=found.yarn is not None,
     )
-    by = "Measured, in memory alone" if chosen.is_memory_only else chosen.source.capitalize()
+    by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
+    by = "measured, in memory alone" if chosen.is_memory_only else by
     figures = _figures(
         chosen, host_memory_bytes=found.host_memory_bytes, usual_host=found.usual_host
     )
     after = f": {figures}" if figures else ""
     return (
-        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. {by}."
+        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
+        f"{_first_upper(by)}."
     )
+
+
+def _first_upper(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _where(found: Prediction | Recommendation) -> str:
@@ -152,7 +159,8 @@ def _nothing(
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     where, native = _where(prediction), prediction.native_length_tokens
-    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, predicted."
+    by = predicted_as(prediction.trainer)
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native

@@ -258,7 +258,9 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         "length": goal.length_tokens,
     }
     words += words_of({name: value for name, value in more.items() if value is not None})
-    return shlex.join((*words, *cell.layout.degree_flags))
+    degrees = cell.layout.degree_settings
+    refused = traits.refused(degrees)
+    return shlex.join((*words, *words_of({n: d for n, d in degrees.items() if n not in refused})))
 
 
 _RECOMMENDED = ("allocator", "loss", "offload", "activations")
@@ -303,7 +305,7 @@ def query_of_prediction(prediction: Prediction, model: str | None = None) -> Que
     words = _model_words((model or prediction.model_name,), prediction.config_digest)
     cells = tuple(each.cell for each in prediction.cells)
     settings = _settings(cells)
-    if not TRAINERS[prediction.trainer].is_run:  # the one setting that it can be asked with
+    if TRAINERS[prediction.trainer].traces == "bundled":  # the one that it can be asked with
         has_yarn = any(cell.settings.rope == "yarn" for cell in cells)
         settings = (("rope", "yarn"),) if has_yarn else ()
     is_nameless = prediction.device_name == nameless(prediction.device_bytes)

@@ -491,13 +491,12 @@ TRIED = ForeignTraits(
     settings=FROM_OUTSIDE
     | SHARED
     | {"command", "trainer_config", "strategy", "recompute", "offload"},
-    trains_by="transformers",
 )
 TRIAL = TrialStart(_prepare, _check, _opens_model)
 TARGET = EmitTarget(
     file=FILE,
     emit=accelerate,
     yours=("train.py beside it: the script, which makes the micro-batches that CHECK.md names",),
-    predicted_for="highwater",
+    predicted_for="accelerate",
     knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "critic", "optimizer"},
 )

@@ -52,6 +52,11 @@ OPTIMIZERS: Mapping[OptimizerName, str] = {
 }
 """``optimizer`` by optimizer: the second is torchao's; FSDP2 does not shard bitsandbytes'."""
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
+_OF_LIGER = (
+    *("liger_rope", "liger_rms_norm", "liger_glu_activation"),
+    "liger_fused_linear_cross_entropy",
+)
+"""Its kernels, all of which the predicted step has, as the others' one switch turns them on."""
 _CUT = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 _NARROW = (
     "parameters in float32: with FSDP2 it has them, their gradients and both moments in bfloat16, "
@@ -62,7 +67,7 @@ _RING = (
     "'axolotl[ring-flash-attn]'"
 )
 _LOSSES = {
-    _LIGER: "the chunked loss is Liger's: its log says `Applying LIGER`",
+    _LIGER: "the chunked loss and the kernels of layers are Liger's: its log says `Applying LIGER`",
     _CUT: "the chunked loss is Cut Cross Entropy, of Axolotl's own fork: where it is missing, the "
     "error says how to install it",
 }
@@ -305,7 +310,7 @@ def _packs(cell: Cell) -> bool:
 def _fused_values(training: FineTuning) -> dict[str, Value]:
     """The loss without whole logits, of known families: Axolotl would patch others wrongly."""
     if is_fused(training.cell, training.shape, LIGER):
-        return {"plugins.0": _LIGER, "liger_fused_linear_cross_entropy": True}
+        return {"plugins.0": _LIGER, **dict.fromkeys(_OF_LIGER, True)}
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):
         return {"plugins.0": _CUT, "cut_cross_entropy": True}
     return {}
@@ -357,7 +362,6 @@ def _sharding(cell: Cell) -> dict[str, Value]:
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
     has_run_on_gpus=False,
-    trains_by="transformers",
 )
 TRIAL = trial_start(AXOLOTL)
 TARGET = EmitTarget(
@@ -368,6 +372,6 @@ TARGET = EmitTarget(
         "`datasets` in axolotl.yaml, whose path is a stand-in",
         "learning rate and `gradient_accumulation_steps` there",
     ),
-    predicted_for="highwater",
+    predicted_for="axolotl",
     knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer", "activations"},
 )

@@ -144,7 +144,8 @@ class Dialect(NamedTuple):
         room = chosen.headroom_bytes
         headroom = "headroom unknown" if room is None else f"{format_bytes(room)} of headroom"
         headroom += "" if chosen.risk is None else f", {chosen.risk}"
-        return [title, f"{chosen.label}: {headroom}, {capacity}", behind, yours]
+        first = f"{chosen.label}: {headroom}, {capacity}"
+        return [title, first, *_bought(found, chosen), behind, yours]
 
     def other_objective(
         self, objective: Objective, known: Collection[Objective] = ("sft",), *, is_written: bool
@@ -328,6 +329,19 @@ def unpredicted(
     with_them = bytes_with_logits(found, chosen, logits_bytes)
     ends = ", more than there is" if with_them > room_bytes else ""
     return f"{said} {logits}; {format_bytes(with_them)} with the rest of that comparison{ends}."
+
+
+def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
+    """Say what a chunked loss buys, where whole logits are predicted, too."""
+    settings = msgspec.structs.replace(chosen.cell.settings, loss="full")
+    cell = msgspec.structs.replace(chosen.cell, settings=settings)
+    whole = next((each for each in found.candidates if each.cell == cell != chosen.cell), None)
+    if whole is None or whole.headroom_bytes is None or chosen.headroom_bytes is None:
+        return []
+    less = format_bytes(chosen.headroom_bytes - whole.headroom_bytes)
+    ends = f"end at {format_tokens(whole.capacity_tokens)} tokens"
+    ends = ends if whole.capacity_tokens else "fit at no length"
+    return [f"its chunked loss takes {less} less of each GPU than whole logits, which {ends}"]
 
 
 def yarn_lines(found: Recommendation, *, why: str) -> list[str]:

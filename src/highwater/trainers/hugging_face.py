@@ -100,9 +100,14 @@ def of_loss(variant: str, tokens: int, vocabulary: int, hidden: int) -> Mapping[
 
 def footprint(step: Step) -> Footprint:
     """Memory that the step most likely takes, on the fullest GPU."""
-    shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
-    learned = moments_of(shape, settings, shards)
+    learned = moments_of(step.shape, step.settings, step.layout.shard_degree)
     assert learned is not None  # noqa: S101 -- refuse
+    return footprint_of(step, learned)
+
+
+def footprint_of(step: Step, learned: Moments) -> Footprint:
+    """The same with these layers and this loss, of which one may be Liger's alone."""
+    shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
     sizes, (run,) = dict(_sizes(step)), shape.runs
     kept = bytes_of(learned.kept, sizes)
     is_offloaded = settings.activations == "host"

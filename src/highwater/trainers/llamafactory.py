@@ -238,9 +238,7 @@ def _launcher(cell: Cell) -> dict[str, Value]:
     return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
 
 
-TRIED = ForeignTraits(
-    settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False, trains_by="transformers"
-)
+TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)
 TRIAL = trial_start(LLAMAFACTORY)
 TARGET = EmitTarget(
     file="llamafactory.yaml",
@@ -251,6 +249,6 @@ TARGET = EmitTarget(
         "`dataset_dir`",
         "learning rate, `output_dir` and `gradient_accumulation_steps` there",
     ),
-    predicted_for="highwater",
+    predicted_for="llamafactory",
     knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
 )

@@ -300,9 +300,7 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     )
 
 
-TRIED = ForeignTraits(
-    settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False, trains_by="transformers"
-)
+TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(
     file="ms-swift.yaml",
@@ -312,6 +310,6 @@ TARGET = EmitTarget(
         "`dataset` in ms-swift.yaml, which is a stand-in",
         "learning rate and `gradient_accumulation_steps` there",
     ),
-    predicted_for="highwater",
+    predicted_for="ms-swift",
     knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
 )

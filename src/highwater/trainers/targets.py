@@ -26,6 +26,8 @@ from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import (
+    OURS,
+    REGISTRY,
     Target,
     TrainerName,
     TrainerParts,
@@ -61,8 +63,9 @@ class EmitTarget:
     yours: tuple[str, ...]
     """Things that its files leave to the user, for a page of what to check."""
     predicted_for: TrainerName
-    """The trainer whose step is predicted: its own, where ``is_step_of`` says so. Else it is one to
-    compare with: verl's actor for trainers with GRPO in whole logits, or this engine."""
+    """The trainer whose step is predicted: its own, where ``is_step_of`` says so; this engine where
+    the law of its own says nothing of what is asked. Else it is one to compare with: verl's actor
+    for trainers with GRPO in whole logits, or this engine."""
     package: str | None = None
     """The package that has it; None: it is called as the target is."""
     is_in_guides: bool = True
@@ -98,8 +101,8 @@ optimizer moves it all back before the update (verl), or updates on the host (De
 
 def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
     """Raise UsageError naming all settings that a trainer's predicted step has not."""
-    row = TARGETS[target]
-    refused = refused_settings(row.predicted_for, settings)
+    own = TARGETS[target].predicted_for
+    refused = refused_settings(OURS if REGISTRY[own].trains_by else own, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})
@@ -130,8 +133,8 @@ def configured_choice(
     target: Target, found: Recommendation, *, model: str, is_filled_in: bool = False
 ) -> Configured | None:
     """The configuration of the simplest candidate that fits and that the trainer has words for, if
-    there is one whose logits are not whole there; else of the simplest that has room for them, or
-    of the one that lacks least. None where no candidate fits.
+    there is one whose logits are not whole there; else of the simplest that has room for them, as
+    each has of its own prediction, or of the one that lacks least. None where no candidate fits.
 
     Raises UsageError, for the simplest, where the trainer has words for none.
     """
@@ -148,7 +151,9 @@ def configured_choice(
             continue
         if made.logits_bytes is None:
             return Configured(each, made)
-        lacks_bytes = bytes_with_logits(found, each, made.logits_bytes) - room_bytes
+        lacks_bytes = 0
+        if not is_step_of(found.trainer, target):
+            lacks_bytes = bytes_with_logits(found, each, made.logits_bytes) - room_bytes
         whole.append((max(0, lacks_bytes), Configured(each, made)))
     if not whole and refused is not None:
         raise refused
@@ -189,7 +194,7 @@ def configured(
     if unknown:
         raise _without_words(target, unknown)
     if is_step_of(found.trainer, target):
-        return msgspec.structs.replace(made, fits=chosen.fits, logits_bytes=None)
+        return msgspec.structs.replace(made, fits=chosen.fits)
     room_bytes = found.device_bytes - found.reserved_bytes
     is_too_large = (made.logits_bytes or 0) > room_bytes
     return msgspec.structs.replace(made, fits=False if is_too_large else None)

@@ -1,0 +1,126 @@
+"""Public reports of what trainers took, or did not fit in, beside what is predicted of them.
+
+    python docs/results/other_trainers/reports.py
+
+prints the table of ``reports.csv``, whose ``asked`` are the words after ``highwater predict``.
+``layers: plain``: of Liger's kernels the loss alone is taken, which no flag says.
+"""
+
+import csv
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+import highwater
+from highwater.cli.flags import named_model, typed_limits
+from highwater.cli.grammar import parse
+from highwater.memory.capacity import Prediction
+from highwater.memory.formula.constants import Footprint
+from highwater.memory.formula.layers import Step
+from highwater.model.model import load_model
+from highwater.trainers.hugging_face import Moments, footprint_of, moments_of
+from highwater.units import GIB, format_tokens
+
+REPORTS = Path(__file__).with_name("reports.csv")
+
+
+class Compared(NamedTuple):
+    """A report, and what is predicted of it."""
+
+    reported: dict[str, str]
+    fits: bool | None = None
+    """True if it is predicted to; None: nothing was predicted."""
+    reserved_bytes: int | None = None
+    """Bytes that the allocator is predicted to hold; the least, of what fits with no settings."""
+    missing: str = ""
+    """What the report does not say, or the prediction does not know."""
+
+    @property
+    def off(self) -> float | None:
+        """The error of the figure, as a share; None where there are no two."""
+        if self.reserved_bytes is None or not self.reported["peak_gib"] or not self.fits:
+            return None
+        return self.reserved_bytes / GIB / float(self.reported["peak_gib"]) - 1
+
+
+def compared() -> list[Compared]:
+    """Every report, in the order of the file."""
+    with REPORTS.open(encoding="utf-8") as file:
+        return [_compared(row) for row in csv.DictReader(file)]
+
+
+def _compared(row: dict[str, str]) -> Compared:
+    if not row["asked"]:
+        return Compared(row, missing=row["missing"])
+    found = predicted(row["asked"])
+    asked = found.explained
+    if row["layers"] != "plain":
+        fits = found.answer is not None
+        least = min(each.footprint.reserved_bytes for each in found.cells)
+        reserved_bytes = asked.footprint.reserved_bytes if fits else least
+        return Compared(row, fits, reserved_bytes, row["missing"])
+    plain = _with_plain_layers(found, int(row["length_tokens"]))
+    fits = plain.device_used_bytes <= found.memory_limit.device_bytes
+    all_kernels = f"{asked.footprint.reserved_bytes / GIB:.1f}"
+    return Compared(row, fits, plain.reserved_bytes, row["missing"].format(all_kernels))
+
+
+def predicted(asked: str) -> Prediction:
+    """The prediction that these words ask for."""
+    arguments = parse(("predict", *shlex.split(asked)))
+    model, settings = named_model(arguments, [], example="")
+    limits: dict[str, Any] = typed_limits(arguments)
+    return highwater.predict(
+        *(model,),
+        gpus=arguments.cluster,
+        length=arguments.length,
+        trainer=arguments.predicted_for,
+        **limits,
+        **settings,
+    )
+
+
+def _with_plain_layers(found: Prediction, length_tokens: int) -> Footprint:
+    """The step with transformers' own layers beside Liger's loss."""
+    shape, cell = load_model(found.model_name).shape, found.explained.cell
+    settings = cell.settings
+    liger, plain = (
+        moments_of(shape, msgspec.structs.replace(settings, loss=loss), cell.layout.shard_degree)
+        for loss in ("chunked", "full")
+    )
+    assert liger is not None and plain is not None  # noqa: S101, PT018 -- they were learned
+    mixed = Moments(kept=plain.kept, moments=plain.moments, loss=liger.loss)
+    return footprint_of(Step(shape, settings, cell.layout, length_tokens, prompt_tokens=0), mixed)
+
+
+def table() -> str:
+    """The table in Markdown."""
+    head = ("report", "what", "reported", "predicted", "off", "missing")
+    lines = [head, ("---",) * len(head), *map(_line, compared())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _line(each: Compared) -> tuple[str, ...]:
+    row = each.reported
+    length = f", {format_tokens(int(row['length_tokens']))} tokens" if row["length_tokens"] else ""
+    gpus = f"{row['gpus'] or '?'} x {row['gpu'] or '?'}"
+    size = f", {row['peak_gib']} GiB" if row["peak_gib"] else ""
+    outcome = {"FIT": "fits", "OUT_OF_MEMORY": "out of memory"}.get(row["outcome"], "out of host")
+    said = "-"
+    if each.fits is not None and each.reserved_bytes is not None:
+        figure = f", {each.reserved_bytes / GIB:.1f} GiB" if "HOST" not in row["outcome"] else ""
+        said = f"{'fits' if each.fits else 'does not fit'}{figure}"
+    return (
+        row["source"],
+        f"{row['model']}, {row['training']}{length}, {gpus}",
+        f"{outcome}{size}",
+        said,
+        "" if each.off is None else f"{each.off:+.1%}",
+        each.missing,
+    )
+
+
+if __name__ == "__main__":
+    print(table())
