@@ -3,6 +3,8 @@ again. Copies beside the computation are proven on GPUs (tests/gpu/test_host_act
 """
 
 import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +18,18 @@ from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models.build import build_on_meta
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fill import Fill
+from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.experience import forward_batch
+from highwater.engine.training.rank_context import RankContext
+from highwater.engine.training.rank_run import assemble
+from highwater.engine.training.step import Training, train_step
 from highwater.errors import ModelError, UsageError
 from highwater.nouns.activation_plan import ActivationPlan
+from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
+from tiny_models import TINY, write_model
+from trial_specs import trial_in
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -220,3 +229,26 @@ def test_a_plan_has_a_layer_its_next_one_and_those_that_stay_on_the_gpu(layers_o
         if plan.layers_on_host:
             there |= {layer, max(0, layer - 1)}
         assert set(range(plan.first_on_gpu(layer), layer + 1)) == there
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_takes_no_more_host_memory_than_is_named(tmp_path):
+    """Of the memory that is named, activations get their share, and none that the states take."""
+    tight, roomy = (
+        assembled(tmp_path / str(named), host_memory_bytes=named) for named in (1024, GIB)
+    )
+    ids = torch.arange(64)
+    with pytest.raises(MemoryError, match="more of host memory than the share"):
+        train_step(tight, [pack([Document(ids, ids)])])
+    train_step(roomy, [pack([Document(ids, ids)])])
+    assert roomy.host is not None
+    assert 1024 < roomy.host.mapped_bytes < GIB
+
+
+def assembled(directory: Path, **spec: Any) -> Training:
+    write_model(directory, TINY)
+    named = trial_in(directory, layout=Layout(), activations="host", loss="chunked", **spec)
+    mesh = process_mesh.shard_mesh(Layout(), CPU)
+    return assemble(
+        named, RankContext(device=CPU, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)
+    )

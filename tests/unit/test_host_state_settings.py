@@ -2,15 +2,18 @@
 is refused with.
 """
 
+import re
 import shlex
+from typing import Any
 
 import msgspec
 import pytest
 
 from highwater.api.prediction import predict
+from highwater.api.search import find, run_trial
 from highwater.cli.flags import typed_values
 from highwater.cli.grammar import parse
-from highwater.errors import UsageError
+from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.snapshot.attribution import LineRules
@@ -31,8 +34,10 @@ from highwater.nouns.plan_notes import offload_notes
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
+from highwater.nouns.trial import Outcome
 from highwater.pages.recommendation_tables import costs
 from highwater.recommendation.recommend import recommend
+from highwater.units import GIB
 
 STATES = Settings(offload="states")
 MODEL = "Qwen3-0.6B"
@@ -204,3 +209,27 @@ def test_a_trainer_that_offloads_all_or_nothing_refuses_states():
 def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them():
     frame = Frame("/opt/highwater/engine/host_states.py", 100, "_stream")
     assert LineRules().category(frame) == "optimizer_states"
+
+
+def test_a_search_tries_no_more_than_the_host_memory_that_is_named():
+    asked: dict[str, Any] = {"gpus": [1], "device": "cuda", "memory": "24GiB", "dry_run": True}
+    free, bound = (find(MODEL, **asked, host_memory=each) for each in (None, "20GiB"))
+    assert bound.question.cells != free.question.cells
+    assert free.question.key != bound.question.key
+    predicted = predict(MODEL, gpus=1, gpu_memory="24GiB", host_memory="20GiB").cells
+    known = {each.cell: each for each in predicted}
+    for answer in bound.answers:
+        assert answer.capacity_tokens == known[answer.cell].capacity_tokens
+        taken = known[answer.cell].footprint.host_needed_bytes
+        assert taken <= 20 * GIB
+    assert {answer.limit for answer in bound.answers} == {"memory", "host_memory"}
+
+
+def test_a_trial_that_takes_more_host_memory_than_is_named_does_not_start():
+    on_cpu: dict[str, Any] = {"device": "cpu", "memory": "1GiB"}
+    with pytest.raises(MachineError, match=r"1\.00 GiB is more than this machine's memory, 512"):
+        run_trial("tiny", 256, **on_cpu, host_memory="512MiB")
+    with pytest.raises(UsageError, match=r"of host memory, and 1\.10 GiB is named") as refused:
+        run_trial("tiny", 256, **on_cpu, host_memory="1.1GiB")
+    size = re.findall(r"--host-memory (\S+)`", refused.value.hint)[0]
+    assert run_trial("tiny", 256, **on_cpu, host_memory=size).outcome is Outcome.FIT

@@ -1,5 +1,6 @@
 """Studies and single trials: where a search, a runner and a journal are put together."""
 
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from highwater.errors import UsageError
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import Plan, alone, plan, plan_trial
 from highwater.nouns.request import Request, request_from
@@ -26,14 +28,14 @@ from highwater.store.journal import open_journal, read_study
 from highwater.trials import ray_runner
 from highwater.trials.diagnosis import diagnose, undiagnosed
 from highwater.trials.foreign_trial import check_foreign, launcher_in
-from highwater.trials.local import LocalRunner
+from highwater.trials.local import LocalRunner, host_bytes
 from highwater.trials.nodes import across
 from highwater.trials.probe import environment, probe
 from highwater.trials.ray_runner import RayRunner
 from highwater.trials.readiness import check_directories, check_machine, check_request
 from highwater.trials.simulated import SimulatedRunner
 from highwater.trials.trial_process import LogLayout
-from highwater.units import format_seconds, parse_tokens
+from highwater.units import GIB, format_bytes, format_seconds, parse_tokens
 
 Listener = Callable[[SearchEvent], None]
 
@@ -73,19 +75,9 @@ def open_study(path: str | Path) -> Study:
     return read_study(Path(path))
 
 
-def machine_of(request: Request) -> Machine:
-    """The machine that trials of a request may count on: this one, or a node of a cluster."""
-    return _machine(request)[0]
-
-
-def machine_notes(request: Request) -> tuple[str, ...]:
-    """Notes on where trials run: none about this machine, which nodes of a cluster."""
-    return _machine(request)[1]
-
-
 def prepare(request: Request) -> Plan:
     """The question of a request, checked before the first trial; raises HighwaterError."""
-    machine, of_machine = _machine(request)
+    machine, of_machine = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     machines = across(request)
     of_machine = (*(machines.notes if machines else ()), *of_machine)
@@ -123,13 +115,25 @@ def _planned(request: Request, machine: Machine) -> Plan:
 
 def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     """The trial of one length, after the same checks as ``prepare``."""
-    machine, _ = _machine(request)
+    machine, _ = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)
+    _check_host_memory(spec)
     check_foreign([spec])
     return spec
+
+
+def _check_host_memory(spec: TrialSpec) -> None:
+    """Raise UsageError for a trial that takes more host memory than was named."""
+    most_bytes, needed_bytes = spec.host_memory_bytes, host_bytes(spec)
+    if most_bytes is not None and needed_bytes > most_bytes:
+        raise UsageError(
+            f"the trial takes {format_bytes(needed_bytes)} of host memory, and "
+            f"{format_bytes(most_bytes)} is named",
+            hint=f"use `--host-memory {-(-needed_bytes // GIB)}GiB`, or a shorter `--length`",
+        )
 
 
 def answer(
@@ -161,7 +165,7 @@ def answer(
 
 def answer_trial(request: Request, spec: TrialSpec) -> TrialResult:
     """Run one prepared trial; it is recorded in no study."""
-    question = plan(alone(request, spec.length_tokens), machine_of(request)).question
+    question = plan(alone(request, spec.length_tokens), where_trials_run(request)[0]).question
     try:
         return _runner(request, "rung", question).run(spec)
     finally:
@@ -186,7 +190,8 @@ def _search(
 ) -> Study:
     question = planned.question
     # A dry run depends on no machine.
-    where = None if question.simulated else environment(machine_of(request))
+    whole = msgspec.structs.replace(request, host_memory=None)  # the machine as it is
+    where = None if question.simulated else environment(where_trials_run(whole)[0])
     opened = partial(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
     )
@@ -244,12 +249,13 @@ def _spent_note(planned: Plan, study: Study) -> str:
     )
 
 
-def _machine(request: Request) -> tuple[Machine, tuple[str, ...]]:
+def where_trials_run(request: Request) -> tuple[Machine, tuple[str, ...]]:
     """The machine that trials run on, and notes on it: this one, or a cluster's nodes."""
-    if not request.on_ray:
-        return probe(), ()
-    chosen = ray_runner.nodes_of(request)
-    return chosen.machine, chosen.notes
+    machine, notes = probe(), ()
+    if request.on_ray:
+        chosen = ray_runner.nodes_of(request)
+        machine, notes = chosen.machine, chosen.notes
+    return machine.with_memory(request.host_memory_bytes or sys.maxsize), notes
 
 
 def _runner(
@@ -257,7 +263,7 @@ def _runner(
 ) -> LocalRunner | RayRunner | SimulatedRunner:
     if request.dry_run:
         is_roomy = request.headroom is None
-        law = dry_run_law(question, machine_of(request), is_roomy=is_roomy)
+        law = dry_run_law(question, where_trials_run(request)[0], is_roomy=is_roomy)
         return SimulatedRunner(law, device_total_bytes=question.device_total_bytes)
     if request.on_ray:
         return ray_runner.runner_of(request, log_layout)

@@ -11,6 +11,7 @@ print(done.losses[-1], done.model_directory)
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -170,7 +171,7 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
     """Complete the request and choose its trial; HighwaterError for what cannot be."""
-    machine = probe()
+    machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
     asked = msgspec.structs.replace(asked, rows=_rows(asked))
     request = _completed(msgspec.structs.replace(request, log_dir=asked.output))
     _refuse_other_runs(request)

@@ -96,7 +96,7 @@ def try_(arguments: argparse.Namespace) -> int:
     spec = search.prepare_trial(request, arguments.length)
     if request.device is None and spec.device == "cpu":
         console.notes([ON_THE_CPU_NOTE])
-    console.notes(search.machine_notes(request))
+    console.notes(search.where_trials_run(request)[1])
     of_memory = memory_notes(request, spec.device, spec.memory_budget_bytes)
     of_trial = _trial_notes(request, spec)
     console.notes((*ignored_options(os.environ, spec.device), *of_memory, *of_trial))

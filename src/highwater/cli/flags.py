@@ -191,12 +191,6 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "memory of one GPU as its driver reports it, for a kind of no catalog",
         SIZE,
     )
-    host_memory: str | None = _flag(
-        _ELSEWHERE,
-        None,
-        "a machine's memory; default: this machine's, or what machines with such GPUs usually have",
-        SIZE,
-    )
     reserved: str = _flag(_ELSEWHERE, "0", "what others take of each GPU, for example 20GiB", SIZE)
     predicted_for: TrainerName = _flag(
         "predict guide", OURS, "whose step is predicted", name="trainer", read=_predicted
@@ -435,9 +429,8 @@ def named_model(
 
 
 def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The memory that GPUs and their machine have for training, as keywords of ``predict``."""
-    names = ("gpu_memory", "host_memory", "reserved")
-    return {name: getattr(arguments, name) for name in names}
+    """The memory that GPUs have for training, as keywords of ``predict``."""
+    return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
 
 
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
@@ -458,7 +451,6 @@ _AGAIN = {
     "trainer": "predicted_for",
     "study": "studies",
     "gpu-memory": "gpu_memory",
-    "host-memory": "host_memory",
     "reserved": "reserved",
 }
 """Flags that the next command has too, with their names in a namespace."""

@@ -159,7 +159,8 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
 
 def _against(arguments: argparse.Namespace) -> int:
     _refuse_beside_a_table(arguments)
-    trainer, limits = arguments.predicted_for, typed_limits(arguments)
+    limits = {**typed_limits(arguments), "host_memory": typed_values(arguments).get("host_memory")}
+    trainer = arguments.predicted_for
     result: TableAccuracy = predict_against(arguments.against, trainer=trainer, **limits)
     if arguments.json:
         return console.answer_json(result)
@@ -169,43 +170,21 @@ def _against(arguments: argparse.Namespace) -> int:
     return EXIT_ANSWERED
 
 
-_BESIDE_A_TABLE = (
-    (
-        ("exact", "timeline"),
-        "a table is not compared with traces yet",
-        "`--exact` and `--timeline`",
-    ),
-    (
-        ("constants",),
-        "a table is compared with predictions by the constants that come along",
-        "`--constants`",
-    ),
-    (
-        ("calibrate",),
-        "a table is compared with predictions, not with their intervals",
-        "`--calibrate`",
-    ),
-    (
-        ("model", "cluster", "length"),
-        "the table of `--against` names its models, GPUs and lengths",
-        "those on the command line",
-    ),
-    (("explain",), "a table has no one cell to explain", "`--explain`"),
-)
-"""Flags that have no part in a comparison, why, and what to leave out: other ways to predict, and
-what the rows name themselves, on the published grid."""
-
-
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for what has no part in a comparison."""
-    for names, problem, what in _BESIDE_A_TABLE:
-        if any(getattr(arguments, name) not in (None, False, []) for name in names):
-            raise UsageError(problem, hint=f"leave {what} out")
-    for flag in map(flag_of, typed_values(arguments)):
-        raise UsageError(
-            f"the table of `--against` names its own settings, and {flag} is one",
-            hint=f"leave `{flag}` out",
-        )
+    """Raise UsageError for what has no part in a comparison: other ways to predict, and what the
+    rows name themselves.
+    """
+    own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
+    typed = {name: getattr(arguments, name) for name in own}
+    typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}
+    for name, value in typed.items():
+        if value not in (None, False, []):
+            what = "the model" if name == "model" else f"`{flag_of(name)}`"
+            raise UsageError(
+                "the table of `--against` names its own models, GPUs, lengths and settings, and is "
+                f"compared with predictions by formula, with what comes along: {what} has no part",
+                hint=f"leave {what} out",
+            )
 
 
 def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:

@@ -322,7 +322,8 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     if not arguments.dlc:
         return probe()
     try:
-        return search.machine_of(request_from({"model": arguments.model_path, "runner": "ray"}))
+        request = request_from({"model": arguments.model_path, "runner": "ray"})
+        return search.where_trials_run(request)[0]
     except MachineError as error:
         raise MachineError(
             f"--dlc joins the Ray cluster of the job: {error.problem}",

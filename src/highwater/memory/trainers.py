@@ -119,12 +119,11 @@ def predict_by_formula(
     return tuple(_with_step(question, cell) for cell in cells) if row.is_timed else cells
 
 
-def predictor_of(
-    question: Question, cell: Cell, memory_limit: MemoryLimit
-) -> FormulaPredictor | None:
+def predictor_of(question: Question, cell: Cell, usable_bytes: int) -> FormulaPredictor | None:
     """By the formula of the trainer that is asked about; None for one without a formula of its own:
     of its trials its configuration alone says which loss they have.
     """
+    memory_limit = MemoryLimit(device_bytes=usable_bytes, host_bytes=question.host_memory_bytes)
     trainer = OURS if question.foreign is None else predicted_trainer(question.foreign.trainer)
     if trainer is None or REGISTRY[trainer].trains_by is not None:
         return None

@@ -93,6 +93,14 @@ class Machine(Record, frozen=True, kw_only=True):
         """Host memory for what trials on GPUs keep there."""
         return min(self.host_memory_total_bytes, self.control_group_bytes or sys.maxsize)
 
+    def with_memory(self, most_bytes: int) -> "Machine":
+        """The machine with no more host memory than this."""
+        return msgspec.structs.replace(
+            self,
+            host_memory_total_bytes=min(self.host_memory_total_bytes, most_bytes),
+            host_memory_available_bytes=min(self.host_memory_available_bytes, most_bytes),
+        )
+
 
 @cache
 def gpu_catalog() -> tuple[GpuKind, ...]:

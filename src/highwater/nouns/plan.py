@@ -328,6 +328,7 @@ def _question(
         device_name=where.device_name,
         device_total_bytes=where.total_bytes,
         memory_budget_bytes=request.memory_bytes,
+        host_memory_bytes=request.host_memory_bytes,
         cells=cells,
         grid=grid,
         method=request.method,

@@ -154,6 +154,14 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         TRAINED,
         rung_field="memory_bytes",
     )
+    host_memory: Size | None = kinds.SIZE(
+        None,
+        "a machine's memory, of which nothing takes more; default: this machine's, or what "
+        "machines with such GPUs usually have",
+        (*IN_A_STEP, "train"),
+        rung_field="host_memory_bytes",
+        example="512GiB",
+    )
     loss: Loss | None = None
     allocator: Allocator | None = None
     offload: Offload | None = None
@@ -408,6 +416,11 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         if self.memory is None or self.device == "cpu":
             return None if self.memory is None else parse_bytes(str(self.memory))
         return card_memory(str(self.memory), parse_bytes)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Bound on the memory of a machine; None: what its control group may take."""
+        return None if self.host_memory is None else parse_memory(str(self.host_memory))
 
     @property
     def margin_bytes(self) -> int:

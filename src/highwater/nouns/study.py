@@ -140,6 +140,8 @@ class Question(Record, frozen=True, kw_only=True):
     device_total_bytes: int | None
     """Memory of one GPU; None on the CPU."""
     memory_budget_bytes: int | None
+    host_memory_bytes: int | None = None
+    """Bound on the memory of a machine; None: what its control group may take."""
     cells: tuple[Cell, ...]
     """Cells in the order in which they are answered."""
     grid: Grid
@@ -247,6 +249,7 @@ class Question(Record, frozen=True, kw_only=True):
             hyperparameters=self.hyperparameters,
             length_tokens=length_tokens,
             memory_budget_bytes=self.memory_budget_bytes,
+            host_memory_bytes=self.host_memory_bytes,
             steps=self.steps,
             micro_batches=self.micro_batches,
             prompt_tokens=self.prompt_tokens,

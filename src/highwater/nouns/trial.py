@@ -111,6 +111,8 @@ class TrialSpec(Record, frozen=True, kw_only=True):
     length_tokens: int
     memory_budget_bytes: int | None = None
     """Bound on device used per GPU, on the CPU on a worker's data segment; None: the card."""
+    host_memory_bytes: int | None = None
+    """Bound on the memory of a machine; None: what its control group may take."""
     steps: int = 2
     """Optimizer steps: two or more, so that optimizer states are alive at the peak."""
     micro_batches: int = 2

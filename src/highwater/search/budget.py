@@ -14,7 +14,6 @@ from itertools import takewhile
 
 import msgspec
 
-from highwater.memory.capacity import MemoryLimit
 from highwater.memory.trainers import predictor_of
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Launch, OnPhase, Outcome, Runner, TrialResult, TrialSpec, unheard
@@ -113,8 +112,7 @@ def _fits(question: Question, cell: Cell, length_tokens: int) -> bool:
     """True if a length is predicted to fit, or if the memory or the formula is unknown."""
     if question.memory_bytes is None:
         return True
-    limit = MemoryLimit(device_bytes=question.memory_bytes)
-    predictor = predictor_of(question, cell, limit)
+    predictor = predictor_of(question, cell, question.memory_bytes)
     room_bytes = question.memory_bytes - question.margin_bytes
     return predictor is None or predictor.at(length_tokens, room_bytes).fits
 

@@ -77,7 +77,9 @@ def predictions_of(study: Study) -> Predictions:
         nothing, of_no_cell = (None,) * len(study.trials), (None,) * len(question.cells)
         return Predictions(trials=nothing, cells=of_no_cell, reason=reason)
     assert question.memory_bytes is not None, "it is no obstacle"  # noqa: S101
-    memory_limit = MemoryLimit(device_bytes=question.memory_bytes)
+    memory_limit = MemoryLimit(
+        device_bytes=question.memory_bytes, host_bytes=question.host_memory_bytes
+    )
     known = calibration_of(question, OURS)
     told = (trial for trial in study.trials if trial.result and not trial.result.simulated)
     keys = {trial.spec.key for trial in told}

@@ -80,7 +80,7 @@ def predicted_line(
 
 def trainer_line(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
     """Return the memory line of the question's trainer."""
-    predictor = predictor_of(question, cell, MemoryLimit(device_bytes=usable_bytes))
+    predictor = predictor_of(question, cell, usable_bytes)
     if predictor is not None:
         return predicted_line(question, cell, usable_bytes, predictor)
     foreign = question.foreign
@@ -297,11 +297,11 @@ def expectation(
         return Expectation(cell=cell, likely_tokens=told_tokens, prediction=request.prediction)
     if question.memory_bytes is None or unlike_trials(question) is not None:
         return None
-    limit = MemoryLimit(device_bytes=question.memory_bytes - question.margin_bytes)
-    predictor = predictor_of(question, cell, limit)
+    usable_bytes = question.memory_bytes - question.margin_bytes
+    predictor = predictor_of(question, cell, usable_bytes)
     if predictor is None:
         return None
-    index = longest(predictor, limit.device_bytes)
+    index = longest(predictor, usable_bytes)
     likely_tokens = question.grid.length(index) if index else 0
     return Expectation(cell=cell, likely_tokens=likely_tokens, prediction="formula")
 
@@ -312,7 +312,8 @@ def _traced(question: Question) -> Generator[Expected]:
     (gpu, *_) = probe().gpus
     memory_bytes = question.memory_bytes
     assert memory_bytes is not None, "a GPU has a memory"  # noqa: S101
-    memory_limit = MemoryLimit(device_bytes=memory_bytes - question.margin_bytes)
+    usable_bytes = memory_bytes - question.margin_bytes
+    memory_limit = MemoryLimit(device_bytes=usable_bytes, host_bytes=question.host_memory_bytes)
     kernel = kernels(gpu.compute_capability)[0]
     with CachedTracer(cache_directory("traces"), kernel=kernel) as tracer:
 

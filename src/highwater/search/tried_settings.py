@@ -49,7 +49,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
 
 def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
     """The prediction of all settings on so many of the GPUs that trials are to run on."""
-    where, limit = _memory(machine, gpus, request.memory_bytes)
+    where, limit = _memory(machine, gpus, request.memory_bytes, request.host_memory_bytes)
     usual = Request(model=request.model)
     every = {row.name: getattr(request, row.name) for row in taken_by("predict")}
     named = {name: value for name, value in every.items() if value != getattr(usual, name)}
@@ -60,13 +60,15 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
     return prediction_of(question, where, limit, OURS, cells, **told)
 
 
-def _memory(machine: Machine, gpus: int, memory_bytes: int | None) -> tuple[Cluster, MemoryLimit]:
+def _memory(
+    machine: Machine, gpus: int, memory_bytes: int | None, host_bytes: int | None
+) -> tuple[Cluster, MemoryLimit]:
     """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
     here = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
     reserved_bytes = max(0, where.device_bytes - (memory_bytes or where.device_bytes))
-    return where, memory_limit_of(where, host_memory=None, reserved=reserved_bytes)
+    return where, memory_limit_of(where, host_memory=host_bytes, reserved=reserved_bytes)
 
 
 def _others(left: Sequence[Cell]) -> Iterator[str]:
@@ -88,7 +90,8 @@ def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> Form
     with suppress(ModelError):
         refuse_unknown_family(question.model)
         gpus = max(cell.layout.gpus for cell in question.cells)
-        where, limit = _memory(machine, gpus, question.memory_budget_bytes)
+        memory_bytes, host_bytes = question.memory_budget_bytes, question.host_memory_bytes
+        where, limit = _memory(machine, gpus, memory_bytes, host_bytes)
         if is_roomy:
             kept_bytes = default_headroom_bytes(where.device_bytes)
             question = msgspec.structs.replace(question, margin_bytes=kept_bytes)

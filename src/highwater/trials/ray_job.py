@@ -256,12 +256,7 @@ def _nodes(needs: Needs) -> Iterator[Node]:
             problem = f"it cannot be read: {_first_line(error)}"
         memory_bytes = int(resources.get("memory", 0))
         if machine is not None:  # what is planned by it has to fit into what Ray hands out
-            has, is_free = machine.host_memory_total_bytes, machine.host_memory_available_bytes
-            machine = msgspec.structs.replace(
-                machine,
-                host_memory_total_bytes=min(has, memory_bytes),
-                host_memory_available_bytes=min(is_free, memory_bytes),
-            )
+            machine = machine.with_memory(memory_bytes)
         yield Node(
             node_id=each["NodeID"],
             cpus=resources.get("CPU", 0.0),

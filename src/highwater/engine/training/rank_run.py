@@ -55,6 +55,8 @@ from highwater.engine.training.step import (
     train_step,
 )
 from highwater.errors import UsageError
+from highwater.model.footprint import host_state_bytes
+from highwater.model.model import load_model
 from highwater.nouns.activation_plan import HOST_SHARE
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.settings import Loss
@@ -73,11 +75,13 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
     loss: Loss = "full" if settings.holds_logits else "chunked"
     host = None
     if settings.activations == "host":
-        share = HOST_SHARE / spec.layout.machine_gpus
+        most_bytes = min(host_memory_bytes(), spec.host_memory_bytes or sys.maxsize)
+        shape = load_model(spec.model_directory).shape
+        left_bytes = most_bytes - host_state_bytes(shape, settings, layout=spec.layout)
         host = HostActivations(
             context.device,
             layers_on_gpu=settings.layers_on_gpu,
-            budget_bytes=int(share * host_memory_bytes()),
+            budget_bytes=int(min(HOST_SHARE * most_bytes, left_bytes) / spec.layout.machine_gpus),
         )
     policy = _model(spec, context, host, loss=None if settings.traits.gives_scalars else loss)
     critic = _model(spec, context, host, loss=None, seed=CRITIC_SEED) if settings.critic else None
