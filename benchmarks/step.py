@@ -33,8 +33,8 @@ from highwater.engine.bench.attention.measurement import environment
 from highwater.engine.data.batches import UNTRAINED, Document, pack
 from highwater.engine.models.build import build, read_config
 from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.memory_profiler import divide_budget
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.engine.training.statistics_log import divide_budget
 from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
 from highwater.nouns.activation_plan import HOST_SHARE, Activations

@@ -81,8 +81,19 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         load_model(str(directory))
-        for dtype in TOLERANCE:
-            found[dtype] = deviations(directory, dtype, layout)
+        wide = Lifted()
+        modes = {dtype: wide if dtype == "float64" else nullcontext() for dtype in TOLERANCE}
+        ours: dict[str, Step] = {}
+        for dtype, mode in modes.items():
+            with mode:
+                ours[dtype] = _ours(directory, getattr(torch, dtype), layout)
+        if dist.get_rank():
+            return {}  # what it is compared with is the same on every rank
+        for dtype, mode in modes.items():
+            with mode:
+                theirs = _theirs(directory, getattr(torch, dtype), everything(layout))
+            found[dtype] = deviations(ours[dtype], theirs)
+        found["float64"]["lifted"] = sorted(wide.casts)
     except HighwaterError as refusal:
         return {
             "outcome": "refused",
@@ -109,13 +120,16 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """Of loss, norm and the worst parameter's gradient; and where casts were lifted."""
+def everything(layout: dict[str, Any]) -> list[list[tuple[Tensor, Tensor]]]:
+    """The micro-batches of all data ranks."""
     data_ranks = _layout_of(layout).data_parallel_degree
-    with Lifted() if dtype == "float64" else nullcontext() as lifted:
-        ours = _ours(directory, getattr(torch, dtype), layout)
-        everything = [documents(r, m) for r in range(data_ranks) for m in range(MICRO_BATCHES)]
-        theirs = _theirs(directory, getattr(torch, dtype), everything)
+    return [documents(rank, m) for rank in range(data_ranks) for m in range(MICRO_BATCHES)]
+
+
+def deviations(
+    ours: Step, theirs: tuple[Tensor, Tensor, dict[str, Tensor | None]]
+) -> dict[str, Any]:
+    """Of loss, norm and the worst parameter's gradient."""
     (loss, norm, found), (their_loss, their_norm, expected) = ours, theirs
     assert set(found) <= set(expected), f"without a partner: {sorted(set(found) - set(expected))}"
     of_parameters = {
@@ -128,7 +142,6 @@ def deviations(directory: Path, dtype: str, layout: dict[str, Any]) -> dict[str,
         "gradient": of_parameters[worst],
         "worst": worst,
         "value": float(their_loss),
-        **({"lifted": sorted(lifted.casts)} if lifted is not None else {}),
     }
 
 

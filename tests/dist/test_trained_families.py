@@ -7,6 +7,7 @@ The sweep writes the table of docs/results/families where ``HIGHWATER_FAMILIES``
 import contextlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "na
 
 HIDDEN = ("granitemoehybrid", "granitemoehybrid_dense", "hunyuan_v1_moe")
 """Families of which a config may have layers, or a form, that do not train."""
+FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")
+"""Layouts that differ in more than where states are."""
 
 
 def sweep(
@@ -52,6 +55,13 @@ def sweep(
     lines = [json.loads(line) for line in result.read_text().splitlines()]
     assert [line["family"] for line in lines] == names
     return {line.pop("family"): line for line in lines}
+
+
+def turn(layout: str, names: Sequence[str], layouts: Sequence[str]) -> list[str]:
+    """Those of the families whose turn it is in one of the layouts; in `make test-all` every one
+    is in each of them.
+    """
+    return list(names if deep(layout) else names[layouts.index(layout) :: len(layouts)])
 
 
 def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
@@ -81,11 +91,8 @@ def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_wa
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
-    """Each in one of the layouts; `make test-all` has each in every."""
     names = sorted(TRAINED & {*families()})
-    if not deep(layout):
-        names = names[list(LAYOUTS).index(layout) :: len(LAYOUTS)]
-    found = sweep(ranks, layout, names, tmp_path)
+    found = sweep(ranks, layout, turn(layout, names, list(LAYOUTS)), tmp_path)
     _write_table(layout, found)
     assert wrong_ones(layout, found) == {}
 
@@ -100,26 +107,29 @@ def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
+@pytest.mark.parametrize("layout", [*FEW[: len(HIDDEN)], *deep("alone")])
 def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks, tmp_path):
     """Hybrids of attention alone, with experts and without; experts a token by a list."""
-    found = sweep(ranks, layout, list(HIDDEN), tmp_path)
+    found = sweep(ranks, layout, turn(layout, HIDDEN, FEW), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_path):
-    """Packed documents against each alone; around a ring they are refused."""
-    found = sweep(ranks, layout, list(DELTA), tmp_path)
+    """Packed documents against each alone, with and without experts; around a ring they are
+    refused.
+    """
+    others = turn(layout, DELTA[1:], list(LAYOUTS))
+    found = sweep(ranks, layout, [DELTA[0], *others], tmp_path)
     assert wrong_ones(layout, found) == {}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["alone", "fsdp2", "fsdp1 ulysses", "ring"])
+@pytest.mark.parametrize("layout", FEW)
 def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tmp_path):
     """Called on text alone: a RoPE of several positions a token is a plain one."""
-    found = sweep(ranks, layout, list(WRAPPED), tmp_path)
+    found = sweep(ranks, layout, turn(layout, list(WRAPPED), FEW), tmp_path)
     assert wrong_ones(layout, found) == {}
 
 

@@ -24,8 +24,8 @@ from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.experience import forward_batch
+from highwater.engine.training.memory_profiler import divide_budget
 from highwater.engine.training.optimizers import make_optimizer
-from highwater.engine.training.statistics_log import divide_budget
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout

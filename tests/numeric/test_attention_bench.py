@@ -2,6 +2,7 @@
 wrong one has no number, memory that runs out is told, and no fault of one takes another along.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,32 +25,64 @@ from highwater.nouns.attention_bench import (
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.trials.measurements import bench_lines
 from highwater.units import GIB, MIB
-from tables import table
 
 pytestmark = pytest.mark.timeout(300)
-WITH_A_WRONG_DENSE = """
-import torch
+WITH_WRONG_ONES = """
+import json, os
 
 from highwater.engine.bench.attention.benchmark import main
 from highwater.engine.bench.attention.contenders import CONTENDERS
 
-own = CONTENDERS["dense"]
+
+def spoilt(own, how):
+    def build(conditions, length):
+        compute = own.build(conditions, length)
+
+        def computed(query, key, value):
+            output, share = compute(query, key, value)
+            here = {"query": query, "key": key, "value": value, "output": output}
+            exec(how, here)
+            return here["output"], share
+
+        return computed
+
+    return own._replace(build=build)
 
 
-def spoilt(conditions, length):
-    compute = own.build(conditions, length)
-
-    def computed(query, key, value):
-        output, share = compute(query, key, value)
-        {how}
-        return output, share
-
-    return computed
-
-
-main({{**CONTENDERS, "dense": own._replace(build=spoilt)}})
+ways = json.loads(os.environ["WAYS"]).items()
+main({**CONTENDERS, **{name: spoilt(CONTENDERS[name], how) for name, how in ways}})
 """
-"""A module that measures as the benchmark's own does, but for dense attention."""
+"""A module that measures as the benchmark's own does, but for attentions that are spoilt."""
+RED = {
+    "dense": ("output = output * 1.001", "output 1.0e-03"),
+    "window": (
+        "output = output.detach() + 0 * (query.sum() + key.sum() + value.sum())",
+        "query gradient 1.0",
+    ),
+    "block_sparse_5": (
+        "output = output + (value - value.detach())[:, :1] * 0.01",
+        "value gradient",
+    ),
+    "dilated": ("output = output * float('nan')", "output is no number"),
+}
+"""Attentions that are wrong: how, and what is said of it."""
+FAILING = {
+    "block_sparse_2": ("raise ValueError('broken')", "crashed", "ValueError: broken"),
+    "block_sparse_1": ("import os; os.kill(os.getpid(), 9)", "crashed", "ended with -9"),
+    "block_sparse": (
+        "import torch; torch.ones(2**40)",
+        "ran out of memory",
+        "can't allocate memory",
+    ),
+    "block_sparse_adaptive": (
+        "import time; time.sleep(2.1)",
+        "took too long",
+        "longer than 2 s",
+    ),
+}
+"""Attentions that fail where they are long: how, the result, and its reason."""
+SOUND = "block_sparse_ring_dilated"
+"""One that is right, comes last, and starts a process in each pass."""
 
 
 def conditions_of(name: str, **order: Any) -> Conditions:
@@ -63,17 +96,52 @@ def conditions_of(name: str, **order: Any) -> Conditions:
 CPU = conditions_of("dense")
 
 
-def run(tmp_path: Path, *, how: str = "", **order: object) -> list[BenchLine]:
-    """All that a benchmark tells; ``how`` spoils dense attention."""
+def run(measures: Path | None = None, **order: object) -> list[BenchLine]:
+    """All that a benchmark tells; ``measures``: a file that measures in the place of ours."""
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
-    measures: dict[str, str] = {}
     with pytest.MonkeyPatch.context() as patch:
-        if how:
-            (tmp_path / "spoilt_dense.py").write_text(WITH_A_WRONG_DENSE.format(how=how))
-            patch.setenv("PYTHONPATH", str(tmp_path))
-            measures = {"measures": "spoilt_dense"}
-        with bench_lines(BenchOrder(**(asked | order)), **measures) as lines:
+        if measures is not None:
+            patch.setenv("PYTHONPATH", str(measures.parent))
+        named = {} if measures is None else {"measures": measures.stem}
+        with bench_lines(BenchOrder(**(asked | order)), **named) as lines:
             return list(lines)
+
+
+def spoilt(folder: Path, ways: dict[str, str], **order: object) -> list[BenchLine]:
+    """The same where attentions are spoilt, each in its way."""
+    measures = folder / "spoilt_attentions.py"
+    measures.write_text(WITH_WRONG_ONES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WAYS", json.dumps(ways))
+        return run(measures, implementations=tuple(ways), directions=("forward",), **order)
+
+
+@pytest.fixture(scope="module")
+def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file with the processes that a sound attention started."""
+    return tmp_path_factory.mktemp("pids") / "pids"
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> list[BenchLine]:
+    """What is told of attentions of which all but one are wrong or fail."""
+    ways = {name: how for name, (how, _) in RED.items()}
+    ways |= {name: f"if query.shape[2] > 600: {how}" for name, (how, *_) in FAILING.items()}
+    ways[SOUND] = (
+        "import subprocess\n"
+        "started = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(pids)!r}, 'a').write(f'{{started.pid}}\\n')"
+    )
+    folder = tmp_path_factory.mktemp("faults")
+    return spoilt(folder, ways, lengths=(256, 700), timeout_s=2.0)
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[BenchLine]:
+    """What is told of attentions as they are."""
+    names = ("dense", "window", "block_sparse_5", "dilated")
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
+    return run(lengths=(512, 2560), implementations=names, **sizes)
 
 
 def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
@@ -151,59 +219,35 @@ def test_the_benchmarks_headline_attention_has_blocks_of_256():
     assert SparsePatternConfig().block_size == 128
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("output = output * 1.001", "output 1.0e-03"),
-        (
-            "output = output.detach() + 0 * (query.sum() + key.sum() + value.sum())",
-            "query gradient 1.0",
-        ),
-        ("output = output + (value - value.detach())[:, :1] * 0.01", "value gradient"),
-        ("output = output * float('nan')", "output is no number"),
-    ],
-)
-def test_a_wrong_attention_has_no_number_and_the_others_theirs(tmp_path, how, said):
-    lines = run(tmp_path, how=how, implementations=("dense", "block_sparse_5"))
-    (red, *others) = [line.check for line in lines if line.check is not None]
-    assert said in red.reason
-    assert [each.reason for each in others] == [""]
-    for row in (line.row for line in lines if line.row is not None):
-        if row.implementation == "dense":
-            assert (row.result, row.length_tokens, row.time_s) == ("red", None, None)
-            assert row.peak_allocated_bytes == row.after_qkv_bytes == ()
-        else:
-            assert row.result == "fits"
+@pytest.mark.parametrize("name", RED)
+def test_a_wrong_attention_has_no_number(faults, name):
+    (red,) = [line.check for line in faults if line.check and line.check.implementation == name]
+    assert RED[name][1] in red.reason
+    (row,) = [line.row for line in faults if line.row and line.row.implementation == name]
+    assert (row.result, row.length_tokens, row.time_s) == ("red", None, None)
+    assert row.peak_allocated_bytes == row.after_qkv_bytes == ()
 
 
-@pytest.mark.parametrize(
-    ("how", "result", "reason"),
-    table("attention_bench", "a_case_that_fails_is_told_by_how_and_ends"),
-)
-def test_a_case_that_fails_is_told_by_how_and_ends_no_other(tmp_path, how, result, reason):
-    lines = run(
-        tmp_path,
-        how=how,
-        implementations=("dense", "dilated"),
-        lengths=(256, 700),
-        timeout_s=0.2 if "long" in result else 60.0,
-        directions=("forward",),
-    )
-    assert rows(lines)[:2] == [("dense", 256, "fits"), ("dense", 700, result)]
-    assert rows(lines)[2:] == [("dilated", 256, "fits"), ("dilated", 700, "fits")]
-    (failed,) = [line.row for line in lines if line.row is not None and not line.row.fits]
+@pytest.mark.parametrize("name", FAILING)
+def test_a_case_that_fails_is_told_by_how(faults, name):
+    _, result, reason = FAILING[name]
+    own = [row for row in rows(faults) if row[0] == name]
+    assert own == [(name, 256, "fits"), (name, 700, result)]
+    (failed,) = [
+        row for line in faults if (row := line.row) and row.implementation == name and not row.fits
+    ]
     assert reason in failed.reason
 
 
-def test_what_a_case_has_started_ends_with_it(tmp_path):
+def test_no_fault_of_one_takes_another_along(faults):
+    of_others = {line.check.reason for line in faults if line.check} - {""}
+    assert len(of_others) == len(RED)
+    assert rows(faults)[-2:] == [(SOUND, 256, "fits"), (SOUND, 700, "fits")]
+
+
+def test_what_a_case_has_started_ends_with_it(faults, pids):
     """As the workers of a compiler do, which stay for the next program."""
-    pids = tmp_path / "pids"
-    how = (
-        "import subprocess\n        "
-        "started = subprocess.Popen(['sleep', '600'])\n        "
-        f"open({str(pids)!r}, 'a').write(f'{{started.pid}}\\n')"
-    )
-    assert rows(run(tmp_path, how=how, directions=("forward",))) == [("dense", 256, "fits")]
+    assert rows(faults)[-1] == (SOUND, 700, "fits")
     started = [int(pid) for pid in pids.read_text().split()]
     assert started
     assert not [pid for pid in started if is_running(pid)]
@@ -217,11 +261,10 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_path):
+def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(measured):
     """Of eight heads the formula takes 54 MiB at 512 tokens, and four times as much at 1,024."""
-    (machine,) = [line.machine for line in run(tmp_path) if line.machine is not None]
+    (machine,) = [line.machine for line in measured if line.machine is not None]
     lines = run(
-        tmp_path,
         implementations=("reference",),
         lengths=(),
         most_tokens=1024,
@@ -240,27 +283,24 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(tmp_pat
         assert row.peak_reserved_bytes[0] <= machine.outside_bytes + 160 * MIB
 
 
-def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(tmp_path):
-    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
-    lines = run(tmp_path, lengths=(512,), implementations=("dense", "block_sparse_5"), **sizes)
-    shared = run(tmp_path, lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
-    query = 4 * 512 * 16 * 4
-    for row in (line.row for line in lines if line.row is not None):
+def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(measured):
+    shared = run(lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
+    for row in (line.row for line in measured if line.row is not None):
+        assert row.length_tokens is not None
+        query = 4 * row.length_tokens * 16 * 4
         assert row.after_qkv_bytes == (2 * query,), "keys and values have half as many heads"
         assert row.peak_allocated_bytes[0] >= 3 * query, "and the output is as large as queries"
         assert row.peak_reserved_bytes[0] > row.peak_allocated_bytes[0]
     for row in (line.row for line in shared if line.row is not None):
-        assert row.after_qkv_bytes == (query,), "one tensor is counted once"
+        assert row.after_qkv_bytes == (4 * 512 * 16 * 4,), "one tensor is counted once"
 
 
-def test_the_kept_share_is_measured(tmp_path):
-    lines = run(
-        tmp_path,
-        lengths=(2560,),
-        directions=("forward",),
-        implementations=("dense", "window", "block_sparse_5", "dilated"),
-    )
-    shares = {row.implementation: row.kept_share for line in lines if (row := line.row)}
+def test_the_kept_share_is_measured(measured):
+    shares = {
+        row.implementation: row.kept_share
+        for line in measured
+        if (row := line.row) and row.length_tokens == 2560
+    }
     pairs = 2560 * 2561 / 2
     window = (512 * 513 / 2 + (2560 - 512) * 512) / pairs
     # of 20 rows of blocks each keeps one: the diagonal, whose blocks are half seen
@@ -273,9 +313,8 @@ def test_the_kept_share_is_measured(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_two_processes_share_a_sequence_or_have_one_each(tmp_path):
+def test_two_processes_share_a_sequence_or_have_one_each():
     lines = run(
-        tmp_path,
         gpus=2,
         lengths=(255, 1024),
         implementations=("dense", "ring", "block_sparse_ring", "ulysses"),
@@ -316,12 +355,12 @@ def test_what_threads_cannot_compile_is_not_measured_in_data_parallel(name):
 def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
     how = (
         "import torch.distributed as dist\n"
-        "        if query.shape[2] == 300 and dist.is_initialized() and dist.get_rank():\n"
-        "            raise ValueError('rank one')\n"
-        "        if query.shape[2] == 300 and dist.is_initialized():\n"
-        "            dist.barrier()"
+        "if query.shape[2] == 300 and dist.is_initialized() and dist.get_rank():\n"
+        "    raise ValueError('rank one')\n"
+        "if query.shape[2] == 300 and dist.is_initialized():\n"
+        "    dist.barrier()"
     )
-    lines = run(tmp_path, how=how, gpus=2, lengths=(300,), directions=("forward",))
+    lines = spoilt(tmp_path, {"dense": how}, gpus=2, lengths=(300,))
     assert rows(lines) == [("dense", 300, "fits"), ("dense", 300, "crashed")]
     assert [line.row.reason for line in lines if line.row and line.row.reason] == [
         "ValueError: rank one"

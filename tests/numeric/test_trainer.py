@@ -20,9 +20,8 @@ import highwater
 from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.activations.recompute import recompute_layers
-from highwater.engine.training.memory_profiler import TrialProfiler
+from highwater.engine.training.memory_profiler import TrialProfiler, past_budget
 from highwater.engine.training.out_of_memory import LayerWatch
-from highwater.engine.training.statistics_log import past_budget
 from highwater.engine.training.trainer_keywords import KEYWORDS, trial_of
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.nouns.environment import Profiling, SnapshotOrder

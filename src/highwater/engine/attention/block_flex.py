@@ -18,7 +18,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo_config
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from highwater.engine.attention.block_gather import (
@@ -168,7 +167,9 @@ def attend_mask(
     On the CPU there is only the output, without gradient.
     """
     keys = mask.seq_lengths[1]
-    with dynamo_config.patch(recompile_limit=_PROGRAMS):
+    from torch._dynamo import config  # takes seconds, and the CPU seldom compiles
+
+    with config.patch(recompile_limit=_PROGRAMS):
         return _compiled()(
             query_NGSD,
             key_NSD[:, None, :keys],

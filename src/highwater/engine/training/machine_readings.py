@@ -21,8 +21,8 @@ from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.parallel import fsdp2
 from highwater.engine.parallel import mesh as process_mesh
+from highwater.engine.training.memory_profiler import outside_allocator_bytes
 from highwater.engine.training.rank_run import versions
-from highwater.engine.training.statistics_log import outside_allocator_bytes
 from highwater.nouns.hardware import Constants, Reading
 from highwater.nouns.layout import Layout
 

@@ -20,7 +20,7 @@ from highwater.engine.attention.kernel_proof import computes_windows
 from highwater.engine.data.batches import Batch, share_of
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.mesh import SequenceGroups, every_ranks
-from highwater.engine.training.statistics_log import outside_allocator_bytes
+from highwater.engine.training.memory_profiler import outside_allocator_bytes
 from highwater.errors import HighwaterError, MachineError, ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record, from_json, to_json

@@ -30,7 +30,14 @@ from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel.collectives import gather_rows
 from highwater.engine.training import checkpoint
-from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
+from highwater.engine.training.memory_profiler import (
+    MemoryWatch,
+    TrialProfiler,
+    allocator_settings,
+    divide_budget,
+    past_budget,
+    profiler_of,
+)
 from highwater.engine.training.optimizers import optimizer_of
 from highwater.engine.training.out_of_memory import LayerWatch, OutOfMemoryWatch
 from highwater.engine.training.rank_context import (
@@ -40,13 +47,7 @@ from highwater.engine.training.rank_context import (
     synchronize,
     take_context,
 )
-from highwater.engine.training.statistics_log import (
-    MemoryWatch,
-    StatisticsLog,
-    allocator_settings,
-    divide_budget,
-    past_budget,
-)
+from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import (
     Training,
     backward_of,

@@ -1,14 +1,8 @@
 """Statistics log: rank 0 writes the numbers of a trial's steps, one line of JSON for each step, and
-tells them to reporters. Also: readings of a rank's memory.
-
-On a GPU three readings matter: the driver's (device used), the caching allocator's (reserved,
-active, allocated), and their difference: the context, the libraries' own workspaces and NCCL, which
-no allocator cap can bound. On the CPU it is the data segment, which RLIMIT_DATA bounds.
+tells them to reporters.
 """
 
-import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,21 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
-from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
 from highwater.engine.training.statistics import Reduced, Statistics
 from highwater.engine.training.step import Training
 from highwater.engine.training.step_quantities import QUANTITIES
-from highwater.errors import MachineError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.trial import MemoryBudget, RankMemory, StatisticsFiles, TrialSpec
-from highwater.units import GIB, format_bytes
+from highwater.nouns.trial import RankMemory, StatisticsFiles, TrialSpec
 
 if TYPE_CHECKING:
     from highwater.engine.training.reporters import Reports
@@ -140,149 +130,3 @@ def follow_logits(training: Training) -> None:
     for module in training.policy.modules():
         if isinstance(module, LanguageModel):
             module.logit_range = training.record.logit_range = LogitRange()
-
-
-_SAMPLE_S = 0.001
-
-
-def device_used_bytes(device: torch.device) -> int:
-    """Bytes that the driver reports as used on a GPU, by any process."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def outside_allocator_bytes(device: torch.device) -> int:
-    """Bytes in use on the device that the caching allocator does not hold."""
-    return device_used_bytes(device) - torch.cuda.memory_reserved(device)
-
-
-def allocator_settings(device: torch.device) -> dict[str, str]:
-    """Return the settings that the caching allocator reports; empty on the CPU."""
-    if device.type != "cuda":
-        return {}
-    # there is no public function for this
-    snapshot = torch.cuda.memory._snapshot(device)  # pyright: ignore[reportPrivateUsage]
-    return {name: str(value) for name, value in snapshot.get("allocator_settings", {}).items()}
-
-
-def divide_budget(
-    device: torch.device,
-    *,
-    budget_bytes: int | None,
-    nccl_bytes: int,
-    host: HostActivations | None = None,
-) -> MemoryBudget:
-    """Bound the allocator so that device memory used stays within the budget; with None nothing but
-    the card bounds it. It is bound anew whenever ``host`` maps memory, which takes page tables.
-
-    The bytes now outside the allocator are the context, except for ``nccl_bytes``.
-
-    Raises MachineError if the budget leaves nothing, or exceeds the card.
-    """
-    total = torch.cuda.mem_get_info(device)[1]
-    context_bytes = outside_allocator_bytes(device) - nccl_bytes
-    budget = total if budget_bytes is None else budget_bytes
-    cap = budget - context_bytes - nccl_bytes
-    if budget > total:
-        raise MachineError(
-            f"a budget of {format_bytes(budget)} on a GPU of {format_bytes(total)}",
-            hint=f"use `--memory {total >> 20}MiB` or less",
-        )
-    if cap <= 0:
-        raise MachineError(
-            f"a budget of {format_bytes(budget)} is spent on the context and NCCL "
-            f"({format_bytes(context_bytes + nccl_bytes)})",
-            hint=f"use `--memory {(context_bytes + nccl_bytes) // GIB + 2}GiB` or more",
-        )
-
-    def bound() -> None:
-        left = max(0, budget - outside_allocator_bytes(device))
-        torch.cuda.set_per_process_memory_fraction(left / total, device)
-
-    if budget_bytes is not None:
-        bound()
-        if host is not None:
-            host.follow_mapping(bound)
-    return MemoryBudget(
-        budget_bytes=budget,
-        context_bytes=context_bytes,
-        nccl_bytes=nccl_bytes,
-        allocator_cap_bytes=cap,
-    )
-
-
-def past_budget(peaks: RankMemory, budget: MemoryBudget) -> str | None:
-    """Say how the device came to use more than its budget; None if it did not, as far as read.
-
-    The allocator compares its cap with what it is asked for, but expandable segments map 20 MiB at
-    a time, so it can pass its cap by less than that.
-    """
-    used = peaks.device_used_bytes
-    if used is None or used <= budget.budget_bytes:
-        return None
-    past_cap = (peaks.peak_reserved_bytes or 0) - budget.allocator_cap_bytes
-    why = "what is outside the allocator grew after the first step began"
-    if past_cap > 0:
-        past = format_bytes(past_cap)
-        why = f"the allocator maps whole pages, with which it passed its cap by {past}"
-    allowed = format_bytes(budget.budget_bytes)
-    return f"{format_bytes(used)} used on the device, {allowed} allowed: {why}"
-
-
-class MemoryWatch:
-    """Follows a rank's memory; ``peaks`` may be read at any time, also after a failure."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._segment = DataSegment() if device.type == "cpu" else None
-        self._device_used = 0
-
-    def begin(self) -> None:
-        """Reset the peaks; not on the CPU, whose limit binds from the start of the process."""
-        self._device_used = 0
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def sample(self) -> None:
-        """Read the driver or the data segment now: called at ends of phases, when much is alive."""
-        if self._segment is not None:
-            self._segment.read()
-        else:
-            self._device_used = max(self._device_used, device_used_bytes(self.device))
-
-    def peaks(self) -> RankMemory:
-        """Return the peaks since the watch was made or last begun."""
-        self.sample()
-        if self._segment is not None:
-            return RankMemory(peak_data_segment_bytes=self._segment.peak_bytes)
-        stats = torch.cuda.memory_stats(self.device)
-        reserved, outside = stats["reserved_bytes.all.peak"], outside_allocator_bytes(self.device)
-        return RankMemory(
-            peak_allocated_bytes=stats["allocated_bytes.all.peak"],
-            peak_active_bytes=stats["active_bytes.all.peak"],
-            peak_reserved_bytes=reserved,
-            # the samples may have missed a peak after which the allocator freed memory
-            device_used_bytes=max(self._device_used, reserved + outside),
-            device_total_bytes=torch.cuda.mem_get_info(self.device)[1],
-            allocator_retries=stats["num_alloc_retries"],
-        )
-
-
-class DataSegment:
-    """Peak of this process's data segment, read every millisecond."""
-
-    def __init__(self) -> None:
-        self.peak_bytes = 0
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-        self._statm = Path("/proc/self/statm")
-        threading.Thread(target=self._follow, name="data-segment", daemon=True).start()
-
-    def read(self) -> None:
-        """Read the segment once. Field 6 of statm is data plus stack, in pages; source: proc(5)."""
-        pages = int(self._statm.read_text().split()[5])
-        self.peak_bytes = max(self.peak_bytes, pages * self._page_bytes)
-
-    def _follow(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(_SAMPLE_S):
-            self.read()

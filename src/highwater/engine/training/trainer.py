@@ -21,7 +21,12 @@ import torch.distributed as dist
 from highwater.engine.data.batches import Batch, digest, pack, read_documents
 from highwater.engine.parallel.mesh import every_ranks
 from highwater.engine.training import checkpoint
-from highwater.engine.training.memory_profiler import TrialProfiler, profiler_of
+from highwater.engine.training.memory_profiler import (
+    TrialProfiler,
+    allocator_settings,
+    divide_budget,
+    profiler_of,
+)
 from highwater.engine.training.out_of_memory import LayerWatch
 from highwater.engine.training.rank_context import (
     compute_dtype,
@@ -37,11 +42,7 @@ from highwater.engine.training.rank_run import (
     step_numbers,
 )
 from highwater.engine.training.statistics import Reduced, Statistics, known
-from highwater.engine.training.statistics_log import (
-    allocator_settings,
-    divide_budget,
-    follow_logits,
-)
+from highwater.engine.training.statistics_log import follow_logits
 from highwater.engine.training.step_quantities import Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.engine.training.training_run import Evaluation, evaluate

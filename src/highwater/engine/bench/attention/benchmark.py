@@ -32,7 +32,7 @@ from highwater.engine.bench.attention.measurement import (
     measure,
 )
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.statistics_log import divide_budget, outside_allocator_bytes
+from highwater.engine.training.memory_profiler import divide_budget, outside_allocator_bytes
 from highwater.errors import HighwaterError
 from highwater.nouns.attention_bench import BenchMachine, BenchOrder, BenchPart, BenchShare, NotRun
 from highwater.nouns.codec import from_json, to_json

@@ -29,7 +29,7 @@ from torch.autograd.profiler import profile
 
 from highwater.engine.bench.attention.contenders import Build, Compute, Conditions, counts
 from highwater.engine.parallel.sequence_layout import PADDING
-from highwater.engine.training.statistics_log import DataSegment
+from highwater.engine.training.memory_profiler import DataSegment
 from highwater.nouns.attention_bench import CHECKED_TOKENS, BenchRow
 from highwater.version import __version__
 
