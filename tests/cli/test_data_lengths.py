@@ -80,8 +80,17 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     assert " times as long" in first
     assert " dollars, predicted" in first
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
-    without = highwater("predict", "Qwen3-8B", *ON, "--data", data)
-    assert "dollars" not in without.stdout
+
+
+def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwater, data):
+    asked = ("predict", "Qwen3-8B", "--data", data, "--gpus")
+    listed = highwater(*asked, "8xH100-80GB")
+    assert " dollars, predicted" in listed.stdout.splitlines()[0]
+    assert "RunPod's list price (Secure Cloud) of 2026-09-25" in listed.stderr
+    named = highwater(*asked, "8xH100-80GB", "--price", "3.49")
+    assert named.stdout == listed.stdout
+    assert "RunPod" not in named.stderr
+    assert "dollars" not in highwater(*asked, "8xH800-80GB").stdout
 
 
 @pytest.mark.parametrize(

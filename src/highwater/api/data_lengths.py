@@ -23,6 +23,7 @@ from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
+from highwater.nouns.hardware import LIST_PRICE, kind_of
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import OnPhase, unheard
 from highwater.trials.inputs import tokenised
@@ -48,7 +49,7 @@ class KeptLength(Record, frozen=True, kw_only=True):
     """Seconds of one pass over the kept tokens, in rows that are full of one document: tokens of
     short ones attend to fewer, and take less. None: nobody knows."""
     epoch_price: float | None = None
-    """Price of that pass in the unit of the price that was named."""
+    """Price of that pass, in the unit of the price that was named or else in dollars."""
 
 
 class DataLengths(Record, frozen=True, kw_only=True):
@@ -80,8 +81,8 @@ def data_lengths(
 ) -> DataLengths:
     """The lengths of the documents in files, by the tokenizer of ``model``; with ``gpus`` and the
     other keywords of ``predict`` also how each length is trained, and how long one pass takes;
-    ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``. Raises HighwaterError for
-    what cannot be read, or predicted.
+    ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's.
+    Raises HighwaterError for what cannot be read, or predicted.
     """
     read_price = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))
     if price is not None and read_price is None:
@@ -110,17 +111,19 @@ def data_lengths(
     while lengths[-1] < documents[-1]:
         lengths.append(2 * lengths[-1])
     may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
+    kept = tuple(
+        _kept(documents, each, model if may_cost else None, hour_price, asked) for each in lengths
+    )
+    is_listed = hour_price is None and any(each.epoch_price for each in kept)
+    listed = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
     return DataLengths(
         data=paths,
         tokenizer=corpus.tokenizer,
         documents=len(documents),
         tokens=corpus.tokens,
         longest_tokens=documents[-1],
-        lengths=tuple(
-            _kept(documents, each, model if may_cost else None, hour_price, asked)
-            for each in lengths
-        ),
-        notes=corpus.notes,
+        lengths=kept,
+        notes=(*corpus.notes, listed) if is_listed else corpus.notes,
     )
 
 
@@ -138,7 +141,9 @@ def _kept(
         trained = prediction.answer
         if trained is not None and trained.step is not None:
             epoch_s = kept / trained.step.tokens_per_s
-            epoch_price = None if price is None else price * prediction.gpus * epoch_s / 3600
+            kind = kind_of(prediction.device_name)
+            hour = price if price is not None or kind is None else kind.hour_dollars
+            epoch_price = None if hour is None else hour * prediction.gpus * epoch_s / 3600
     return KeptLength(
         length_tokens=length_tokens,
         documents=sum(each <= length_tokens for each in documents),

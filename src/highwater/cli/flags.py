@@ -269,7 +269,10 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         metavar="FILE",
     )
     price: str | None = _flag(
-        "predict", None, "dollars of one GPU for an hour, 2.50: with --data what a pass costs"
+        "predict",
+        None,
+        "dollars of one GPU for an hour, 2.50: with --data what a pass costs; default: a list "
+        "price of the catalog, whose date is told",
     )
     all_: bool = _flag(
         "predict", False, "every setting, also those that gain nothing", SWITCH, name="all"

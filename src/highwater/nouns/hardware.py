@@ -47,7 +47,14 @@ class GpuKind(Record, frozen=True, kw_only=True):
     """Dense bf16 matrix FLOP/s by the datasheet, in units of 10¹²; None: the card has no bf16."""
     flash_attention: bool
     """True if the flash kernels of PyTorch run on it (compute capability 8.0 and up)."""
+    hour_dollars: float | None = None
+    """``LIST_PRICE`` of one for an hour; None where nobody has read it."""
     source: str
+
+
+LIST_PRICE = "RunPod's list price (Secure Cloud) of 2026-09-25"
+"""Whose prices the catalog has. Source: https://www.runpod.io/pricing as read on that day, in
+https://github.com/tgarg01/silybench-data, derived/csv/gpu_prices.csv."""
 
 
 class Gpu(Record, frozen=True, kw_only=True):
