@@ -7,7 +7,6 @@ import pytest
 
 import highwater
 from highwater.errors import UsageError
-from highwater.memory.capacity import MemoryLimit
 from highwater.memory.trainers import MEMORY, predictor_of
 from highwater.nouns.trainer import REGISTRY, TRAINERS, predicted_as
 from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
@@ -68,5 +67,4 @@ def test_its_studies_are_taken_beside_the_prediction():
 
 def test_its_searches_start_without_the_law_for_their_loss_is_in_a_file():
     question = read_study(STUDIES / "accelerate-one-gpu-again.jsonl").question
-    limit = MemoryLimit(device_bytes=24 * 2**30)
-    assert predictor_of(question, question.cells[0], limit) is None
+    assert predictor_of(question, question.cells[0], 24 * 2**30) is None

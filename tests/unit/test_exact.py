@@ -42,7 +42,7 @@ def ask(**changes) -> Question:
 
 
 def guess(question: Question, memory_limit: MemoryLimit) -> int:
-    predictor = predictor_of(question, question.cells[0], memory_limit)
+    predictor = predictor_of(question, question.cells[0], memory_limit.device_bytes)
     assert predictor is not None
     return predict_cell(predictor).capacity_tokens
 

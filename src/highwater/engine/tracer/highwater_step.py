@@ -39,6 +39,8 @@ class TracedTrainer:
     """Runs after every step of these micro-batches."""
     step: Callable[[Any, Sequence[Batch], OnPhase], object] = _train_step
     """One step of what ``begin`` returned: our own, unless the trainer has another."""
+    needs_peft: bool = False
+    """Whether peft is imported whatever is trained."""
 
 
 _LENT_BY_FSDP1 = 4

@@ -82,9 +82,9 @@ def trace(order: TraceOrder) -> EventLog:
     """Return what a rank of the trial allocates and frees on its device, from the model's first
     shard to the end of the last step. Of host memory only activations are counted.
     """
-    spec = order.spec
-    if spec.settings.lora is not None or order.trainer == "transformers":
-        # import peft, as Liger does too, and bitsandbytes with it, before there seems to be a GPU
+    spec, trainer = order.spec, STEPS[order.trainer]
+    if spec.settings.lora is not None or trainer.needs_peft:
+        # import peft, and bitsandbytes with it, before there seems to be a GPU to look for
         with suppress(ImportError):
             importlib.import_module("peft")
     fake_cuda.install()
@@ -105,7 +105,6 @@ def trace(order: TraceOrder) -> EventLog:
     recorder.hidden = WORKSPACES | {
         aten.sum.dim_IntList: partial(in_column_sums, resident_threads=order.resident_threads)
     }
-    trainer = STEPS[order.trainer]
     trainer.set_up(recorder, context)
     fake_cuda.heard_record_stream.append(recorder.lend)
     fake_cuda.heard_gradient.append(recorder.pass_on)

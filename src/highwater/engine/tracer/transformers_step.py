@@ -158,4 +158,5 @@ TRACED = TracedTrainer(
     before_step=lambda _: None,
     after_step=lambda _, __: None,
     step=lambda training, micro_batches, enter: training.step(micro_batches, enter),
+    needs_peft=True,  # Liger imports it
 )
