@@ -10,7 +10,7 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
+from highwater.nouns.settings import Settings, settings_in_words
 from highwater.speed import predicted_step
 
 ONE, FOUR = {"gpus": "1xH100-80GB"}, {"gpus": "4xH100-80GB"}
@@ -61,6 +61,8 @@ def test_heads_that_do_not_make_such_groups_are_refused_with_a_hint_that_works(
 def test_groups_of_the_heads_that_ranks_share_are_predicted():
     found = highwater.predict("Llama-3.1-8B", **FOUR, attention_head_groups=2, ulysses=4)
     assert found.cells[0].cell.settings.label == "head-groups-2"
+    assert found.cells[0].cell.words.startswith("2 head groups")
+    assert "attention in 2 head groups" in settings_in_words(found.cells[0].cell.settings)
 
 
 def test_a_layer_of_an_8b_takes_little_more_than_half_in_four_groups():

@@ -172,7 +172,7 @@ def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():
     assert question_of(micro_batches=2).key == several.key
     assert not any(cell.settings.accumulates for cell in one.cells)
     assert all(cell.settings.accumulates for cell in question_of(micro_batches=4).cells)
-    assert all("one-micro-batch" in cell.label for cell in one.cells)
+    assert all("one micro-batch" in cell.label for cell in one.cells)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])

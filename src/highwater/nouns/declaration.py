@@ -111,7 +111,8 @@ class Setting:
     other_label: str = ""
     """The part of a rung's label for every other value, which ``{}`` stands for."""
     told: Mapping[Any, tuple[str, str]] = field(default_factory=dict[Any, tuple[str, str]])
-    """A value in a column and at a sentence's end, for values that a label is too short for."""
+    """A value in a column and at a sentence's end, for values that a label is too short for; under
+    ``...`` any value that has a label, as ``{}``."""
     says_what: bool = False
     """True if it says what is trained; else how, or where."""
     moves_loss: bool = False

@@ -214,6 +214,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         1,
         "activations host: the last layers, whose activations stay on the GPU",
         other_label="last-{}-on-gpu",
+        told={...: ("last {} on GPU", "activations of the last {} layers on the GPU")},
     )
     """At least one: during its backward pass the others' begin to come back."""
     mlp_tiles: int | None = kinds.COUNT(
@@ -221,6 +222,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "tiles over the tokens that an MLP goes in; default: as recompute has them for free",
         example=8,
         other_label="mlp-tiles-{}",
+        told={...: ("{} MLP tiles", "MLPs in {} tiles")},
     )
     """1: all at once. None: tiles of a fixed size where layers are recomputed, else none."""
     attention_head_groups: int = kinds.COUNT(
@@ -229,6 +231,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "layer, for less memory; 1: all heads at once",
         example=4,
         other_label="head-groups-{}",
+        told={...: ("{} head groups", "attention in {} head groups")},
     )
     """Queries, keys and values are projected once more (engine/models/fused/head_groups.py)."""
     rope: Rope = setting(
@@ -252,6 +255,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         name="micro_batches",
         typed={True: 2, False: 1},
         labels={False: "one-micro-batch"},
+        told={False: ("one micro-batch", "one micro-batch a step")},
     )
     """Gradients of two or more micro-batches are added up in a step. False: a step has one."""
     attention: AttentionMethod = setting(
@@ -639,7 +643,9 @@ def _told(settings: Settings, where: int) -> dict[str, str]:
     told: dict[str, str] = {}
     for row in _IN_A_LABEL:
         value = getattr(settings, row.rung_field)
-        words = row.told[value][where] if value in row.told else row.label_of(value)
+        words, said = row.label_of(value), row.told.get(value, row.told.get(...))
+        if words and said is not None:
+            words = said[where].format(value)
         if words and row.name not in _OF_ANOTHER_TRAINING:
             told[row.name] = words
     return told
