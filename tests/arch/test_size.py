@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 69_836,
+    "src_lines": 69_860,
     "src_files": 280,
     "src_small_files": 11,
     "process_starts": 1,
@@ -21,7 +21,7 @@ in host memory: three files; head groups: one; tiles of experts: one; gated Delt
 traces and predictions of it: 194 lines; one answer from every command: two; lengths of data: one;
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
-closed form: two, and its law for four more trainers, of whose issue 800 lines are left)."""
+closed form: two, and its law for four more trainers, of whose issue 780 lines are left; list prices: 22 lines)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 197, "files": 118},
