@@ -21,6 +21,7 @@ A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
@@ -300,6 +301,7 @@ def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     )
 
 
+@cache
 def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) -> int:
     """Numbers of the adapters of one layer of a kind."""
     matrices = adapter_matrices(kind, model_type, lora)

@@ -169,12 +169,15 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     kept = kept_on_gpu(plan.layers_on_host, layers)
     kept_at_the_end = kept_on_gpu(plan.first_on_gpu(layers - 1), layers)
     at_the_end = (*states.terms(states.parameters), *always)
+    # of the layers that went backward before, what is trained has gradients
+    every = sum(run.count * run.kind.parameters for run in step.shape.runs)
+    trained = sum(run.count * step.trained_of(run.kind) for run in step.shape.runs)
     # A single layer is the last one: nothing else goes backward, or is reduced meanwhile.
     *others, last = backwards(step.shape.runs)
     middle = (
         phase(
             "backward of a layer",
-            *states.terms(_parameters_with_gradients(step, each)),
+            *states.terms(trained * each.parameters_behind // every),
             *beside_layers,
             kept_on_gpu(plan.first_on_gpu(each.kept_layers - 1), each.kept_layers),
             *_layer_terms(step, each, working),
@@ -313,15 +316,6 @@ def _layer_terms(
         Term("layers, gathered", step.element * gathered),
         Term("gradient of the head", step.element * head),
     )
-
-
-def _parameters_with_gradients(step: Step, backward: Backward) -> int:
-    """Parameters of layers that went backward before, as far as they are trained."""
-    if not step.is_frozen:
-        return backward.parameters_behind
-    every = sum(run.count * run.kind.parameters for run in step.shape.runs)
-    trained = sum(run.count * step.trained_of(run.kind) for run in step.shape.runs)
-    return trained * backward.parameters_behind // every
 
 
 def _parameters_on_their_way(step: Step, reduced: LayerKind | None) -> int:
