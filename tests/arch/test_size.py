@@ -21,7 +21,8 @@ in host memory: three files; head groups: one; tiles of experts: one; gated Delt
 traces and predictions of it: 194 lines; one answer from every command: two; lengths of data: one;
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
-closed form: two, and its law for four more trainers, of whose issue 780 lines are left; list prices: 22 lines)."""
+closed form: two, and its law for four more trainers, of whose issue 780 lines are left; list
+prices: 22 lines)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
     "find": {"modules": 197, "files": 118},
