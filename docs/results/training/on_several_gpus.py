@@ -1,14 +1,13 @@
-"""`highwater train` on four GPUs: 200 steps of Qwen3-1.7B's shape on packed documents, by five
-layouts, and once killed and gone on with another layout.
+"""`highwater train` on two or four GPUs: 200 steps of Qwen3-1.7B's shape on packed documents, by
+every layout, and once killed and gone on with another layout.
 
-    python docs/results/training/on_four_gpus.py OUT >> docs/results/training/on_four_gpus.ndjson
-    python docs/results/training/on_four_gpus.py --table
+    python docs/results/training/on_several_gpus.py OUT >> docs/results/training/on_two_gpus.ndjson
+    python docs/results/training/on_several_gpus.py --table
 
-Four rows of 8,192 tokens make a step in every layout, so that all train the same: a row for each
-GPU by data parallel, and each row shared by four GPUs by Ulysses or by a ring. Each run prints a
-line of JSON with its losses, and one that fails a line that says why. ``--small`` tries the script
-on the CPU. Speeds of PyTorch's and of TRL's context parallelism, which pack no documents, are
-beside ours in ``on_four_gpus_peers.json``.
+``--gpus 4`` is for four: ``on_four_gpus.ndjson``. Four rows of 8,192 tokens make a step in every
+layout, so that all train the same: rows of its own for each GPU by data parallel, and each row
+shared by the GPUs by Ulysses or by a ring. Each run prints a line of JSON with its losses, and one
+that fails a line that says why. ``--small`` tries the script on the CPU.
 """
 
 import argparse
@@ -27,15 +26,26 @@ from typing import Any
 from on_a_gpu import CHUNKED, WARM, environment, histogram, of_the_cpu, speed, steps_of
 from on_a_gpu import write_documents as write
 
-RECORD = Path(__file__).with_suffix(".ndjson")
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
-    "data parallel": (),
-    "Ulysses 4": ("--ulysses", "4"),
-    "ring 4": ("--ring", "4"),
-    "Ulysses 2 x ring 2": ("--ulysses", "2", "--ring", "2"),
-    "copies 2": ("--copies", "2"),
+RECORDS = {
+    gpus: Path(__file__).with_name(f"on_{word}_gpus.ndjson")
+    for gpus, word in ((2, "two"), (4, "four"))
 }
-GONE_ON = ("ring 4", "Ulysses 4")
+LAYOUTS: Mapping[int, Mapping[str, tuple[str, ...]]] = {
+    2: {
+        "data parallel": (),
+        "Ulysses 2": ("--ulysses", "2"),
+        "ring 2": ("--ring", "2"),
+        "copies 2": ("--copies", "2"),
+    },
+    4: {
+        "data parallel": (),
+        "Ulysses 4": ("--ulysses", "4"),
+        "ring 4": ("--ring", "4"),
+        "Ulysses 2 x ring 2": ("--ulysses", "2", "--ring", "2"),
+        "copies 2": ("--copies", "2"),
+    },
+}
+GONE_ON = {2: ("ring 2", "Ulysses 2"), 4: ("ring 4", "Ulysses 4")}
 """The layout that is killed, and the one that goes on from its checkpoint."""
 
 
@@ -44,11 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", nargs="?", type=Path, help="a folder for data and runs")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try this script")
-    parser.add_argument("--runs", nargs="+", choices=(*LAYOUTS, "killed"))
+    parser.add_argument("--gpus", type=int, choices=LAYOUTS, default=2)
+    parser.add_argument("--runs", nargs="+", help="names of layouts, or killed; default: all")
     parser.add_argument("--table", action="store_true")
     words = parser.parse_args()
     if words.table:
-        print(table([json.loads(line) for line in RECORD.read_text().splitlines()]))
+        lines = RECORDS[words.gpus].read_text().splitlines()
+        print(table([json.loads(line) for line in lines]))
         return
     folder = words.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,15 +77,19 @@ def main() -> None:
             "train",
             "tiny" if words.small else "Qwen3-1.7B",
         ),
-        *("--data", str(folder / "packed.jsonl"), "--device", device, "--gpus", "4"),
+        *("--data", str(folder / "packed.jsonl"), "--device", device, "--gpus", str(words.gpus)),
         *("--length", str(length), "--rows", "4", "--learning-rate", "1e-4", *CHUNKED, *more),
     ]
     place = environment(of_the_cpu(folder)) if words.small else environment_of_gpus()
     runs = {
         name: partial(trained, [*common, *layout, "--steps", str(steps)], folder)
-        for name, layout in LAYOUTS.items()
+        for name, layout in LAYOUTS[words.gpus].items()
     }
-    runs["killed"] = partial(killed, common, folder, steps=steps // 3, every=max(1, steps // 10))
+    gone_on = GONE_ON[words.gpus]
+    layouts = {name: LAYOUTS[words.gpus][name] for name in gone_on}
+    runs["killed"] = partial(
+        killed, common, folder, layouts, steps=steps // 3, every=max(1, steps // 10)
+    )
     for name in words.runs or runs:
         tell(name, place, runs[name])
 
@@ -118,10 +134,17 @@ def trained(command: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def killed(common: list[str], folder: Path, *, steps: int, every: int) -> dict[str, Any]:
+def killed(
+    common: list[str],
+    folder: Path,
+    layouts: Mapping[str, tuple[str, ...]],
+    *,
+    steps: int,
+    every: int,
+) -> dict[str, Any]:
     """By one layout, killed after some steps, and on from its last checkpoint by another."""
     output = folder / "run"
-    first, second = (LAYOUTS[name] for name in GONE_ON)
+    first, second = layouts.values()
     words = [*common, "--steps", str(steps), "--save-every", str(every), "--output", str(output)]
     process = subprocess.Popen(
         [*words, *first], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -134,7 +157,7 @@ def killed(common: list[str], folder: Path, *, steps: int, every: int) -> dict[s
     process.wait()
     before = len(steps_of(output))
     found = trained([*words[:-2], *second], folder)
-    return {**found, "layouts": GONE_ON, "steps_before_the_kill": before}
+    return {**found, "layouts": list(layouts), "steps_before_the_kill": before}
 
 
 def table(lines: list[dict[str, Any]]) -> str:
