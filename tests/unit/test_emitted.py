@@ -14,6 +14,7 @@ from emitting import FILES, OF_OURS, emitted, goal, has_words_for, rung, ways
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import from_json, to_json
+from highwater.nouns.trainer import trainer_title
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.emitted import DATASET, Emitted, nested
 from highwater.trainers.targets import (
@@ -168,13 +169,48 @@ def test_adapters_are_named_as_a_trainer_names_them(target, changes, expected):
     assert bool(packed) is ("lora_base" in changes)
 
 
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [
+        ("accelerate", "fsdp_config.fsdp_activation_checkpointing_offload", True),
+        ("axolotl", "activation_offloading", "hidden_states"),
+        ("verl", f"{VERLS_MODEL}.enable_activation_offload", True),
+    ],
+)
+def test_activations_on_the_host_go_by_the_words_of_who_has_some(target, name, value):
+    found, _ = goal("trl", "16k", ulysses=[1], activations="host", loss="chunked")
+    chosen = next(each for each in found.candidates if each.cell.settings.activations == "host")
+    made = TARGETS[target].emit(found, msgspec.structs.replace(chosen, token_budget_tokens=16_384))
+    assert made.values[name] == value
+    assert has_words_for(target, name, value)
+    on_gpu, _ = goal("trl", "16k", ulysses=[1], activations="gpu", loss="chunked")
+    kept = msgspec.structs.replace(on_gpu.candidates[0], token_budget_tokens=16_384)
+    assert name not in TARGETS[target].emit(on_gpu, kept).values
+
+
+def test_trl_leaves_activations_on_the_host_to_fsdp2_in_accelerates_file():
+    made = emitted("trl", activations="host", loss="chunked")
+    (launched,) = made.beside.values()
+    assert "fsdp_activation_checkpointing_offload: true" in launched
+    with pytest.raises(UsageError, match="with FSDP2 alone") as caught:
+        emitted("trl", activations="host", loss="chunked", strategy="fsdp")
+    assert "--strategy fsdp2" in str(caught.value)
+
+
+@pytest.mark.parametrize("trainer", ["llamafactory", "ms-swift", "trl"])
+def test_nobody_predicts_activations_on_the_host_of_a_trainer_that_is_not_known_with_them(trainer):
+    title = trainer_title(trainer)
+    with pytest.raises(UsageError, match=f"{title} is not predicted with `--activations`"):
+        recommend("Qwen3-4B", length="16k", trainer=trainer, gpus="H200-141GB", activations="host")
+
+
 @pytest.mark.parametrize("target", ["verl", "areal", "trinity", "torchtitan"])
 def test_without_lora_nothing_is_said_of_adapters_and_merged_ones_are_refused_by_name(target):
     assert "lora" not in emitted(target).text.lower()
     merged = {"lora": 16, "lora_merged": True, "save_hf": "last"}
     if TARGETS[target].predicted_for == "trinity":
         with pytest.raises(UsageError, match="--lora-merged"):
-            refuse_unknown_settings(target, merged)
+            refuse_unknown_settings(target, merged, "trinity")
         return
     with pytest.raises(UsageError, match="no words for --lora-merged"):
         configured(target, *goal(target, "16k", **merged), model="Qwen3-4B")

@@ -168,12 +168,10 @@ def emit(arguments: argparse.Namespace) -> int:
     if not is_predicted and "loss" in row.knows and has_logits:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
-    if REGISTRY[arguments.predicted_for].trains_by and "activations" not in row.knows:
-        typed.setdefault("activations", "gpu")  # no rung that it has no words for
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     with suppress(ModelError):  # one of a study may not be here
         refuse_other_class(load_model(model), arguments.for_)
-    refuse_unknown_settings(arguments.for_, settings)
+    refuse_unknown_settings(arguments.for_, settings, arguments.predicted_for)
     if arguments.output is not None:
         if not arguments.output:
             raise UsageError("a folder without a name", hint="use `-o emitted`")
@@ -221,7 +219,8 @@ def _predicting(
     trains says nothing of what is asked, it is this engine, to compare with.
     """
     own = TARGETS[arguments.for_].predicted_for
-    if REGISTRY[own].trains_by is None:
+    is_on_host = settings.get("activations") == "host"  # which no law but the engine's foresees
+    if REGISTRY[own].trains_by is None and not is_on_host:
         return own
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)

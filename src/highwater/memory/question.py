@@ -28,7 +28,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
-from highwater.nouns.trainer import TRAINERS, TrainerName
+from highwater.nouns.trainer import TRAINERS, TrainerName, trainer_title
 from highwater.speed import MEASURED, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
@@ -79,10 +79,9 @@ def _requests(
     """
     refused = refused_settings(trainer, settings)
     if refused:
-        name = refused[0].replace("_", "-")
-        raise UsageError(
-            f"the trainer {trainer} is not known with another {name}", hint=f"leave `--{name}` out"
-        )
+        flag = f"`--{refused[0].replace('_', '-')}`"
+        title = trainer_title(trainer)
+        raise UsageError(f"{title} is not predicted with {flag}", hint=f"leave {flag} out")
     is_in_copies = where.is_several_machines and not where.may_shard_across
     if is_in_copies and TRAINERS[trainer].refused(["copies"]):
         one = where.on_one_machine()

@@ -72,6 +72,8 @@ class Registered(NamedTuple):
     """The trainer whose step it composes, by whose law its memory is predicted. None: its own."""
     runs: str = ""
     """What is known of runs of it beside that law; empty: no run was measured."""
+    lacks: frozenset[str] = frozenset()
+    """Settings of that step that its own configuration has no words for."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -83,9 +85,13 @@ REGISTRY: Mapping[str, Registered] = {
     ),
     "trl": Registered("TRL", "trl"),
     "transformers": Registered("Hugging Face", "hugging_face"),
-    "llamafactory": Registered("LLaMA-Factory", "llamafactory", "transformers"),
+    "llamafactory": Registered(
+        "LLaMA-Factory", "llamafactory", "transformers", lacks=frozenset(("activations",))
+    ),
     "axolotl": Registered("Axolotl", "axolotl", "transformers"),
-    "ms-swift": Registered("ms-swift", "ms_swift", "transformers"),
+    "ms-swift": Registered(
+        "ms-swift", "ms_swift", "transformers", lacks=frozenset(("activations",))
+    ),
     "verl": Registered("verl", "verl"),
     "trinity": Registered("Trinity-RFT", "trinity"),
     "areal": Registered("AReaL", "areal"),
@@ -167,8 +173,15 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
     """The traits of a trainer that composes another's step, by those of the other."""
-    step = f"{REGISTRY[name].title}'s step, taken as {traits.step}"
-    return msgspec.structs.replace(traits, step=step, is_run=True, is_watched=True, targets=(name,))
+    row = REGISTRY[name]
+    return msgspec.structs.replace(
+        traits,
+        step=f"{row.title}'s step, taken as {traits.step}",
+        settings=traits.settings and traits.settings - row.lacks,
+        is_run=True,
+        is_watched=True,
+        targets=(name,),
+    )
 
 
 TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDICTED", _composed)

@@ -177,6 +177,8 @@ def _of_the_script(
 def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     """Keys by which processes start, and share states and sequences."""
     layout = cell.layout
+    if cell.settings.activations == "host":
+        _refuse_host(cell, sharing)
     values: dict[str, Value] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED" if sharing == "heads" else "FSDP",
@@ -190,6 +192,20 @@ def launched_values(cell: Cell, sharing: SequenceSharing) -> dict[str, Value]:
     return (
         values | {f"fsdp_config.fsdp_{name}": value for name, value in fsdp.items()} | _mesh(layout)
     )
+
+
+def _refuse_host(cell: Cell, sharing: SequenceSharing) -> None:
+    """Refuse layers' activations on the host but with FSDP2, which alone puts them there.
+
+    Source: ``FullyShardedDataParallelPlugin`` of accelerate 1.15.0.
+    """
+    if sharing == "heads":
+        hint = f"use `--ring {cell.layout.context_degree}`"
+    elif cell.settings.strategy == "fsdp" and sharing != "ring":
+        hint = "use `--strategy fsdp2`"
+    else:
+        return
+    raise UsageError("accelerate puts activations in host memory with FSDP2 alone", hint=hint)
 
 
 def _deepspeed(cell: Cell) -> dict[str, Value]:
@@ -240,6 +256,7 @@ def _fsdp(cell: Cell, *, is_second: bool) -> dict[str, Value]:
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "offload_params": settings.offloads_model,
         "activation_checkpointing": settings.recompute != "none",
+        **({"activation_checkpointing_offload": True} if settings.activations == "host" else {}),
         "cpu_ram_efficient_loading": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -498,5 +515,5 @@ TARGET = EmitTarget(
     emit=accelerate,
     yours=("train.py beside it: the script, which makes the micro-batches that CHECK.md names",),
     predicted_for="accelerate",
-    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "critic", "optimizer"},
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "critic", "optimizer", "activations"},
 )

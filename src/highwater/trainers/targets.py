@@ -99,10 +99,11 @@ _NOBODYS = {"offload": "states"}
 optimizer moves it all back before the update (verl), or updates on the host (DeepSpeed)."""
 
 
-def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
-    """Raise UsageError naming all settings that a trainer's predicted step has not."""
-    own = TARGETS[target].predicted_for
-    refused = refused_settings(OURS if REGISTRY[own].trains_by else own, settings)
+def refuse_unknown_settings(
+    target: Target, settings: Mapping[str, object], predicting: TrainerName
+) -> None:
+    """Raise UsageError naming all settings that the step which is predicted has not."""
+    refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})

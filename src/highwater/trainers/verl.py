@@ -78,6 +78,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
+    is_on_host = chosen.cell.settings.activations == "host"
     return {
         "algorithm.adv_estimator": chosen.cell.settings.objective,
         "trainer.nnodes": 1,
@@ -85,6 +86,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         _PATH: model_path,
         f"{_MODEL}.use_remove_padding": True,
         f"{_MODEL}.enable_gradient_checkpointing": True,
+        **({f"{_MODEL}.enable_activation_offload": True} if is_on_host else {}),
         f"{_ACTOR}.strategy": chosen.cell.settings.strategy,
         f"{_ACTOR}.ulysses_sequence_parallel_size": chosen.cell.layout.ulysses_degree,
         f"{_ACTOR}.use_dynamic_bsz": True,
@@ -143,5 +145,5 @@ TARGET = EmitTarget(
     emit=verl,
     yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
-    knows=OF_ALL | OF_LORA,
+    knows=OF_ALL | OF_LORA | {"activations"},
 )

@@ -205,5 +205,5 @@ TARGET = EmitTarget(
         "learning rate, epochs and `output_dir`, in trl.yaml",
     ),
     predicted_for="trl",
-    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer"},
+    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer", "activations"},
 )
