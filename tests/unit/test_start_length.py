@@ -3,6 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from highwater.memory.predictor import longest
+from highwater.memory.trainers import predictor_of
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
@@ -54,6 +56,25 @@ ANSWERS = st.builds(
 def test_whatever_was_answered_before_the_first_index_is_on_the_grid(finished, memory_gib, gpus):
     index = first_index(ask(memory_budget_bytes=memory_gib * GIB), cell(gpus), finished)
     assert 1 <= index <= GRID.size
+
+
+@pytest.mark.parametrize("prompt_tokens", [0, 2048])
+@pytest.mark.parametrize("model", ["tiny", "Qwen3-0.6B"])
+def test_the_first_length_is_the_longest_that_the_formula_says_fits(prompt_tokens, model):
+    where, grid = cell(loss="full"), grid_of(256, 2**15, native=2**15, beyond=256)
+    memory = 3 * GIB // 2 if model == "tiny" else 16 * GIB
+    asked = ask(
+        where, model=model, grid=grid, device="cpu" if model == "tiny" else "cuda",
+        device_total_bytes=None if model == "tiny" else memory,
+        memory_budget_bytes=memory, prompt_tokens=prompt_tokens,
+    )  # fmt: skip
+    usable = memory - asked.margin_bytes
+    predictor = predictor_of(asked, where, usable)
+    assert predictor is not None
+    fits = longest(predictor, usable)
+    assert fits is not None
+    assert 3 < fits < grid.size
+    assert abs(first_index(asked, where, []) - fits) <= 1
 
 
 def test_states_that_leave_no_room_start_at_the_bottom():

@@ -54,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", nargs="?", type=Path, help="a folder for data and runs")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try this script")
+    parser.add_argument("--steps", type=int, help="of each run, of the same data; default: 200")
     parser.add_argument("--gpus", type=int, choices=LAYOUTS, default=2)
     parser.add_argument("--runs", nargs="+", help="names of layouts, or killed; default: all")
     parser.add_argument("--table", action="store_true")
@@ -66,6 +67,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     length, steps = (256, 12) if words.small else (8192, 200)
     write(folder / "packed.jsonl", histogram(length, 4 * length * (steps // 3)))
+    steps = words.steps or steps
     device = "cpu" if words.small else "cuda"
     more = ("--memory", "2GiB") if words.small else ("--allocator", "expandable")
     common = [

@@ -67,11 +67,12 @@ def predicted_line(
 ) -> MemoryLine:
     """Fit a line to a trainer's formula at the predicted capacity and at twice that length."""
     length_tokens = question.grid.length(longest(predictor, usable_bytes) or 1)
-    shape, settings, layout = question.model.shape, cell.settings, cell.layout
-    at, beyond = (
-        predictor.closed_form(Step(shape, settings, layout, length, question.device)).needed_bytes
+    place = (question.model.shape, cell.settings, cell.layout)
+    steps = (
+        Step(*place, length, question.device, question.prompt_tokens)
         for length in (length_tokens, 2 * length_tokens)
     )
+    at, beyond = (predictor.closed_form(step).needed_bytes for step in steps)
     tokens = _tokens_per_gpu(cell, length_tokens)
     bytes_per_token = (beyond - at) / tokens
     fixed_bytes = at - _states_bytes(question, cell) - bytes_per_token * tokens
