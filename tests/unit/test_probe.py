@@ -99,6 +99,13 @@ def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_off
     refuse_busy_gpus(msgspec.structs.replace(machine, gpus=machine.gpus[1:]), count=2)
 
 
+def test_ranks_that_end_since_their_launcher_was_killed_are_waited_for():
+    words = [sys.executable, "-c", "import time; time.sleep(1)", "highwater.engine.training.worker"]
+    with subprocess.Popen(words) as rank:
+        refuse_busy_gpus(machine_with(1, processes=(rank.pid,)), count=1)
+        assert rank.poll() is not None
+
+
 def test_when_no_gpu_is_free_the_hint_is_to_wait():
     with pytest.raises(MachineError) as refusal:
         refuse_busy_gpus(machine_with(1, processes=(1,)), count=1)

@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -48,6 +48,8 @@ OLDEST = {
 INSTALL_COMMAND = "pip install '.[train]'"
 INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
+_ENDING_S = 10.0
+_RANK = "highwater.engine.training.worker"
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
@@ -98,8 +100,13 @@ def busy_gpus(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def refuse_busy_gpus(machine: Machine, *, count: int) -> None:
-    """Raise MachineError when one of the first ``count`` GPUs is in use by somebody else."""
+    """Raise MachineError when one of the first ``count`` GPUs is in use by somebody else. Ranks
+    of ours whose launcher was killed end in a few seconds, which are waited for.
+    """
     busy = busy_gpus(machine.gpus[:count])
+    ranks = [rank for gpu in busy for rank in _ranks_on(gpu)]
+    if ranks and not psutil.wait_procs(ranks, timeout=_ENDING_S)[1]:
+        busy = busy_gpus(probe([str(gpu.index) for gpu in busy]).gpus)
     if not busy:
         return
     free = [gpu.index for gpu in machine.gpus if gpu not in busy_gpus(machine.gpus)]
@@ -296,6 +303,15 @@ def _version(package: str) -> str | None:
 def release_of(installed: str) -> tuple[int, ...]:
     """The first two numbers of a version."""
     return tuple(map(int, re.findall(r"\d+", installed)[:2]))
+
+
+def _ranks_on(gpu: Gpu) -> Generator[psutil.Process]:
+    """Ranks of trials and trainings of ours that have memory on the GPU."""
+    for pid in gpu.processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if _RANK in process.cmdline():
+                yield process
 
 
 def _use_of(gpu: Gpu) -> str:
