@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("out", nargs="?", type=Path, help="a folder for data and runs")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try this script")
     parser.add_argument("--steps", type=int, help="of each run, of the same data; default: 200")
+    parser.add_argument("--model", default="Qwen3-1.7B")
     parser.add_argument("--gpus", type=int, choices=LAYOUTS, default=2)
     parser.add_argument("--runs", nargs="+", help="names of layouts, or killed; default: all")
     parser.add_argument("--table", action="store_true")
@@ -77,7 +78,7 @@ def main() -> None:
             "-m",
             "highwater",
             "train",
-            "tiny" if words.small else "Qwen3-1.7B",
+            "tiny" if words.small else words.model,
         ),
         *("--data", str(folder / "packed.jsonl"), "--device", device, "--gpus", str(words.gpus)),
         *("--length", str(length), "--rows", "4", "--learning-rate", "1e-4", *CHUNKED, *more),
@@ -90,7 +91,7 @@ def main() -> None:
     gone_on = GONE_ON[words.gpus]
     layouts = {name: LAYOUTS[words.gpus][name] for name in gone_on}
     runs["killed"] = partial(
-        killed, common, folder, layouts, steps=steps // 3, every=max(1, steps // 10)
+        killed, common, folder, layouts, steps=max(12, steps // 3), every=max(4, steps // 10)
     )
     for name in words.runs or runs:
         tell(name, place, runs[name])
@@ -162,9 +163,14 @@ def killed(
     return {**found, "layouts": list(layouts), "steps_before_the_kill": before}
 
 
+def model_of(line: dict[str, Any]) -> str:
+    """The model that a run trained."""
+    return line.get("command", "highwater train -").split()[2]
+
+
 def table(lines: list[dict[str, Any]]) -> str:
     """What was recorded, a row for each run."""
-    of_all = next(each["losses"] for each in lines if each["run"] == "data parallel")
+    alone = {model_of(each): each["losses"] for each in lines if each["run"] == "data parallel"}
     shown = [
         "| run | steps | first and last loss | furthest from data parallel | tokens/s | a step |",
         "|---|---|---|---|---|---|",
@@ -174,10 +180,12 @@ def table(lines: list[dict[str, Any]]) -> str:
             shown.append(f"| {each['run']} | failed | | | | |")
             continue
         losses = each["losses"]
-        off = max(abs(a - b) / b for a, b in zip(losses, of_all, strict=False))
+        beside = zip(losses, alone.get(model_of(each), ()), strict=False)
+        off = max((abs(a - b) / b for a, b in beside), default=None)
         name = " then ".join(each.get("layouts", [])) or each["run"]
         shown.append(
-            f"| {name} | {len(losses)} | {losses[0]:.4f}, {losses[-1]:.4f} | {off:.1e} "
+            f"| {name} | {len(losses)} | {losses[0]:.4f}, {losses[-1]:.4f} "
+            f"| {'-' if off is None else format(off, '.1e')} "
             f"| {each['tokens_per_s']:,.0f} | {each['median_step_s']:.3f} s |"
         )
     return "\n".join(shown)
