@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_flex, branch_kernel, flex_tiles
 from highwater.engine.attention import branch_attention as branch_attention_module
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.block_flex import (
     attend_mask,
     attend_table_of,
@@ -29,7 +30,6 @@ from highwater.engine.attention.branch_attention import Sharing, branch_attentio
 from highwater.engine.attention.branch_kernel import attend_branches, branches_obstacle
 from highwater.engine.attention.branches import Branch, dilated_branches, exchange
 from highwater.engine.attention.flex_tiles import tile_mask
-from highwater.engine.attention.registry import register
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
 from tables import deep
@@ -218,7 +218,7 @@ def test_a_proof_within_a_recomputed_layer_leaves_no_trace(monkeypatch, keeps):
         return torch.nn.functional.silu(x * x)
 
     x = torch.randn(4, requires_grad=True)
-    contexts = {"context_fn": lambda: register("flash").kept_in_recompute(Kept())} if keeps else {}
+    contexts = {"context_fn": lambda: kept_in_recompute(Kept())} if keeps else {}
     checkpoint(layer, x, use_reentrant=False, **contexts).sum().backward()
     assert found == [None, None]
     recomputed, x.grad = x.grad, None

@@ -21,6 +21,7 @@ from transformers import (
 from closeness import deviation
 from highwater.engine.activations.recompute import PREFIX, recompute_layers
 from highwater.engine.attention import registry
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.adapters import A, B, add_adapters
 from highwater.engine.models.build import build_on_meta, group_heads, tile_mlps
@@ -80,7 +81,7 @@ def built(
         add_adapters(model.causal_lm, lora, dtype=dtype)
     if recompute != "none":
         is_kept = recompute == "all-but-attention"
-        keeping = attention.kept_in_recompute if is_kept else None
+        keeping = kept_in_recompute if is_kept else None
         recompute_layers(model.layers, keeping=keeping)
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     generator = torch.Generator().manual_seed(4)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, Qwen3Config, SeedOssConfig
 
 from highwater.engine.activations.host import HostActivations, PinnedPlaces
 from highwater.engine.activations.recompute import recompute_layers, seeded
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models.build import build_on_meta
@@ -51,7 +52,7 @@ ON_HOST = [("layer", 1), ("layer", 3), ("layer", LAYERS), ("all-but-attention", 
 def built(config: PreTrainedConfig, recompute: str, host: HostActivations | None = None) -> Decoder:
     attention = register("flash")
     model = build_on_meta(config, attention=attention, loss="chunked", master_dtype=torch.float32)
-    keeping = attention.kept_in_recompute if recompute == "all-but-attention" else None
+    keeping = kept_in_recompute if recompute == "all-but-attention" else None
     recompute_layers(model.layers, keeping=keeping, host=host)
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     return model.train()

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig
 
 from highwater.engine.activations.recompute import draws_in_training, recompute_layers, seeded
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.build import build_on_meta
@@ -79,9 +80,7 @@ def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradien
     plain = run(layers_of())
     layers = layers_of()
     if keep_attention is not None:
-        recompute_layers(
-            layers, keeping=register("flash").kept_in_recompute if keep_attention else None
-        )
+        recompute_layers(layers, keeping=kept_in_recompute if keep_attention else None)
     ours = run(layers)
     assert ours[2][ATTENTION] == 2 * LAYERS * times, "two runs of documents in each layer"
     assert torch.equal(ours[0], plain[0])
@@ -119,7 +118,7 @@ def built(config: PreTrainedConfig, *, recompute: str = "none") -> Decoder:
     if recompute != "none":
         recompute_layers(
             model.layers,
-            keeping=attention.kept_in_recompute if recompute == "all-but-attention" else None,
+            keeping=kept_in_recompute if recompute == "all-but-attention" else None,
         )
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     return model.train()

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from closeness import deviation
 from highwater.engine.activations.host import Kept
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.registry import Attention, register
@@ -195,7 +196,7 @@ def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
     plain = both()
     once = len(passes)
     assert once == 1, "documents no longer than the window are the dense kernel's"
-    kept = both(use_reentrant=False, context_fn=lambda: attention.kept_in_recompute(Kept()))
+    kept = both(use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept()))
     upstream = torch.randn_like(plain)
     wanted = torch.autograd.grad(plain, own, upstream)
     found = torch.autograd.grad(kept, own, upstream)

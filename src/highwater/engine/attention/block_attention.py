@@ -7,25 +7,32 @@ Shapes:  B documents  Q queries  L keys  H query heads  K key/value heads  D hea
 
 Outputs can be kept for a layer's recomputation. Each attention with an autograd function of its own
 asks ``attended`` before it computes, so the operators of ``torch.utils.checkpoint`` need not list
-the fused kernels inside these functions.
+the fused kernels inside these functions; PyTorch's own asks within ``asking_keeper``.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from highwater.nouns.hardware import Kernel
 
 _VECTOR = 8
 """Flash attention on a GPU needs head sizes that are a multiple of this; others are padded."""
 aten: Any = torch.ops.aten
+_OPERATORS = [
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Operators that PyTorch's dense attention may end in, on GPUs and on the CPU."""
 
 
 class Block(NamedTuple):
@@ -322,24 +329,32 @@ Attended = tuple[Tensor, ...]
 Keeping = Callable[[Callable[[], Attended]], Attended]
 """Function that takes an attention call and returns its result, computed now or kept before."""
 _KEPT: ContextVar[Keeping | None] = ContextVar("kept in recompute", default=None)
-_IS_KEEPING: ContextVar[bool] = ContextVar("attended by a function of ours", default=False)
 
 
 def attended(attend: Callable[[], Attended]) -> Attended:
     """Return the result of ``attend``; in a recomputation the one kept from the forward pass."""
     kept = _KEPT.get()
-    if kept is None:
-        return attend()
-    token = _IS_KEEPING.set(True)
-    try:
-        return kept(attend)
-    finally:
-        _IS_KEEPING.reset(token)
+    return attend() if kept is None else kept(attend)
 
 
-def is_keeping() -> bool:
-    """True inside an attention that is kept as a whole, so that none of its operators need be."""
-    return _IS_KEEPING.get()
+class _AsksKeeper(TorchDispatchMode):
+    """Has PyTorch's own dense attention ask ``attended``, where its operator runs."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        call = partial(func, *args, **(kwargs or {}))
+        if func not in _OPERATORS:
+            return call()
+        # detached, as autograd makes the returned tensors its own
+        return tuple(t.detach() if isinstance(t, Tensor) else t for t in attended(call))
+
+
+def asking_keeper() -> AbstractContextManager[Any]:
+    """A context for a call of PyTorch's attention, whose outputs a layer may keep. It is no wider
+    than the call: all that runs within costs several times as much of the CPU's time.
+    """
+    return nullcontext() if _KEPT.get() is None else _AsksKeeper()
 
 
 def kept_in_recompute(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from highwater.engine.attention.block_attention import asking_keeper
 from highwater.engine.attention.mixed_lengths import attend_mixed
 from highwater.errors import MachineError
 from highwater.nouns.corpus import pieces
@@ -75,7 +76,7 @@ def attend(
         parts = _cut(stop - start, documents, query_BHSD.device) if in_pieces else documents
         q, k, v = (_as_batch(t, start, stop, parts) for t in (query_BHSD, key_BKSD, value_BKSD))
         # cuDNN refuses a single key: documents of one token go through flash.
-        with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]):
+        with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]), asking_keeper():
             out = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )

@@ -10,8 +10,7 @@ collators and its flash attention do; each attends only to itself, and its patte
 own start. Features that an attention does not compute are refused by name.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -20,14 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from highwater.engine.attention.block_attention import (
-    KeptByLayer,
-    is_keeping,
-    kept_in_recompute,
-)
 from highwater.engine.attention.block_flex import (
     attend_by_flex,
     attend_table_of,
@@ -111,14 +104,6 @@ def _refuse(reason: str | None) -> None:
 
 _numbers = count(1)
 """Numbers that make registered names unique: two models in one process keep their calls apart."""
-_aten: Any = torch.ops.aten
-_OPERATORS = [
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-"""Operators that dense attention may end in, on GPUs and on the CPU."""
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,39 +134,6 @@ class Attention:
         if self.shared is None:
             return SequenceLayout(tuple(document_lengths))
         return self.shared.layout_of(document_lengths)
-
-    def kept_in_recompute(self, layer: KeptByLayer) -> Contexts:
-        """Return two contexts, for a layer's forward pass and recomputation: attention is kept."""
-        ours, theirs = kept_in_recompute(layer)
-        return _both(_KeepOutputs(layer), ours), _both(_GiveOutputs(layer), theirs)
-
-
-class _KeepOutputs(TorchDispatchMode):
-    """Keeps what dense attention's operators return in the forward pass of a layer."""
-
-    def __init__(self, layer: KeptByLayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in _OPERATORS and not is_keeping():
-            # detached, as autograd makes the returned tensors its own
-            self.layer.keep([t.detach() if isinstance(t, Tensor) else t for t in found])
-        return found
-
-
-class _GiveOutputs(_KeepOutputs):
-    """Gives them back in its recomputation."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _OPERATORS and not is_keeping():
-            return tuple(self.layer.take())
-        return func(*args, **(kwargs or {}))
 
 
 def register(
@@ -284,14 +236,6 @@ def _attend(
         lengths = layout.padded_lengths
     documents = Documents(lengths=lengths, pattern=pattern, **how)
     return lambda *tensors: attend_in_pattern(*tensors, documents=documents).output_BSHD
-
-
-@contextmanager
-def _both(
-    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
-) -> Generator[None]:
-    with first, second:
-        yield
 
 
 def _window_of(module: nn.Module, features: dict[str, Any]) -> int | None:

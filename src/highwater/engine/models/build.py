@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from highwater.engine.activations.host import HostActivations
 from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.registry import Attention
 from highwater.engine.models import weights
 from highwater.engine.models.adapters import add_adapters
@@ -118,7 +119,7 @@ def build(
         # Recompute first, FSDP around it: gathered parameters then serve the recomputation too.
         if recompute != "none":
             keeps = recompute == "all-but-attention"
-            keeping = attention.kept_in_recompute if keeps else None
+            keeping = kept_in_recompute if keeps else None
             recompute_layers(model.layers, keeping=keeping, host=host)
         fill, layers = Fill(model, saved, device=device, seed=seed), model.layers
         how: dict[str, Any] = {"mesh": mesh, "compute_dtype": compute_dtype, "offload": offload}
