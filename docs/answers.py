@@ -18,7 +18,7 @@ from highwater.nouns.objective import ATTENTION
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
-from highwater.recommendation.candidates import Goal, candidate_of, recommendation_of_goal
+from highwater.recommendation.candidates import Goal, candidate_of, recommendation_of
 from highwater.recommendation.recommend import goal_of
 from highwater.speed import predicted_step
 from highwater.trials.probe import gpus_meant
@@ -106,7 +106,7 @@ def simplest_by_length(
                 chosen += [told] if told.capacity_tokens else []
         asked = replace(goal, length_tokens=length_tokens)
         candidates = tuple(_candidate(asked, question, each) for each in chosen)
-        found = recommendation_of_goal(
+        found = recommendation_of(
             *(asked, question, candidates),
             accuracy=accuracy(question, OURS, 0),
             unlike=known.unlike if known else (),

@@ -234,41 +234,27 @@ def candidate_of(
 
 
 def recommendation_of(
-    question: Question,
-    where: Cluster,
-    trainer: TrainerName,
-    candidates: tuple[Candidate, ...],
-    **told: Any,
+    goal: Goal, question: Question, candidates: tuple[Candidate, ...], **told: Any
 ) -> Recommendation:
-    """The document of a question's candidates, of which the first that fits is chosen; ``told``:
-    the length, and the rest.
+    """The document of a goal's candidates, of which the first that fits is chosen; ``told``: how
+    good predictions are, and the rest.
     """
     rope = question.cells[0].settings.rope
     return Recommendation(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
-        trainer=trainer,
-        gpus=where.gpus,
-        device_name=where.device_name,
-        device_bytes=where.device_bytes,
-        chosen=next((candidate for candidate in candidates if candidate.fits), None),
-        candidates=candidates,
-        yarn=yarn(question.model, length_tokens=told["length_tokens"], rope=rope),
-        **told,
-    )
-
-
-def recommendation_of_goal(
-    goal: Goal, question: Question, candidates: tuple[Candidate, ...], **told: Any
-) -> Recommendation:
-    """The document of a goal's predicted candidates; ``told``: how good they are, and the rest."""
-    return recommendation_of(
-        *(question, goal.where, goal.trainer, candidates),
+        trainer=goal.trainer,
         length_tokens=goal.length_tokens,
+        gpus=goal.where.gpus,
+        device_name=goal.where.device_name,
+        device_bytes=goal.where.device_bytes,
         host_memory_bytes=goal.memory_limit.host_bytes,
         usual_host=goal.memory_limit.usual_host,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
+        chosen=next((candidate for candidate in candidates if candidate.fits), None),
+        candidates=candidates,
+        yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
         not_modelled=NOT_MODELLED,
         **told,
     )

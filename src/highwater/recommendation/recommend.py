@@ -24,6 +24,7 @@ from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.model.model import load_model
+from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.plan import refuse_other_class
@@ -43,7 +44,6 @@ from highwater.recommendation.candidates import (
     Goal,
     predicted_candidates,
     recommendation_of,
-    recommendation_of_goal,
     unknown_candidate,
 )
 from highwater.recommendation.planner import planned_candidates
@@ -167,7 +167,7 @@ def _recommended(
     others = ()
     if not any(candidate.fits for candidate in candidates):
         others = alternatives(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus)
-    return recommendation_of_goal(
+    return recommendation_of(
         *(goal, question, candidates),
         rollout_gpus=rollout_gpus,
         reserved_bytes=reserved_bytes,
@@ -289,11 +289,19 @@ def drafted(
     tokens = parse_tokens(str(length))
     question, notes = predicted_question(model, where, trainer, tokens, dict(settings))
     cells = sorted(question.cells, key=simplicity)
-    return recommendation_of(
-        *(question, where, trainer, tuple(unknown_candidate(cell, tokens) for cell in cells)),
+    return Recommendation(
+        model_name=question.model.name,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=trainer,
         length_tokens=tokens,
+        gpus=where.gpus,
         rollout_gpus=rollout_gpus,
+        device_name=where.device_name,
+        device_bytes=where.device_bytes,
         default_sequences=cells[0].settings.sequences_per_micro_batch,
+        chosen=None,
+        candidates=tuple(unknown_candidate(cell, tokens) for cell in cells),
+        yarn=yarn(question.model, length_tokens=tokens, rope=cells[0].settings.rope),
         accuracy="not predicted yet",
         notes=notes,
     )
