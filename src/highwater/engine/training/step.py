@@ -320,8 +320,7 @@ def _clipped_loss(
         trained_tokens=counted,
     )
     if training.entropy:  # the mean entropy, to keep the policy from collapsing
-        entropy = statistics.entropies_N.sum() / max(1, counted)
-        loss = loss - numbers.entropy_coefficient * entropy
+        loss = loss - numbers.entropy_coefficient * statistics.entropies_N.sum() / max(1, counted)
     if experience.reference_logprobs_N is not None:
         loss = loss + objectives.divergence(
             logprobs_N,
