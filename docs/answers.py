@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from highwater.memory.capacity import NOT_MODELLED, CellPrediction
+from highwater.memory.capacity import CellPrediction
 from highwater.memory.predictor import predict_at
 from highwater.memory.question import memory_limit_of
 from highwater.memory.trainers import MEMORY, accuracy, calibration_of
 from highwater.model.model import load_model
-from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.objective import ATTENTION
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
-from highwater.recommendation.candidates import Goal, candidate_of
+from highwater.recommendation.candidates import Goal, candidate_of, recommendation_of
+from highwater.recommendation.recommend import goal_of
 from highwater.speed import predicted_step
 from highwater.trials.probe import gpus_meant
 
@@ -77,14 +77,7 @@ def simplest_by_length(
     """
     where = gpus_meant(gpus, None)
     limit = memory_limit_of(where, host_memory=None, reserved=0)
-    goal = Goal(
-        model=model,
-        where=where,
-        trainer=OURS,
-        length_tokens=0,
-        memory_limit=limit,
-        settings=settings,
-    )
+    goal = goal_of(model, 0, where, limit, OURS, settings)
     question, notes = goal.question(goal.sequences, length_tokens=None)
     known = calibration_of(question, OURS)
 
@@ -113,24 +106,10 @@ def simplest_by_length(
                 chosen += [told] if told.capacity_tokens else []
         asked = replace(goal, length_tokens=length_tokens)
         candidates = tuple(_candidate(asked, question, each) for each in chosen)
-        found = Recommendation(
-            model_name=question.model.name,
-            native_length_tokens=question.grid.native_length_tokens,
-            trainer=OURS,
-            length_tokens=length_tokens,
-            gpus=where.gpus,
-            device_name=where.device_name,
-            device_bytes=where.device_bytes,
-            host_memory_bytes=limit.host_bytes,
-            usual_host=limit.usual_host,
-            margin_bytes=question.margin_bytes,
-            default_sequences=goal.sequences,
-            chosen=candidates[0] if candidates else None,
-            candidates=candidates,
-            yarn=yarn(question.model, length_tokens=length_tokens),
+        found = recommendation_of(
+            *(asked, question, candidates),
             accuracy=accuracy(question, OURS, 0),
             unlike=known.unlike if known else (),
-            not_modelled=NOT_MODELLED,
             notes=notes,
         )
         yield Answered(found, best)

@@ -30,8 +30,8 @@ from highwater.nouns.trainer import known_runs
 from highwater.pages.chooser import Answer, ChooserPlace, answers_page, configurations
 from highwater.pages.prediction_tables import caveat
 from highwater.pages.table import TextTable
-from highwater.recommendation.candidates import Goal, first_fit
-from highwater.recommendation.recommend import recommend
+from highwater.recommendation.candidates import first_fit
+from highwater.recommendation.recommend import goal_of, recommend
 from highwater.trials.probe import gpus_meant
 from highwater.units import format_bytes, format_seconds, format_tokens
 from highwater.version import __version__
@@ -134,14 +134,8 @@ class _Configurations:
     def _composed(self, length_tokens: int) -> Recommendation | None:
         """The recommendation by that step; None where nothing fits, UsageError by no law."""
         where = gpus_meant(self._where, None)
-        goal = Goal(
-            model=self._model,
-            where=where,
-            trainer=CONFIGURED[0],
-            length_tokens=length_tokens,
-            memory_limit=memory_limit_of(where, host_memory=None, reserved=0),
-            settings=self._settings,
-        )
+        limit = memory_limit_of(where, host_memory=None, reserved=0)
+        goal = goal_of(self._model, length_tokens, where, limit, CONFIGURED[0], self._settings)
         self._has_room = self._has_room and first_fit(goal) is not None
         if not self._has_room:
             return None

@@ -13,9 +13,8 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,40 +22,29 @@ sys.path[:0] = (str(Path(__file__).parent),)
 
 from highwater.engine.tracer import kernel_stubs, tracer, transformers_step
 from highwater.memory.formula.moments import products
-from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import load_model
-from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
+from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.settings import Settings
 from highwater.trainers.hugging_face import FILE, VARIANTS, of_loss
 from learn_moments import (
     LAYERS,
-    MORE,
     ROWS,
     UNEVEN,
     Kind,
+    Sample,
+    allocations,
     config,
-    most_alike,
-    names_of,
+    enough_alike,
     solved,
+    usual_layer,
+    whole,
 )
 from tiny_models import write_model
 from trial_specs import trial_of
 
 FAMILIES = ("llama", "qwen3", "qwen2")
-MOST_SAMPLES = 60
 RANDOM_SHAPES = 5_000
 OWN_ROWS = (*ROWS, "V", "r*E", "r*F", "r*Q", "r*K")
-
-
-class Sample(NamedTuple):
-    """One trace."""
-
-    sizes: dict[str, int]
-    kept_bytes: int
-    alive: tuple[tuple[str, int], ...]
-    """Of the last layer going backward."""
-    loss: tuple[tuple[str, int], ...]
-    """From the last layer's end to where it goes backward."""
 
 
 def main() -> None:
@@ -80,40 +68,26 @@ def main() -> None:
 
 def learned(family: str, variant: str) -> dict[str, Any]:
     """Moments of a layer and of the loss, and what a layer keeps, by products of sizes."""
-    samples = list[Sample]()
-    alike, names = samples, list[str]()
-    while len(alike) < len(names) + MORE:
-        assert len(samples) < MOST_SAMPLES, f"no {len(names) + MORE} of {MOST_SAMPLES} are alike"
-        samples.append(sample(family, variant, number=len(samples)))
-        alike = most_alike(samples)
-        names = names_of(alike)
+    alike, names = enough_alike(
+        f"{family}, {variant}", lambda number: sample(family, variant, number=number)
+    )
+    events = min(len(each.loss) for each in alike)  # as many events as all have
     sizes = np.array([[each.sizes[name] for name in names] for each in alike], float)
     kept, moments, loss = (
         solved(sizes, np.array(rows, float))
         for rows in (
             [[each.kept_bytes] for each in alike],
             [[size for _, size in each.alive] for each in alike],
-            [[size for _, size in each.loss[: least(alike)]] for each in alike],
+            [[size for _, size in each.loss[:events]] for each in alike],
         )
     )
-    sys.stdout.write(f"{family}, {variant}: {len(alike)} of {len(samples)} traces alike\n")
-    sys.stdout.flush()
     return {
-        "kept": whole(names, kept[0]),
-        "moments": [whole(names, moments[n]) for n in largest(names, moments, variant)],
-        "loss": [of_all_layers(whole(names, loss[n])) for n in largest(names, loss, variant)],
+        "kept": whole(names, kept[0], OWN_ROWS),
+        "moments": [whole(names, moments[n], OWN_ROWS) for n in largest(names, moments, variant)],
+        "loss": [
+            of_all_layers(whole(names, loss[n], OWN_ROWS)) for n in largest(names, loss, variant)
+        ],
     }
-
-
-def least(alike: list[Sample]) -> int:
-    """Events of the loss that all have."""
-    return min(len(each.loss) for each in alike)
-
-
-def whole(names: list[str], numbers: Any) -> dict[str, int]:
-    """What is there of each product, rows of weights aside."""
-    found = zip(names, numbers, strict=True)
-    return {name: int(number) for name, number in found if number and name not in OWN_ROWS}
 
 
 def of_all_layers(moment: dict[str, int]) -> dict[str, int]:
@@ -245,44 +219,16 @@ def _once() -> None:
     transformers_step.HuggingFaceTraining.step = step
 
 
-def allocations(log: EventLog) -> Iterator[tuple[str, str, int]]:
-    """Each allocation's operator and module, and what is alive with it; each phase that begins."""
-    alive, sizes = 0, dict[int, int]()
-    for event in log.events:
-        match event:
-            case Allocate():
-                operator, module = log.operators[event.operator], log.modules[event.module]
-                sizes[event.id] = event.bytes
-                alive += event.bytes
-                yield operator, module, alive
-            case Free() | GiveBack():
-                alive -= sizes.pop(event.id, 0)
-            case Enter():
-                yield f"enter {event.phase}", "", alive
-            case _:
-                pass
-
-
 def largest(names: list[str], moments: Any, variant: str) -> list[int]:
     """Numbers of the moments that are the largest for some shape as models have them."""
     drawn, found = random.Random(0), set[int]()
     for _ in range(RANDOM_SHAPES):
-        hidden, head_dim = drawn.choice((1024, 2048, 4096, 8192)), drawn.choice((64, 128, 256))
-        heads = max(1, hidden * drawn.choice((1, 2, 4)) // 2 // head_dim)
-        kind = LayerKind(
-            hidden_size=hidden,
-            attention=AttentionKind(
-                query_heads=heads,
-                kv_heads=max(1, heads // drawn.choice((1, 2, 4, 8, 16))),
-                head_dim=head_dim,
-            ),
-            mlp=MlpKind(width=hidden * drawn.choice((2, 3, 6, 8, 12, 16)) // 2),
-        )
+        kind = usual_layer(drawn)
         tokens, vocab = int(10 ** drawn.uniform(3, 6)), drawn.choice((32_000, 128_256, 262_144))
         of_shape = {
             **dict.fromkeys(OWN_ROWS, 0),
             **products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=None),
-            **of_loss(variant, tokens, vocab, hidden),
+            **of_loss(variant, tokens, vocab, kind.hidden_size),
             "T*r": tokens * 16,
         }
         found.add(int((moments @ np.array([float(of_shape[name]) for name in names])).argmax()))

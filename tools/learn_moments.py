@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ from highwater.nouns.events import (
     RESIDENT_THREADS,
     Allocate,
     Enter,
+    EventLog,
     Free,
     GiveBack,
     TraceOrder,
@@ -119,8 +120,12 @@ class Sample(NamedTuple):
     alive: tuple[tuple[str, int], ...]
     """At each allocation of the last layer's backward pass the operator, and bytes beside what all
     layers keep and what is no layer's; nor what an uneven one takes."""
-    sums: tuple[frozenset[str], ...]
+    sums: tuple[frozenset[str], ...] = ()
     """At each of them names of ``columns`` whose sum takes what an uneven one does."""
+    loss: tuple[tuple[str, int], ...] = ()
+    """The same of the loss, where one is learned: from the last layer's end to where it goes
+    backward.
+    """
 
 
 def main() -> None:
@@ -183,17 +188,10 @@ def goes_in_tiles(family: str) -> bool:
 
 def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
     """Moments of a layer, and what it keeps, as bytes for each product of sizes."""
-    samples = list[Sample]()
-    alike, names = samples, list[str]()
-    while len(alike) < len(names) + MORE:
-        assert len(samples) < MOST_SAMPLES, f"no {len(names) + MORE} of {MOST_SAMPLES} are alike"
-        samples.append(sample(family, kind, settings, number=len(samples)))
-        alike = most_alike(samples)
-        names = names_of(alike)
     name = kind_name(**kind._asdict(), is_recomputed=settings.recompute != "none")
-    counts = f"{len(alike)} of {len(samples)} alike, {len(alike[0].alive)} allocations"
-    sys.stdout.write(f"{family}, {name}: {counts}\n")
-    sys.stdout.flush()
+    alike, names = enough_alike(
+        f"{family}, {name}", lambda number: sample(family, kind, settings, number=number)
+    )
     sizes = np.array([[each.sizes[name] for name in names] for each in alike], float)
     (kept,) = solved(sizes, np.array([[each.kept_bytes] for each in alike], float))
     moments = solved(sizes, np.array([[size for _, size in each.alive] for each in alike], float))
@@ -208,6 +206,23 @@ def learned(family: str, kind: Kind, settings: Settings) -> dict[str, Any]:
             for number in largest(names, moments, sums, family, kind)
         ],
     }
+
+
+def enough_alike(title: str, sample: Callable[[int], Sample]) -> tuple[list[Sample], list[str]]:
+    """Samples by number until those that are alike give more equations than there are products of
+    sizes; and the names of these.
+    """
+    samples = list[Sample]()
+    alike, names = samples, list[str]()
+    while len(alike) < len(names) + MORE:
+        assert len(samples) < MOST_SAMPLES, f"no {len(names) + MORE} of {MOST_SAMPLES} are alike"
+        samples.append(sample(len(samples)))
+        alike = most_alike(samples)
+        names = names_of(alike)
+    counts = f"{len(alike)} of {len(samples)} alike, {len(alike[0].alive)} allocations"
+    sys.stdout.write(f"{title}: {counts}\n")
+    sys.stdout.flush()
+    return alike, names
 
 
 def most_alike(samples: list[Sample]) -> list[Sample]:
@@ -241,10 +256,10 @@ def solved(sizes: Any, alive: Any) -> Any:
     return (found.T / scale).round()
 
 
-def whole(names: list[str], numbers: Any) -> dict[str, int]:
+def whole(names: list[str], numbers: Any, rows: tuple[str, ...] = ROWS) -> dict[str, int]:
     """What is there of each product, rows of weights aside."""
     found = zip(names, numbers, strict=True)
-    return {name: int(number) for name, number in found if number and name not in ROWS}
+    return {name: int(number) for name, number in found if number and name not in rows}
 
 
 def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sample:
@@ -257,7 +272,8 @@ def sample(family: str, attends: Kind, settings: Settings, *, number: int) -> Sa
             settings=settings,
             length_tokens=256 * drawn.choice((4, 5, 6, 8, 12)),
         )
-        seen = list(allocations(spec, Path(name, "trace")))
+        log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), Path(name, "trace"))
+        seen = list(allocations(log, apart=UNEVEN))
         shape = load_model(spec.model_directory).shape
     kind = shape.runs[-1].kind
     phases = {
@@ -330,18 +346,17 @@ def of_scores(attention: AttentionKind, tokens: int) -> Mapping[str, int]:
     )
 
 
-def allocations(spec: TrialSpec, path: Path) -> Iterator[tuple[str, str, int]]:
-    """Each allocation's operator and module, and what is alive with it, or beside it where it is
-    uneven: it has its bytes behind a colon then; each phase that begins.
+def allocations(log: EventLog, *, apart: tuple[str, ...] = ()) -> Iterator[tuple[str, str, int]]:
+    """Each allocation's operator and module, and what is alive with it, or beside it where its
+    operator is one of ``apart``: it has its bytes behind a colon then; each phase that begins.
     """
-    log = trace(TraceOrder(spec=spec, rank=fullest_rank(spec)), path)
     alive = 0
     sizes: dict[int, int] = {}
     for event in log.events:
         match event:
             case Allocate():
                 operator = log.operators[event.operator]
-                if operator in UNEVEN:
+                if operator in apart:
                     yield f"{operator}:{event.bytes}", log.modules[event.module], alive
                 else:
                     sizes[event.id] = event.bytes
@@ -433,6 +448,21 @@ def _always_slides(family: str) -> bool:
     return slides({"model_type": family, "layer_types": ["full_attention"]}, 0)
 
 
+def usual_layer(drawn: random.Random) -> LayerKind:
+    """A layer with full attention and a dense MLP, of sizes as models have them."""
+    hidden, head_dim = drawn.choice((1024, 2048, 4096, 8192)), drawn.choice((64, 128, 256))
+    heads = max(1, hidden * drawn.choice((1, 2, 4)) // 2 // head_dim)
+    return LayerKind(
+        hidden_size=hidden,
+        attention=AttentionKind(
+            query_heads=heads,
+            kv_heads=max(1, heads // drawn.choice((1, 2, 4, 8, 16))),
+            head_dim=head_dim,
+        ),
+        mlp=MlpKind(width=hidden * drawn.choice((2, 3, 6, 8, 12, 16)) // 2),
+    )
+
+
 def largest(
     names: list[str], moments: Any, sums: list[dict[str, int]], family: str, attends: Kind
 ) -> list[int]:
@@ -440,15 +470,8 @@ def largest(
     drawn, found = random.Random(0), set[int]()
     with_sums = [number for number, each in enumerate(sums) if each]
     for _ in range(RANDOM_SHAPES):
-        hidden, head_dim = drawn.choice((1024, 2048, 4096, 8192)), drawn.choice((64, 128, 256))
-        heads = max(1, hidden * drawn.choice((1, 2, 4)) // 2 // head_dim)
-        attention = AttentionKind(
-            query_heads=heads,
-            kv_heads=max(1, heads // drawn.choice((1, 2, 4, 8, 16))),
-            head_dim=head_dim,
-        )
-        width = hidden * drawn.choice((2, 3, 6, 8, 12, 16)) // 2
-        mlp = MlpKind(width=width)
+        kind = usual_layer(drawn)
+        attention, mlp, width = kind.attention, kind.mlp, kind.mlp.width
         if family_row(family).experts and attends.mlp != DENSE:
             mlp = MlpKind(
                 width=width // 4,
@@ -460,7 +483,7 @@ def largest(
         if attends.is_capped:
             window = drawn.choice((512, 1024, 4096)) if attends.is_windowed else None
             attention = replace(attention, window_tokens=window, soft_cap=CAP)
-        kind = LayerKind(hidden_size=hidden, attention=attention, mlp=mlp)
+        kind = replace(kind, attention=attention, mlp=mlp)
         of_shape = {
             **dict.fromkeys(ROWS, 0),
             **of_scores(attention, tokens),

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_training import trained
@@ -78,3 +79,13 @@ def copied(folder: Path, target: Path) -> Path:
     """A copy of a run's folder, to be damaged; returns its folder of checkpoints."""
     shutil.copytree(folder, target)
     return target / "checkpoints"
+
+
+class Harmful:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)

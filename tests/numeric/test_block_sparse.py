@@ -103,7 +103,7 @@ def test_a_ratio_is_what_is_kept(pattern_type, ratio):
     tables = block_tables(pattern, length, CPU)
     rows = tables[0].rows
     # each row keeps whole blocks: half a block more in the mean
-    assert ratio <= tables[0].kept_pairs() / causal_pairs(length) <= ratio + 1.5 / rows
+    assert ratio <= tables[0].kept_pairs / causal_pairs(length) <= ratio + 1.5 / rows
     columns, row = tables[0].columns[0].long(), tables[0].row_of_entry
     assert (columns <= row).all()
     pairs = row * rows + columns
@@ -113,7 +113,7 @@ def test_a_ratio_is_what_is_kept(pattern_type, ratio):
 
 def test_a_window_says_what_is_kept_and_a_ratio_that_contradicts_it_is_refused():
     (table,) = block_tables(config("local_window"), 4096, CPU)
-    share = table.kept_pairs() / causal_pairs(4096)
+    share = table.kept_pairs / causal_pairs(4096)
     assert share == pytest.approx(2 * 19 / 4096, rel=0.01)
     block_tables(config("local_window", sparsity_ratio=round(share, 4)), 4096, CPU)
     with pytest.raises(UsageError, match=r"keeps 0\.93%"):
@@ -140,7 +140,7 @@ BY_TABLE: tuple[PatternType, ...] = (
 
 
 def kept_share(tables: tuple[BlockTable, ...]) -> float:
-    return sum(table.kept_pairs() for table in tables) / causal_pairs(tables[0].length_tokens)
+    return sum(table.kept_pairs for table in tables) / causal_pairs(tables[0].length_tokens)
 
 
 @st.composite
@@ -161,7 +161,7 @@ def patterns(draw: st.DrawFn) -> SparsePatternConfig:
 @given(pattern=patterns(), length=st.integers(1, 700))
 def test_the_formula_counts_what_the_tables_keep(pattern, length):
     tables = block_tables(pattern, length, CPU)
-    assert sparse_costs.kept_pairs(pattern, length) == sum(t.kept_pairs() for t in tables)
+    assert sparse_costs.kept_pairs(pattern, length) == sum(t.kept_pairs for t in tables)
     share = sparse_costs.kept_share(pattern, length)
     assert share == pytest.approx(kept_share(tables))
 
@@ -170,7 +170,7 @@ def test_the_formula_counts_what_the_tables_keep(pattern, length):
 def test_the_formula_counts_what_content_keeps(length, size, ratio):
     pattern = SparsePatternConfig(pattern_type="block_top_k", sparsity_ratio=ratio, block_size=size)
     table = top_k_table(pattern, torch.randn(3, length, 4), torch.randn(3, length, 4))
-    assert sparse_costs.kept_pairs(pattern, length) == table.kept_pairs()
+    assert sparse_costs.kept_pairs(pattern, length) == table.kept_pairs
 
 
 @given(
@@ -201,5 +201,5 @@ def test_dilated_pairs_of_a_pattern_are_those_of_each_row(length, ratio, segment
         for start in range(0, length, segment):
             row = len(range(start, min(start + segment, length))[head % 2 :: 2])
             tables = block_tables(pattern, row, CPU) if row else ()
-            expected += sum(table.kept_pairs() for table in tables)
+            expected += sum(table.kept_pairs for table in tables)
     assert found == expected

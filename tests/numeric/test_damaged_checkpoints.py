@@ -15,6 +15,7 @@ import pytest
 import torch
 from run_folders import (
     EVALUATIONS,
+    Harmful,
     approve,
     are_equal,
     copied,
@@ -130,16 +131,6 @@ def test_where_no_checkpoint_is_whole_the_hint_begins_anew(run, own, tmp_path):
     assert of_run.resume(own) is None
     of_run.save(own, state(3))
     assert of_run.resume(own) == state(3)
-
-
-class Harmful:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def test_a_file_of_metadata_that_runs_code_runs_none(run, own, tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from run_folders import Harmful
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -225,16 +226,6 @@ def test_pytorchs_own_files_are_read_as_transformers_reads_them(tied, parts, tmp
     saved(tmp_path, tied=tied)
     as_pickles(tmp_path, parts=parts)
     assert assert_as_transformers_loads_it(tmp_path).weights == "saved"
-
-
-class Harmful:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize(

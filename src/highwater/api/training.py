@@ -354,7 +354,7 @@ def run_training(
         reports = run_ranks(
             spec, allow_busy=prepared.allow_busy, on_progress=hear, across=prepared.across
         )
-    result = _result(prepared, reports, last)
+    result = result_so_far(prepared, reports, last)
     if result is None:
         raise MachineError(
             f"the checkpoint in {spec.output_directory} is gone", hint="type the same command again"
@@ -362,13 +362,10 @@ def run_training(
     return result
 
 
-def stopped_result(prepared: PreparedTraining) -> TrainingResult | None:
-    """The result of a run that was told to stop; None where it had no checkpoint."""
-    return _result(prepared, (), ())
-
-
-def _result(
-    prepared: PreparedTraining, reports: Sequence[RankReport], heard: Sequence[TrainingProgress]
+def result_so_far(
+    prepared: PreparedTraining,
+    reports: Sequence[RankReport] = (),
+    heard: Sequence[TrainingProgress] = (),
 ) -> TrainingResult | None:
     """The result that the last checkpoint tells of; None without one."""
     spec = prepared.spec

@@ -48,7 +48,7 @@ def _train(arguments: argparse.Namespace) -> int:
             with training_progress(prepared.spec, done_steps=prepared.done_steps) as listener:
                 result = training.run_training(prepared, on_progress=listener)
         except KeyboardInterrupt as interrupt:
-            _say_stopped(arguments, asked, training.stopped_result(prepared))
+            _say_stopped(arguments, asked, training.result_so_far(prepared))
             return exit_code_of(interrupt)
     code = EXIT_ANSWERED if result.status == "done" else EXIT_TERMINATED
     if arguments.json:

@@ -12,17 +12,18 @@ from typing import Any, Literal
 import msgspec
 
 from highwater.errors import ModelError, UsageError
-from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
+from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.question import predicted_question
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
+from highwater.model.rope import yarn
 from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import Cluster, nameless
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.objective import TRAITS
-from highwater.nouns.recommendation import Candidate, Query, StepTime, order
+from highwater.nouns.recommendation import Candidate, Query, Recommendation, StepTime, order
 from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, Study, counted_ranks
@@ -229,6 +230,33 @@ def candidate_of(
             tokens_per_s=step.tokens_per_s,
             measured_length_tokens=None,
         ),
+    )
+
+
+def recommendation_of(
+    goal: Goal, question: Question, candidates: tuple[Candidate, ...], **told: Any
+) -> Recommendation:
+    """The document of a goal's candidates, of which the first that fits is chosen; ``told``: how
+    good predictions are, and the rest.
+    """
+    rope = question.cells[0].settings.rope
+    return Recommendation(
+        model_name=question.model.name,
+        native_length_tokens=question.grid.native_length_tokens,
+        trainer=goal.trainer,
+        length_tokens=goal.length_tokens,
+        gpus=goal.where.gpus,
+        device_name=goal.where.device_name,
+        device_bytes=goal.where.device_bytes,
+        host_memory_bytes=goal.memory_limit.host_bytes,
+        usual_host=goal.memory_limit.usual_host,
+        margin_bytes=question.margin_bytes,
+        default_sequences=goal.sequences,
+        chosen=next((candidate for candidate in candidates if candidate.fits), None),
+        candidates=candidates,
+        yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
+        not_modelled=NOT_MODELLED,
+        **told,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.memory.capacity import NOT_MODELLED, MemoryLimit
+from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of, predicted_question
@@ -40,7 +40,12 @@ from highwater.nouns.trainer import (
     predicted_trainer,
 )
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
-from highwater.recommendation.candidates import Goal, predicted_candidates, unknown_candidate
+from highwater.recommendation.candidates import (
+    Goal,
+    predicted_candidates,
+    recommendation_of,
+    unknown_candidate,
+)
 from highwater.recommendation.planner import planned_candidates
 from highwater.store.journal import read_study
 from highwater.trials.probe import gpus_meant
@@ -95,7 +100,7 @@ def recommend(
             studies=recorded,
             settings=settings,
         )
-    goal = _goal(model, parse_tokens(str(length)), where, limit, known, settings)
+    goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings)
     return _recommended(
         *(goal, recorded, aim),
         rollout_gpus=rollout_gpus,
@@ -120,12 +125,12 @@ def what_would_fit(
     _check(trainer, (), settings)
     where = gpus_meant(gpus, gpu_memory)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
-    goal = _goal(model, length_tokens, where, limit, trainer, settings)
+    goal = goal_of(model, length_tokens, where, limit, trainer, settings)
     goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
     return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
 
 
-def _goal(
+def goal_of(
     model: str,
     length_tokens: int,
     where: Cluster,
@@ -159,33 +164,17 @@ def _recommended(
         candidates, of_studies = planned_candidates(goal, aim), ()
     if not any(candidate.fits for candidate in candidates):
         candidates = _with_one_that_may_fit(candidates, goal, question)
-    chosen = next((candidate for candidate in candidates if candidate.fits), None)
     others = ()
-    if chosen is None:
+    if not any(candidate.fits for candidate in candidates):
         others = alternatives(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus)
-    rope = question.cells[0].settings.rope
-    return Recommendation(
-        model_name=question.model.name,
-        native_length_tokens=question.grid.native_length_tokens,
-        trainer=goal.trainer,
-        length_tokens=goal.length_tokens,
-        gpus=goal.where.gpus,
+    return recommendation_of(
+        *(goal, question, candidates),
         rollout_gpus=rollout_gpus,
-        device_name=goal.where.device_name,
-        device_bytes=goal.where.device_bytes,
         reserved_bytes=reserved_bytes,
-        host_memory_bytes=goal.memory_limit.host_bytes,
-        usual_host=goal.memory_limit.usual_host,
-        margin_bytes=question.margin_bytes,
-        default_sequences=goal.sequences,
         aim=aim,
-        chosen=chosen,
-        candidates=candidates,
-        yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
         alternatives=others,
         accuracy=accuracy(question, goal.trainer, replayed_cells(question, goal.trainer)),
         unlike=() if known is None else known.unlike,
-        not_modelled=NOT_MODELLED,
         notes=(*notes, *of_studies),
     )
 

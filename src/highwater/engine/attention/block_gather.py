@@ -113,7 +113,7 @@ def _of_one_length(
     return (
         output_NGSD.unflatten(0, heads).flatten(1, 2),
         log_sums_NGS.unflatten(0, heads).flatten(1, 2),
-        sum(table.kept_pairs() for table in tables),
+        sum(table.kept_pairs for table in tables),
     )
 
 

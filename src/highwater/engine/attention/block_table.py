@@ -60,12 +60,9 @@ class BlockTable:
         """Block of queries of each entry; E, int64, on the host."""
         return torch.repeat_interleave(torch.arange(self.rows), self.starts.diff())
 
-    def kept_pairs(self) -> int:
-        """Count the pairs of a token and a key that it sees, in one table, exactly."""
-        return self._kept_pairs
-
     @cached_property
-    def _kept_pairs(self) -> int:
+    def kept_pairs(self) -> int:
+        """Pairs of a token and a key that it sees, in one table, exactly."""
         tokens = torch.arange(self.length_tokens)
         below = self.length_tokens if self.keys_below is None else self.keys_below
         if self.window_tokens is not None or self.keys_below is not None:

@@ -53,10 +53,6 @@ class Pattern:
         sinks = self.sinks_H
         return self if sinks is None else replace(self, sinks_H=sinks.chunk(degree)[rank])
 
-    def without_sinks(self) -> "Pattern":
-        """Return the pattern without sinks."""
-        return replace(self, sinks_H=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
@@ -84,7 +80,7 @@ def attend_in_pattern(
 ) -> PatternAttention:
     """Causal attention of each document over itself, in the documents' pattern."""
     assert sum(documents.lengths) == query_BHSD.shape[2], "the documents are all that is packed"
-    alone = replace(documents, pattern=documents.pattern.without_sinks())
+    alone = replace(documents, pattern=replace(documents.pattern, sinks_H=None))
     output_BHSD, log_sums_BHS = _Patterned.apply(
         query_BHSD, key_BKSD, value_BKSD, documents.pattern.sinks_H, alone
     )

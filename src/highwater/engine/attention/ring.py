@@ -159,11 +159,8 @@ class Run(NamedTuple):
         """View the tokens whose keys take part, dXl and the remaining dimensions."""
         return self._of(tensor_BXSn, self.pairing.keys)
 
-    def put_queries(self, tensor_BXSn: Tensor, part: Tensor) -> None:
-        """Nothing to do: what ``queries_of`` gave is a view of the tensor."""
-
-    def put_keys(self, tensor_BXSn: Tensor, part: Tensor) -> None:
-        """Nothing to do: what ``keys_of`` gave is a view of the tensor."""
+    def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
+        """Nothing to do: what ``queries_of`` and ``keys_of`` give are views of the tensor."""
 
     def _of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
@@ -219,15 +216,8 @@ class VariedRun(NamedTuple):
         """Tokens whose keys take part, as ``queries_of`` has those of queries."""
         return _row_of(tensor_BXSn)[self._tokens(self.pairing.keys, tensor_BXSn.device)]
 
-    def put_queries(self, tensor_BXSn: Tensor, part: Tensor) -> None:
-        """Write what ``queries_of`` gave, and was changed since, into the tensor."""
-        self._put(tensor_BXSn, self.pairing.queries, part)
-
-    def put_keys(self, tensor_BXSn: Tensor, part: Tensor) -> None:
-        """Write what ``keys_of`` gave, and was changed since, into the tensor."""
-        self._put(tensor_BXSn, self.pairing.keys, part)
-
-    def _put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
+    def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
+        """Write what was changed of these chunks since ``queries_of`` or ``keys_of`` gave it."""
         tokens = self._tokens(chunks, tensor_BXSn.device)
         if not isinstance(tokens, slice):
             _row_of(tensor_BXSn)[tokens] = part
@@ -335,8 +325,8 @@ def _pass_forward(
             output, log_sums = run.queries_of(output_BHSD), run.queries_of(log_sums_BHS)
             found = run.forward(query_BHSD, at_hand)
             merge_(output, log_sums, found, is_first=step == 0)  # own keys pair with all queries
-            run.put_queries(output_BHSD, output)
-            run.put_queries(log_sums_BHS, log_sums)
+            run.put(output_BHSD, run.pairing.queries, output)
+            run.put(log_sums_BHS, run.pairing.queries, log_sums)
         if passing is not None:
             at_hand = passing.wait()
     if sinks_H is not None:
@@ -402,7 +392,7 @@ def _backward(
     gradient, key_gradient, value_gradient = run.backward(*inputs, mine)
     sum_ = run.queries_of(sum_BHSD)
     sum_.copy_(gradient) if is_first else sum_.add_(gradient)
-    run.put_queries(sum_BHSD, sum_)
+    run.put(sum_BHSD, run.pairing.queries, sum_)
     return key_gradient, value_gradient
 
 
@@ -422,5 +412,5 @@ def _send_on(
         for sum_, gradient in zip(travelling, gradients, strict=True):
             mine = run.keys_of(sum_)
             mine.copy_(gradient) if homewards is None else mine.add_(gradient)
-            run.put_keys(sum_, mine)
+            run.put(sum_, run.pairing.keys, mine)
     return ring.begin_pass(travelling)

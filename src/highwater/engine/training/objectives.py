@@ -89,11 +89,6 @@ def clipped_tokens(
     return clipped_N > plain_N, held_N & (advantages_N < 0) & bool(dual)
 
 
-def entropy_bonus(entropies_N: Tensor, *, coefficient: float, trained_tokens: int) -> Tensor:
-    """Weighted mean entropy, subtracted from the loss to keep the policy from collapsing."""
-    return coefficient * entropies_N.sum() / max(1, trained_tokens)
-
-
 def divergence(
     logprobs_N: Tensor,
     reference_logprobs_N: Tensor,

@@ -319,10 +319,8 @@ def _clipped_loss(
         dual=numbers.dual_clip,
         trained_tokens=counted,
     )
-    if training.entropy:
-        loss = loss - objectives.entropy_bonus(
-            statistics.entropies_N, coefficient=numbers.entropy_coefficient, trained_tokens=counted
-        )
+    if training.entropy:  # the mean entropy, to keep the policy from collapsing
+        loss = loss - numbers.entropy_coefficient * statistics.entropies_N.sum() / max(1, counted)
     if experience.reference_logprobs_N is not None:
         loss = loss + objectives.divergence(
             logprobs_N,
