@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
@@ -19,10 +22,11 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.plan import refuse_other_class
+from highwater.nouns.request import request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
-from highwater.recommendation.candidates import trainer_question
+from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.trials.probe import gpus_meant
 from highwater.units import parse_memory, parse_tokens
 
@@ -39,6 +43,7 @@ def predict(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
+    rollout_gpus: int = 0,
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
@@ -60,8 +65,9 @@ def predict(
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
     meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
     machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
-    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths.
-    Nothing is trained.
+    of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` says what
+    vLLM takes there, or on the same GPUs. ``settings`` are the fields of ``Request`` that name a
+    trial, a grid of lengths or a rollout. Nothing is trained.
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
     processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
@@ -74,7 +80,7 @@ def predict(
     is_traceable = TRAINERS[trainer].traces == "made"
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
-    where = gpus_meant(gpus, gpu_memory)
+    where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and where.gpus > 1:
         raise UsageError(
             f"{TRAINERS[trainer].step} is traced on one GPU",
@@ -90,6 +96,12 @@ def predict(
     )
     length_tokens = None if length is None else parse_tokens(str(length))
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
+    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
+    traits = TRAINERS[trainer].rollout
+    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
+    if exact and beside is not None:
+        raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     if exact and settings.get("attention") == "block_sparse":
         raise UsageError(
             "steps with block-sparse attention are not traced", hint="leave `--exact` out"

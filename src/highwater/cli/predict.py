@@ -31,6 +31,7 @@ from highwater.pages.prediction_tables import (
     data_table,
     prediction_answer,
     prediction_table,
+    rollout_tables,
     term_table,
 )
 from highwater.units import format_tokens
@@ -64,6 +65,7 @@ def predict(arguments: argparse.Namespace) -> int:
     console.answer_page(
         prediction_answer(prediction, longest=longest, alternatives=would_fit),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
+        *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
     )
     console.next_command(_after_predict(arguments, prediction))
@@ -123,6 +125,7 @@ def _instead(
     shared = {
         "gpus": arguments.cluster,
         "trainer": arguments.predicted_for,
+        "rollout_gpus": arguments.rollout_gpus,
         **typed_limits(arguments),
     }
     longest = None
@@ -146,6 +149,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
         gpus=arguments.cluster,
         length=arguments.length,
         trainer=arguments.predicted_for,
+        rollout_gpus=arguments.rollout_gpus,
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
@@ -216,6 +220,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
+    has_trial &= prediction.memory_limit.rollout is None  # no trial has one
     if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
