@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 69_856,
-    "src_files": 280,
+    "src_lines": 70_583,
+    "src_files": 282,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -24,9 +24,9 @@ is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step,
 closed form: two, and its law for four more trainers, of whose issue 780 lines are left; list
 prices: 22 lines)."""
 WALKED = {
-    "predict": {"modules": 83, "files": 54},
-    "find": {"modules": 197, "files": 118},
-    "train": {"modules": 208, "files": 114},
+    "predict": {"modules": 84, "files": 55},
+    "find": {"modules": 198, "files": 118},
+    "train": {"modules": 209, "files": 114},
 }
 
 

@@ -22,7 +22,7 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.plan import refuse_other_class
-from highwater.nouns.request import request_from
+from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
@@ -95,6 +95,16 @@ def predict(
         where, host_memory=host_memory, reserved=reserved, constants=own_readings
     )
     length_tokens = None if length is None else parse_tokens(str(length))
+    said: tuple[str, ...] = ()
+    if (own_file := settings.pop("trainer_config", None)) is not None:
+        from highwater.trainers.user_file import settings_of
+
+        read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings)
+        is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
+        settings, said = {**read.settings, **settings}, read.notes
+        if length_tokens is None and not is_asked and read.length_tokens is not None:
+            length_tokens = read.length_tokens
+            said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
     asked = request_from({"model": model, **settings}, keywords=True).rollout_request
     traits = TRAINERS[trainer].rollout
@@ -119,7 +129,8 @@ def predict(
             on_trace=on_trace,
         )
     known = calibration_of(question, trainer, method=method, own=own)
-    told = {"method": method, "length_tokens": length_tokens, "notes": notes, "calibration": known}
+    told = {"method": method, "length_tokens": length_tokens, "calibration": known}
+    told |= {"notes": (*said, *notes)}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
         return answered(predict_by_formula(question, memory_limit, trainer, known))

@@ -19,7 +19,14 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import DECLARED, OF_THE_GRID, request_from, taken_by, trial_flags
+from highwater.nouns.request import (
+    DECLARED,
+    OF_THE_GRID,
+    request_from,
+    setting_flags,
+    taken_by,
+    trial_flags,
+)
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
@@ -130,6 +137,8 @@ def _instead(
     }
     longest = None
     if prediction.length_tokens is not None:
+        if "trainer_config" in settings:
+            shared["max_length"] = "1m"  # the file may say the length
         longest = predicted(model, constants=arguments.constants, **shared, **settings)
     length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
@@ -244,10 +253,15 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """The command that asks what would do, where nothing fits or no trial can be made: at the
     length in question, or the longest that fits, or the shortest that was asked about.
     """
-    explained = prediction.explained
+    explained, own = prediction.explained, list[str]()
+    if "trainer_config" in typed_values(arguments):  # which a recommendation does not read
+        refused = TRAINERS[prediction.trainer].refused(DECLARED)
+        own += setting_flags(explained.cell.settings, but_not=(*refused, "allocator"))
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
-    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))
+    return shlex.join(
+        ("highwater", "recommend", str(typed_values(arguments)["model"]), *words, *own)
+    )
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:

@@ -17,6 +17,7 @@ from highwater.nouns.declaration import (
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
+    PREDICTED,
     REQUIRED,
     SHARE,
     SWITCH,
@@ -113,7 +114,8 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        TRIED,
+        PREDICTED,
+        helps={"predict": "configuration of the trainer, your own, that says what is trained"},
         example="base.yaml",
     )
     done_pattern: str | None = kinds.PATTERN(

@@ -122,6 +122,12 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
 
 
+def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The section of this name; empty where there is none."""
+    value = base.get(name)
+    return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
+
+
 def refuse_no_program(program: str, title: str, package: str, usual: str) -> None:
     """Raise MachineError where the program that starts a trainer is not found."""
     if shutil.which(program) is None:
