@@ -170,7 +170,10 @@ REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
     "offload_params": ("axolotl", AXOLOTL | {"fsdp_config": {"offload_params": True}}),
     "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
     "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
+    "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),
     "use_vllm": ("trl", TRL | {"use_vllm": True}),
+    "no whole number": ("axolotl", AXOLOTL | {"micro_batch_size": "auto"}),
+    "no whole number.*": ("llamafactory", LLAMAFACTORY | {"cutoff_len": "8k"}),
     "told by no file": ("transformers", AXOLOTL),
 }
 

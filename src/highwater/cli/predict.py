@@ -256,7 +256,8 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     explained, own = prediction.explained, list[str]()
     if "trainer_config" in typed_values(arguments):  # which a recommendation does not read
         refused = TRAINERS[prediction.trainer].refused(DECLARED)
-        own += setting_flags(explained.cell.settings, but_not=(*refused, "allocator"))
+        saving = ("allocator", "loss", "activations")  # which a recommendation chooses
+        own += setting_flags(explained.cell.settings, but_not=(*refused, *saving))
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
     return shlex.join(

@@ -19,7 +19,7 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
-from highwater.nouns.declaration import flag_of, words_of
+from highwater.nouns.declaration import words_of
 from highwater.nouns.objective import ATTENTION, RolloutRequest, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
@@ -101,15 +101,10 @@ optimizer moves it all back before the update (verl), or updates on the host (De
 
 def refuse_unknown_settings(target: Target, settings: Mapping[str, object]) -> None:
     """Raise UsageError naming all settings that a trainer's predicted step has not."""
-    rollout = [name for name in settings if name in RolloutRequest.__struct_fields__]
-    if rollout:
-        raise UsageError(
-            "a configuration is written without a rollout, whose share is predicted alone",
-            hint=f"leave `{flag_of(rollout[0])}` out; `--reserved 20GiB` leaves room for it",
-        )
     own = TARGETS[target].predicted_for
     refused = refused_settings(OURS if REGISTRY[own].trains_by else own, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
+    refused += [name for name in RolloutRequest.__struct_fields__ if name in settings]
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})
 

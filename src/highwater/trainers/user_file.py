@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.foreign_request import file_content
 from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS
 from highwater.nouns.trainer import TRAINERS, TrainerName, TrainerParts
-from highwater.trainers.foreign import mapping_in, yaml_fields
+from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 Config = Mapping[str, Any]
 
@@ -29,7 +28,7 @@ class FileWords(NamedTuple):
     rows: str = "per_device_train_batch_size"
     rank: tuple[str, int] = ("", 0)
     """LoRA's rank, and what it is where nobody says."""
-    alpha: tuple[str, float | None] = ("lora_alpha", None)
+    alpha: tuple[str, int | None] = ("lora_alpha", None)
     """None: twice the rank."""
     targets: str = ""
     has_adapters: Callable[[Config], bool] = lambda _: False
@@ -96,11 +95,7 @@ def settings_of(
         )
     words, source = FILE_WORDS[trainer], path.name
     config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
-    named = config.get("accelerate_config")
-    launcher = {} if words.length else config
-    if named is not None and (path.parent / str(named)).is_file():
-        beside = path.parent / str(named)
-        launcher = yaml_fields(file_content(beside), beside, hint="name accelerate's file")
+    launcher = launcher_of(config, path) if words.length else config
     for name in (*_REFUSED, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in (1, "none", "sft")):
@@ -118,15 +113,15 @@ def settings_of(
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
-    taken = {name: value for name, value in found.items() if name not in typed}
-    taken = {name: v for name, v in taken.items() if name not in MEMORY[trainer].fixed_fields({})}
+    given = {*typed, *MEMORY[trainer].fixed_fields({})}
+    taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             raise _unknown(source, _THEIRS.get(name, name), taken[name])
-    length = config.get(words.length) if words.length else None
     settings = {name: value for name, value in taken.items() if name not in refused}
-    return FileSettings(settings, None if length is None else int(length), tuple(notes))
+    length_tokens = _whole(config, words.length, source, usual=0) or None
+    return FileSettings(settings, length_tokens, tuple(notes))
 
 
 def _training(
@@ -134,8 +129,8 @@ def _training(
 ) -> dict[str, Any]:
     """What one process does."""
     found: dict[str, Any] = {
-        "sequences_per_micro_batch": int(config.get(words.rows) or 1),
-        "micro_batches": min(2, int(config.get("gradient_accumulation_steps") or 1)),
+        "sequences_per_micro_batch": _whole(config, words.rows, source),
+        "micro_batches": min(2, _whole(config, "gradient_accumulation_steps", source)),
     }
     recomputed = config.get("gradient_checkpointing")  # offload, and unsloth's, which does so, too
     is_on_host = isinstance(recomputed, str) or any(config.get(name) for name in words.on_host)
@@ -147,12 +142,13 @@ def _training(
     if any(is_fused) and not all(is_fused):
         notes.append(f"{source} fuses some of Liger's kernels: taken as none, which takes more")
     if words.has_adapters(config):
-        rank = int(config.get(words.rank[0]) or words.rank[1])
+        rank = _whole(config, words.rank[0], source, usual=words.rank[1])
         targets = config.get(words.targets) or "all"
-        names = targets.split(",") if isinstance(targets, str) else targets
+        names = [*map(str, targets)] if isinstance(targets, list) else str(targets).split(",")
         is_all = {"all", ALL_LINEAR} & {*names}
         found |= {"lora": rank, "lora_targets": ALL_LINEAR if is_all else ",".join(names)}
-        found["lora_alpha"] = float(config.get(words.alpha[0]) or words.alpha[1] or 2 * rank)
+        usual = words.alpha[1] or 2 * rank
+        found["lora_alpha"] = float(_whole(config, words.alpha[0], source, usual=usual))
         found["lora_base"] = "nf4" if words.has_four_bits(config) else "bf16"
     optimizer = str(config.get(words.optimizer) or "adamw")
     known = (name for name, form in _OPTIMIZERS.items() if re.fullmatch(form, optimizer))
@@ -168,17 +164,14 @@ def _sharing(
     config: Config, launcher: Config, path: Path, gpus: int, notes: list[str]
 ) -> dict[str, Any]:
     """How processes share states: by FSDP, by ZeRO-3, or each with a copy."""
-    mode = str(launcher.get("distributed_type") or "")
-    zero = config.get("deepspeed")
+    mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
-        zero = zero or mapping_in(launcher, "deepspeed_config")
-        _refuse_zero(zero, path)
+        _refuse_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
         notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
         return {}
     fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
-    shared = mapping_in(launcher, "parallelism_config")
-    for name, size in shared.items():
-        if name.endswith(("tp_size", "sp_size", "cp_size")) and int(size or 1) > 1:
+    for name, size in mapping_in(launcher, "parallelism_config").items():
+        if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
             raise _unknown(path.name, name, size)
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
         return {"copies": [gpus]} if gpus > 1 else {}
@@ -189,12 +182,23 @@ def _sharing(
 def _refuse_zero(zero: Any, path: Path) -> None:
     """Raise UsageError for DeepSpeed but at stage 3 on GPUs, nearly as which FSDP2 shards."""
     if isinstance(zero, str) and (path.parent / zero).is_file():
-        zero = json.loads(read_file(path.parent / zero, most_bytes=SETTINGS_BYTES))
-    said = re.sub(r'"?device"?: "?none"?', "", json.dumps(zero)).lower()
-    said = re.sub(r'offload_\w+_device": "none"', "", said)
+        beside = path.parent / zero  # JSON is YAML
+        zero = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
+    said = re.sub(r'\w*device": "none"', "", json.dumps(zero).lower())
     stage = re.search(r"(?:stage\W+|z(?:ero)?_?-?)(\d)", said)
     if stage is None or stage[1] != "3" or re.search(r"offload.*(cpu|nvme)|_offload", said):
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
+
+
+def _whole(config: Config, name: str, source: str, *, usual: int = 1) -> int:
+    """The number of a field; UsageError for what is none, such as ``auto``."""
+    value = config.get(name) or usual
+    if not str(value).isdecimal():
+        raise UsageError(
+            f"{source} has {name}: {value}, which is no whole number",
+            hint=f"write one, for example `{name}: {usual or 8192}`",
+        )
+    return int(value)
 
 
 def _unknown(source: str, name: str, value: Any) -> UsageError:
