@@ -18,7 +18,7 @@ from highwater.nouns.settings import RUNG_ROWS
 from highwater.nouns.trainer import TRAINERS, TrainerName, TrainerParts
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
-Config = Mapping[str, Any]
+FileFields = Mapping[str, Any]
 
 
 class FileWords(NamedTuple):
@@ -31,11 +31,11 @@ class FileWords(NamedTuple):
     alpha: tuple[str, int | None] = ("lora_alpha", None)
     """None: twice the rank."""
     targets: str = ""
-    has_adapters: Callable[[Config], bool] = lambda _: False
-    has_four_bits: Callable[[Config], bool] = lambda config: bool(config.get("load_in_4bit"))
+    has_adapters: Callable[[FileFields], bool] = lambda _: False
+    has_four_bits: Callable[[FileFields], bool] = lambda config: bool(config.get("load_in_4bit"))
     fused: tuple[str, ...] = ("use_liger_kernel",)
     """Fields that all have to be true for the kernels that a chunked loss stands for."""
-    recomputes: Callable[[Config], bool] = lambda c: bool(c.get("gradient_checkpointing", True))
+    recomputes: Callable[[FileFields], bool] = lambda c: bool(c.get("gradient_checkpointing", True))
     on_host: tuple[str, ...] = ()
     """Fields that keep what layers keep in host memory."""
     optimizer: str = "optim"
@@ -125,7 +125,7 @@ def settings_of(
 
 
 def _training(
-    words: FileWords, config: Config, source: str, typed: Iterable[str], notes: list[str]
+    words: FileWords, config: FileFields, source: str, typed: Iterable[str], notes: list[str]
 ) -> dict[str, Any]:
     """What one process does."""
     found: dict[str, Any] = {
@@ -161,7 +161,7 @@ def _training(
 
 
 def _sharing(
-    config: Config, launcher: Config, path: Path, gpus: int, notes: list[str]
+    config: FileFields, launcher: FileFields, path: Path, gpus: int, notes: list[str]
 ) -> dict[str, Any]:
     """How processes share states: by FSDP, by ZeRO-3, or each with a copy."""
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
@@ -190,7 +190,7 @@ def _refuse_zero(zero: Any, path: Path) -> None:
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
 
 
-def _whole(config: Config, name: str, source: str, *, usual: int = 1) -> int:
+def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:
     """The number of a field; UsageError for what is none, such as ``auto``."""
     value = config.get(name) or usual
     if not str(value).isdecimal():
