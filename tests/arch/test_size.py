@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 70_586,
+    "src_lines": 70_588,
     "src_files": 282,
     "src_small_files": 11,
     "process_starts": 1,
@@ -22,7 +22,7 @@ traces and predictions of it: 194 lines; one answer from every command: two; len
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
 closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
-files: one, of whose issue 50 lines are left; list prices: 22 lines)."""
+files: one, of whose issue 48 lines are left; list prices: 22 lines)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
     "find": {"modules": 198, "files": 118},

@@ -54,6 +54,8 @@ _REFUSED = (
     *("load_in_8bit", "use_galore", "use_apollo", "use_badam", "use_dora", "lora_modules_to_save"),
     *("modules_to_save", "relora", "use_rslora_full", "fp16", "fp8"),
 )
+_USUAL = (1, "none", "sft")
+"""Values of those by which nothing else is asked."""
 _PASSED = (
     *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
     *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
@@ -98,7 +100,7 @@ def settings_of(
     launcher = launcher_of(config, path) if words.length else config
     for name in (*_REFUSED, *words.refused):
         value = config.get(name)
-        if value and (value is True or value not in (1, "none", "sft")):
+        if value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
     notes: list[str] = []
     found: dict[str, Any] = _sharing(config, launcher, path, gpus, notes)
