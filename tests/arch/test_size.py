@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 69_906,
-    "src_files": 280,
+    "src_lines": 70_588,
+    "src_files": 282,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -21,12 +21,12 @@ in host memory: three files; head groups: one; tiles of experts: one; gated Delt
 traces and predictions of it: 194 lines; one answer from every command: two; lengths of data: one;
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
-closed form: two, and its law for four more trainers, of whose issue 780 lines are left; list
-prices: 22 lines)."""
+closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
+files: one, of whose issue 48 lines are left; list prices: 22 lines)."""
 WALKED = {
-    "predict": {"modules": 83, "files": 54},
-    "find": {"modules": 197, "files": 118},
-    "train": {"modules": 208, "files": 114},
+    "predict": {"modules": 84, "files": 55},
+    "find": {"modules": 198, "files": 118},
+    "train": {"modules": 209, "files": 114},
 }
 
 

@@ -227,6 +227,23 @@ def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, words):
     assert sum(max(1, -(-len(line) // 80)) for line in shown) <= 25, "\n".join(shown)
 
 
+def test_a_rollout_is_told_in_two_bars_and_on_paper(on_a_terminal, tmp_path):
+    asked = "predict Qwen3-8B --gpus 8xH100-80GB --trainer trl --objective grpo --rollout vllm"
+    named = "--sleep-level 2 --gpu-memory-utilization 0.5 --rollout-sequences 64 --length 32k"
+    sent = on_a_terminal(tmp_path, *asked.split(), *named.split(), columns=80)
+    assert max(map(len, lines_of(sent))) <= 80
+    shown = standing(sent)
+    assert len(shown) <= 25, "\n".join(shown)
+    said = " ".join(" ".join(shown).split())
+    assert "vLLM holds 40 such sequences at once" in said
+    assert "On paper, by vLLM 0.33.0's own rule; never measured here." in said
+    (awake,) = (line for line in shown if line.startswith("vLLM generates"))
+    (asleep,) = (line for line in shown if line.startswith("the step trains"))
+    assert awake.split()[2:] == ["53.37", "GiB", "39.55", "GiB", "13.82", "GiB", "-"]
+    assert asleep.split()[3:] == ["37.14", "GiB", "757.8", "MiB", "36.40", "GiB", "4.00", "GiB"]
+    assert "the larger decides: vLLM generates" in said
+
+
 @pytest.mark.parametrize("columns", [60, *deep(33, 80, 120, 200)])
 @pytest.mark.parametrize("page", PAGES)
 def test_no_page_is_wider_than_the_terminal_or_cut(

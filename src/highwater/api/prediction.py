@@ -9,9 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.question import memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
@@ -19,10 +22,11 @@ from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
 from highwater.nouns.plan import refuse_other_class
+from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
 from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
-from highwater.recommendation.candidates import trainer_question
+from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.trials.probe import gpus_meant
 from highwater.units import parse_memory, parse_tokens
 
@@ -39,6 +43,7 @@ def predict(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
+    rollout_gpus: int = 0,
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
@@ -60,8 +65,9 @@ def predict(
     ``gpus`` names GPUs that need not be here, ``"4xA100-80GB"``; without it this machine's are
     meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
     machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
-    of each GPU. ``settings`` are the fields of ``Request`` that name a trial or a grid of lengths.
-    Nothing is trained.
+    of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` says what
+    vLLM takes there, or on the same GPUs. ``settings`` are the fields of ``Request`` that name a
+    trial, a grid of lengths or a rollout. Nothing is trained.
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
     processes with torch, at the lengths around each edge: half a minute to minutes a trace, which
@@ -74,7 +80,7 @@ def predict(
     is_traceable = TRAINERS[trainer].traces == "made"
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
-    where = gpus_meant(gpus, gpu_memory)
+    where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and where.gpus > 1:
         raise UsageError(
             f"{TRAINERS[trainer].step} is traced on one GPU",
@@ -89,7 +95,23 @@ def predict(
         where, host_memory=host_memory, reserved=reserved, constants=own_readings
     )
     length_tokens = None if length is None else parse_tokens(str(length))
+    said: tuple[str, ...] = ()
+    if (own_file := settings.pop("trainer_config", None)) is not None:
+        from highwater.trainers.user_file import settings_of
+
+        read = settings_of(trainer, Path(own_file), gpus=where.gpus, typed=settings)
+        is_asked = {row.name for row in TOPICS["lengths"]} & {*settings}
+        settings, said = {**read.settings, **settings}, read.notes
+        if length_tokens is None and not is_asked and read.length_tokens is not None:
+            length_tokens = read.length_tokens
+            said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
+    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
+    traits = TRAINERS[trainer].rollout
+    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
+    if exact and beside is not None:
+        raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     if exact and settings.get("attention") == "block_sparse":
         raise UsageError(
             "steps with block-sparse attention are not traced", hint="leave `--exact` out"
@@ -107,7 +129,8 @@ def predict(
             on_trace=on_trace,
         )
     known = calibration_of(question, trainer, method=method, own=own)
-    told = {"method": method, "length_tokens": length_tokens, "notes": notes, "calibration": known}
+    told = {"method": method, "length_tokens": length_tokens, "calibration": known}
+    told |= {"notes": (*said, *notes)}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
         return answered(predict_by_formula(question, memory_limit, trainer, known))

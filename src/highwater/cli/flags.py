@@ -210,7 +210,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         helps={"predict": "turn it round: which rungs fit this length"},
     )
     rollout_gpus: int = _flag(
-        "recommend emit",
+        "predict recommend emit",
         0,
         "of the GPUs, those that roll out: the others are the trainer's",
         COUNT,

@@ -19,7 +19,14 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import DECLARED, OF_THE_GRID, request_from, taken_by, trial_flags
+from highwater.nouns.request import (
+    DECLARED,
+    OF_THE_GRID,
+    request_from,
+    setting_flags,
+    taken_by,
+    trial_flags,
+)
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
@@ -31,6 +38,7 @@ from highwater.pages.prediction_tables import (
     data_table,
     prediction_answer,
     prediction_table,
+    rollout_tables,
     term_table,
 )
 from highwater.units import format_tokens
@@ -64,6 +72,7 @@ def predict(arguments: argparse.Namespace) -> int:
     console.answer_page(
         prediction_answer(prediction, longest=longest, alternatives=would_fit),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
+        *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
     )
     console.next_command(_after_predict(arguments, prediction))
@@ -123,10 +132,13 @@ def _instead(
     shared = {
         "gpus": arguments.cluster,
         "trainer": arguments.predicted_for,
+        "rollout_gpus": arguments.rollout_gpus,
         **typed_limits(arguments),
     }
     longest = None
     if prediction.length_tokens is not None:
+        if "trainer_config" in settings:
+            shared["max_length"] = "1m"  # the file may say the length
         longest = predicted(model, constants=arguments.constants, **shared, **settings)
     length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
@@ -146,6 +158,7 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
         gpus=arguments.cluster,
         length=arguments.length,
         trainer=arguments.predicted_for,
+        rollout_gpus=arguments.rollout_gpus,
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
@@ -216,6 +229,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
+    has_trial &= prediction.memory_limit.rollout is None  # no trial has one
     if not prediction.explained.capacity_tokens or not has_trial:
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
@@ -239,10 +253,16 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """The command that asks what would do, where nothing fits or no trial can be made: at the
     length in question, or the longest that fits, or the shortest that was asked about.
     """
-    explained = prediction.explained
+    explained, own = prediction.explained, list[str]()
+    if "trainer_config" in typed_values(arguments):  # which a recommendation does not read
+        refused = TRAINERS[prediction.trainer].refused(DECLARED)
+        saving = ("allocator", "loss", "activations")  # which a recommendation chooses
+        own += setting_flags(explained.cell.settings, but_not=(*refused, *saving))
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
-    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))
+    return shlex.join(
+        ("highwater", "recommend", str(typed_values(arguments)["model"]), *words, *own)
+    )
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:

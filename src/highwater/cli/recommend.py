@@ -36,8 +36,8 @@ from highwater.pages.recommendation_tables import (
     rung_list,
     telling_table,
 )
-from highwater.recommendation.candidates import trainer_question
-from highwater.recommendation.recommend import drafted, trainers_gpus
+from highwater.recommendation.candidates import trainer_question, trainers_gpus
+from highwater.recommendation.recommend import drafted
 from highwater.recommendation.recommend import recommend as recommended
 from highwater.trainers.emitted import Emitted, answered_first, unpredicted
 from highwater.trainers.targets import (
@@ -117,14 +117,15 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
-    has_trial = is_tried(found.chosen.cell, found.device_name, foreign)
-    is_emitted = trainer.targets and not found.chosen.cell.layout.is_several_machines
+    is_alone = found.chosen.rollout_sequences is None  # neither trials nor files have a rollout
+    has_trial = is_alone and is_tried(found.chosen.cell, found.device_name, foreign)
+    is_emitted = is_alone and trainer.targets and not found.chosen.cell.layout.is_several_machines
     if not has_trial and not is_emitted and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and has_trial and not arguments.list_:
         flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags))
-    if trainer.targets and not arguments.list_:
+    if is_emitted and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
     return shlex.join(("highwater", "recommend", model, *words_again(arguments)))

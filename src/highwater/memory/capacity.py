@@ -16,13 +16,14 @@ from highwater.nouns.capacities import Capacity, kind_with_memory
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.objective import OPTIMIZERS
+from highwater.nouns.objective import OPTIMIZERS, Rollout
 from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import PredictedStep
 
-Binding = Literal["device", "host", "ceiling"]
-"""The reason why no longer length fits: a GPU's memory, the host's, or the end of the question."""
+Binding = Literal["device", "host", "rollout", "ceiling"]
+"""The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's cache, or
+the end of the question."""
 
 TRACED_ACCURACY = (
     "the engine's own steps, traced, in a simulated allocator: whether it fits was told right of "
@@ -33,7 +34,7 @@ PREDICTION_SCHEMA_VERSION = 1
 """Version of the document that ``highwater predict --json`` prints, as it is written and read."""
 NOT_MODELLED = (
     "tensor, pipeline and expert parallelism",
-    "a rollout engine on the same GPU (`--reserved 20GiB` leaves room for one)",
+    "a rollout engine on the same GPU, unless `--rollout vllm` adds one, on paper",
     f"optimizers other than {', '.join(each.words for each in OPTIMIZERS.values())}",
 )
 
@@ -50,6 +51,8 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     ``this machine`` where its own was read."""
     constants: MachineConstants | None = None
     """Constants measured on the user's own GPUs; None: those that come along, read on H200s."""
+    rollout: Rollout | None = None
+    """The engine that generates beside the training, or on GPUs of its own; None: none does."""
 
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:

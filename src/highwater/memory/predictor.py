@@ -11,10 +11,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.capacity import Binding, CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import Footprint, Term
 from highwater.memory.formula.formula import Formula, outside_terms_of
 from highwater.memory.formula.layers import Step
+from highwater.memory.formula.rollout import with_rollout
 from highwater.memory.interval.calibration import (
     Calibration,
     Factors,
@@ -96,9 +97,12 @@ class FormulaPredictor:
         if limit.constants is not None:
             outside = outside_terms_of(step, limit.constants)
             found = found.with_libraries(outside, sum(limit.cublas_workspaces_bytes))
+        if limit.rollout is not None:
+            total_bytes = question.device_total_bytes or limit.device_bytes
+            found = with_rollout(found, step, limit.rollout, total_bytes=total_bytes)
         needed_bytes = found.needed_bytes
         fits = room_bytes is None or needed_bytes <= room_bytes
-        fits = fits and found.fits_host(limit.host_bytes)
+        fits = fits and found.fits_host(limit.host_bytes) and not found.lacks_for_rollout_bytes
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
     @property
@@ -226,15 +230,12 @@ def predict_cell(
     if not found and shown > 1:
         shortest = _told(predictor, grid.length(1), factors)
         told = msgspec.structs.replace(told, lacks_bytes=shortest.lacks_bytes)
-    binding = "ceiling"
-    if found < size:
-        beyond = formula.at(grid.length(found + 1)).footprint
-        binding = "device" if beyond.fits_host(formula.memory_limit.host_bytes) else "host"
+    beyond = formula.at(grid.length(found + 1)).footprint if found < size else None
     return msgspec.structs.replace(
         told,
         capacity_tokens=grid.length(found) if found else 0,
         does_not_fit_tokens=grid.length(found + 1) if found < size else None,
-        binding=binding,
+        binding="ceiling" if beyond is None else _binding(beyond, formula.memory_limit),
         likely_tokens=likely and grid.length(likely),
     )
 
@@ -251,9 +252,16 @@ def predict_at(
         told,
         capacity_tokens=length_tokens if fits else 0,
         does_not_fit_tokens=None if fits else length_tokens,
-        binding="device" if has_host else "host",
+        binding=_binding(told.footprint, formula.memory_limit),
         risk=told.risk if has_host else None,
     )
+
+
+def _binding(footprint: Footprint, limit: MemoryLimit) -> Binding:
+    """The memory that is too small where this does not fit."""
+    if not footprint.fits_host(limit.host_bytes):
+        return "host"
+    return "rollout" if footprint.lacks_for_rollout_bytes else "device"
 
 
 def _told(
@@ -285,7 +293,9 @@ def _told(
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
         around = msgspec.structs.replace(around, high_bytes=high)
     headroom_bytes = limit_bytes - needed_bytes
+    rollout_lacks_bytes = footprint.lacks_for_rollout_bytes
     lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
+    lacks_bytes = max(lacks_bytes, rollout_lacks_bytes)
     return CellPrediction(
         cell=formula.cell,
         capacity_tokens=0,
@@ -294,7 +304,9 @@ def _told(
         footprint=footprint,
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, lacks_bytes) or None,
-        risk=risk_of(
+        risk=None
+        if rollout_lacks_bytes
+        else risk_of(
             headroom_bytes=headroom_bytes,
             pessimistic_bytes=high_bytes,
             device_bytes=limit_bytes,

@@ -78,8 +78,8 @@ class TrainerMemory:
         return FormulaPredictor(self.formula, *asked)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
-        """The bundled replay of a cell; its closed form where there is none."""
-        if self.replay is not None and self.replay.covers(question.model.shape, cell):
+        """The bundled replay of a cell; its closed form where there is none, or a rollout."""
+        if self.replay and not limit.rollout and self.replay.covers(question.model.shape, cell):
             return self.replay.predictor(question, cell, limit)
         return self.by_formula(question, cell, limit)
 
@@ -156,10 +156,12 @@ def calibration_of(
     return residuals and calibrate(question, method, bundled=residuals(), own=own)
 
 
-def replayed_cells(question: Question, trainer: TrainerName) -> int:
-    """How many cells of a question are answered by replay."""
+def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit) -> int:
+    """How many cells of a question are answered by replay: none beside a rollout."""
     replay, shape = MEMORY[trainer].replay, question.model.shape
-    return 0 if replay is None else sum(replay.covers(shape, cell) for cell in question.cells)
+    if replay is None or limit.rollout is not None:
+        return 0
+    return sum(replay.covers(shape, cell) for cell in question.cells)
 
 
 def accuracy(question: Question, trainer: TrainerName, replayed: int) -> str:

@@ -135,6 +135,13 @@ def gradient_bytes(shape: ModelShape, settings: Settings, *, shards: int = 1) ->
     return (GRADIENT_BYTES_PER_PARAMETER * parameters - saved) * settings.trained_models
 
 
+def resting_state_bytes(shape: ModelShape, settings: Settings, layout: Layout) -> int:
+    """Bytes of parameters and moments on one GPU between steps, when gradients are gone."""
+    shards = layout.shard_degree
+    states = device_state_bytes(shape, settings, device="cuda", shards=shards)
+    return max(0, states - gradient_bytes(shape, settings, shards=shards)) // shards
+
+
 def _saved_by_narrow(
     numbers: int, shape: ModelShape, settings: Settings, *, shards: int = 1
 ) -> int:
@@ -257,22 +264,22 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
     (https://github.com/pytorch/pytorch/pull/171662); norms, a few KiB each, are not counted here.
     """
     reference = (
-        _pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
+        pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=2)
         if settings.has_second_model
         else 0
     )
     if not (settings.offloads_model or settings.offloads_states):
         return reference
     if settings.offloads_states:
-        pinned = MOMENTS * _pinned_matrices_bytes(
+        pinned = MOMENTS * pinned_matrices_bytes(
             _trained_matrices(shape, settings), layout=layout, bytes_per_element=MOMENT_BYTES
         )
     elif settings.lora is not None:
-        pinned = _pinned_matrices_bytes(
+        pinned = pinned_matrices_bytes(
             matrices(shape), layout=layout, bytes_per_element=2
-        ) + _pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
+        ) + pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
     elif settings.strategy == "fsdp2":
-        pinned = _pinned_matrices_bytes(
+        pinned = pinned_matrices_bytes(
             matrices(shape),
             layout=layout,
             bytes_per_element=4,
@@ -314,10 +321,10 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
         size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
     )
     tables = (_tables(shape),) if settings.lora is None else ()
-    return _pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
+    return pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
 
 
-def _pinned_matrices_bytes(
+def pinned_matrices_bytes(
     sizes: Iterable[Matrices],
     *,
     layout: Layout,

@@ -31,6 +31,8 @@ TRIED: tuple[CommandName, ...] = ("find", "try")
 TRAINED: tuple[CommandName, ...] = ("find", "try", "train")
 """The same, where a whole training has them too."""
 PREDICTED: tuple[CommandName, ...] = ("find", "try", "predict")
+PAPER: tuple[CommandName, ...] = ("predict", "recommend", "emit")
+"""Commands about what is known on paper alone, and no trial has."""
 IN_A_STEP: tuple[CommandName, ...] = ("find", "try", "predict", "recommend", "emit")
 """All that are about a trial's step; a training has settings of its own."""
 

@@ -228,7 +228,7 @@ def base_config(foreign: ForeignTrainer) -> bytes | None:
     if foreign.base_config_path is None:
         return None
     path = Path(foreign.base_config_path)
-    content = _content(path)
+    content = file_content(path)
     if _digest(content) != foreign.base_config_digest:
         raise UsageError(
             f"{path} has changed since the search began",
@@ -239,10 +239,11 @@ def base_config(foreign: ForeignTrainer) -> bytes | None:
 
 def config_digest(path: Path) -> str:
     """The digest of a configuration's bytes; raises UsageError for one that cannot be read."""
-    return _digest(_content(path))
+    return _digest(file_content(path))
 
 
-def _content(path: Path) -> bytes:
+def file_content(path: Path) -> bytes:
+    """The bytes of a trainer's configuration; UsageError for one that cannot be read."""
     try:
         return read_file(path, most_bytes=SETTINGS_BYTES)
     except (OSError, ValueError) as error:

@@ -27,7 +27,9 @@ from typing import Literal, NamedTuple
 from highwater.errors import UsageError
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import ModelShape
+from highwater.nouns import declaration as kinds
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import PAPER, DeclaredRecord, setting
 
 Objective = Literal["sft", "grpo", "ppo", "rw", "dpo"]
 Head = Literal["tokens", "scalar"]
@@ -104,6 +106,61 @@ def generation_micro_batches(rows: int, gpus: int, generations: int = GENERATION
     """Micro-batches of ``rows`` sequences on each of so many GPUs that hold whole groups."""
     together = rows * gpus
     return math.lcm(generations, together) // together
+
+
+class RolloutRequest(DeclaredRecord, frozen=True, kw_only=True):
+    """What is said of the engine that generates for GRPO and PPO; predicted, on paper."""
+
+    rollout: Literal["vllm"] | None = setting(
+        None,
+        "grpo and ppo: what generates, on paper: on the same GPUs, or on --rollout-gpus",
+        commands=PAPER,
+    )
+    gpu_memory_utilization: float | None = kinds.NUMBER(
+        None,
+        "rollout: share of a GPU that vLLM takes; default: TRL's 0.3, else verl's 0.5, on GPUs of "
+        "its own vLLM's 0.92",
+        PAPER,
+        example=0.3,
+    )
+    sleep_level: int | None = kinds.COUNT(
+        None,
+        "rollout: what vLLM does while the step trains: 0, stay; 1, move its weights to the host; "
+        "2, drop them; default: TRL's 0, else verl's 2",
+        PAPER,
+        example=2,
+    )
+    rollout_sequences: int | None = kinds.COUNT(
+        None,
+        "rollout: most sequences at once, vLLM's max_num_seqs; default: TRL's, those of a GPU's "
+        "step, else verl's 256",
+        PAPER,
+        example=64,
+    )
+    rollout_tensor_parallel: int = kinds.COUNT(
+        1, "rollout: GPUs that share one copy of vLLM's model", PAPER, example=2
+    )
+
+
+class RolloutTraits(Record, frozen=True, kw_only=True):
+    """What a trainer tells the engine beside it where nobody says; as it stands here verl's."""
+
+    utilization: float = 0.5
+    sleep_levels: tuple[int, ...] = (2, 0, 1)
+    """Those that it has, its own first."""
+    sequences: int | None = 256
+    """None: those that one step generates on the engine's GPUs."""
+    batched_tokens: int = 8192
+    is_in_the_trainer: bool = False
+    """True if an engine on the training's GPUs lives in its process, with the same context."""
+
+
+class Rollout(RolloutRequest, frozen=True, kw_only=True):
+    """What is asked, with what the trainer says of the rest."""
+
+    own_gpus: int
+    """GPUs of its own; 0: it shares those of the training."""
+    traits: RolloutTraits
 
 
 OptimizerName = Literal["adamw", "adamw-8bit", "adamw-bf16"]

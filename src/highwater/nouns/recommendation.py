@@ -61,6 +61,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     lacks_of: Literal["device", "host"] | None = None
     host_bytes: int | None = None
     """Host memory that it takes, predicted; None: nobody knows."""
+    rollout_sequences: int | None = None
+    """On paper: sequences of this length that the rollout holds at once; None: there is none."""
     capacity_tokens: int
     """The longest length that fits; 0: none on the grid does."""
     capacity_source: Source

@@ -17,6 +17,7 @@ from highwater.nouns.declaration import (
     MOST_GPUS,
     MOST_NAMED,
     NUMBER,
+    PREDICTED,
     REQUIRED,
     SHARE,
     SWITCH,
@@ -37,7 +38,7 @@ from highwater.nouns.declaration import (
 from highwater.nouns.environment import SETTING, Profiling, loose_profiling
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
 from highwater.nouns.layout import Device
-from highwater.nouns.objective import TRAITS
+from highwater.nouns.objective import TRAITS, RolloutRequest
 from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Offload, Settings
 from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trainer import (
@@ -113,7 +114,8 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        TRIED,
+        PREDICTED,
+        helps={"predict": "configuration of the trainer, your own, that says what is trained"},
         example="base.yaml",
     )
     done_pattern: str | None = kinds.PATTERN(
@@ -181,7 +183,7 @@ else:
         "_WithSettings",
         [
             (each.name, each.type, each.default)
-            for noun in (Settings, Hyperparameters)
+            for noun in (Settings, Hyperparameters, RolloutRequest)
             for each in msgspec.structs.fields(noun)
             if each.name not in {*_Trained.__struct_fields__, *_IN_OTHER_WORDS}
         ],
@@ -196,7 +198,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     "40m".
     """
 
-    # and every field of Settings and of Hyperparameters, read as `settings` and `hyperparameters`
+    # and every field of Settings, of Hyperparameters and of RolloutRequest, which are read as
+    # `settings`, `hyperparameters` and `rollout_request`
 
     token_budget: Tokens | None = None
     timeout: Time | None = kinds.TIME(
@@ -400,6 +403,13 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         return Hyperparameters(**{name: value for name, value in every if value is not None})
 
     @property
+    def rollout_request(self) -> RolloutRequest:
+        """What is asked of the engine that generates."""
+        return RolloutRequest(
+            **{name: getattr(self, name) for name in RolloutRequest.__struct_fields__}
+        )
+
+    @property
     def names_grid(self) -> bool:
         """Whether it names what a search of the simplest and the longest settings chooses."""
         usual = {each.name: each.default for each in msgspec.structs.fields(Request)}
@@ -465,7 +475,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
 _ROWS = {
     row.name: row
-    for noun in (_Trained, Settings, Hyperparameters, Request)
+    for noun in (_Trained, Settings, Hyperparameters, RolloutRequest, Request)
     for row in noun.declared
 }
 DECLARED: Mapping[str, Setting] = {

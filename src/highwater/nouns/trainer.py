@@ -19,7 +19,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, digest
 from highwater.nouns.declaration import Spelling
-from highwater.nouns.objective import Objective
+from highwater.nouns.objective import Objective, RolloutTraits
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
 
@@ -156,6 +156,8 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     nobody named a degree. None: it shares them by heads."""
     offloads_states: bool = False
     """True if its optimizer's moments can be in host memory by themselves, at a step's peak too."""
+    rollout: RolloutTraits = RolloutTraits()
+    """What it tells an engine that generates beside it."""
     targets: tuple[str, ...] = ()
     """Names in ``highwater emit --for`` of the configurations whose very step this is, its own
     first: no other is predicted. Without any its settings are typed as flags."""
@@ -352,6 +354,7 @@ _INSTEAD: Mapping[str, str] = {
     "dry_run": "leave `--dry-run` out: no memory law is known of it",
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
+    "rollout": "leave `rollout` out: `highwater predict` says what one takes, and no trial has any",
 }
 """A hint in the place of a refused setting, where it is not the engine's alone."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import Term
+from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
 from highwater.memory.table_accuracy import Miss, TableAccuracy
@@ -44,7 +45,11 @@ from highwater.units import (
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
 
-_LACKS = {"device": "of each GPU", "host": "of host memory"}
+_LACKS = {
+    "device": "of each GPU",
+    "host": "of host memory",
+    "rollout": "of vLLM's KV cache for one sequence (`--gpu-memory-utilization`)",
+}
 _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Tight", None: "Yes"}
 """The first word of an answer about one length; without a risk, of files before there were any."""
 
@@ -59,6 +64,13 @@ def prediction_answer(
     nothing fits it says what would: ``longest`` is the prediction without that length, and
     ``alternatives`` are what else was found.
     """
+    said = _answered(prediction, longest, alternatives)
+    return said if prediction.memory_limit.rollout is None else f"{said} {ON_PAPER}"
+
+
+def _answered(
+    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked = prediction.answer, prediction.length_tokens
     if answer is None:
@@ -100,7 +112,9 @@ def recommendation_answer(found: Recommendation) -> str:
         how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
         said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
         is_scaled = found.length_tokens > found.native_length_tokens
-        return f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
+        said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
+        is_beside = any(each.rollout_sequences is not None for each in found.candidates)
+        return f"{said} {ON_PAPER}" if is_beside else said
     how = settings_in_words(
         chosen.cell.settings,
         chosen.cell.layout,
@@ -115,7 +129,7 @@ def recommendation_answer(found: Recommendation) -> str:
     after = f": {figures}" if figures else ""
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
-        f"{_first_upper(by)}."
+        f"{_first_upper(by)}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
 
@@ -218,11 +232,14 @@ def _figures(
 ) -> str:
     """Say how sure it is, what is left of a GPU, what it takes of host memory, how fast it is."""
     if isinstance(found, Candidate):
-        host_bytes, step = found.host_bytes, found.step_time
+        host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences
     else:
-        host_bytes, step = found.footprint.host_bytes, found.step
+        host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
+        held = rollout and rollout.sequences
     processes_bytes = found.cell.layout.machine_gpus * PROCESS_BYTES
     said = [] if found.risk is None else [str(found.risk)]
+    if held is not None:
+        said.append(f"vLLM holds {counted(held, 'such sequence')} at once")
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
     if host_bytes is not None and host_bytes > processes_bytes:
@@ -301,6 +318,7 @@ _METHODS: dict[PredictionMethod, str] = {
 _BINDINGS: dict[Binding, str] = {
     "device": "GPU memory",
     "host": "host memory",
+    "rollout": "vLLM's KV cache",
     "ceiling": "the longest length in question",
 }
 
@@ -421,6 +439,8 @@ def term_table(predicted: CellPrediction) -> TextTable:
     phases["reserved besides"] = footprint.besides
     phases["outside the allocator"] = footprint.outside
     phases["host"] = footprint.host
+    if footprint.rollout is not None:
+        phases["vLLM generates"] = (*footprint.rollout.awake, *footprint.rollout.resting)
     rows = [
         (name if index == 0 else "", term)
         for name, terms in phases.items()
@@ -439,6 +459,43 @@ def term_table(predicted: CellPrediction) -> TextTable:
             f"and outside the allocator",
         ),
     )
+
+
+def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
+    """The two bars of the explained cell, which are never added up: what a GPU holds while a
+    rollout generates, and while the step trains. No table without a rollout.
+    """
+    told, asked = prediction.explained, prediction.memory_limit.rollout
+    footprint, rollout = told.footprint, told.footprint.rollout
+    if rollout is None or asked is None:
+        return ()
+    training = footprint.device_used_bytes - footprint.cached_bytes
+    awake, asleep = (sum(each.bytes for each in kept) for kept in (rollout.awake, rollout.asleep))
+    bars = (
+        ("vLLM generates", awake, rollout.bytes - awake, None),
+        ("the step trains", asleep, training - asleep, footprint.host_bytes),
+    )
+    said = "" if asked.own_gpus else f"the larger decides: {bars[rollout.bytes < training][0]}; "
+    if told.binding == "rollout":
+        said += "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
+    cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
+    length = told.capacity_tokens or told.likely_edge_tokens or prediction.length_tokens
+    table = table_of(
+        f"{short_settings(told.cell.settings)}, {format_tokens(length or 0)} tokens, one GPU: "
+        "vLLM on paper",
+        bars,
+        ("while", lambda bar: bar[0]),
+        ("in all", lambda bar: format_bytes(bar[1] + bar[2])),
+        ("vLLM", lambda bar: format_bytes(bar[1])),
+        ("training", lambda bar: format_bytes(bar[2])),
+        ("host memory", lambda bar: "-" if bar[3] is None else format_bytes(bar[3])),
+        footnotes=(
+            f"{said}of vLLM's {asked.gpu_memory_utilization} x "
+            f"{format_bytes(prediction.device_bytes)} the KV cache has {format_bytes(cache)}; "
+            f"{counted(rollout.engines, 'engine')}, sleep level {asked.sleep_level}",
+        ),
+    )
+    return (table,)
 
 
 def _bar(size: int, largest: int) -> str:

@@ -110,6 +110,27 @@ class Goal:
         return calibration_of(question, self.trainer)
 
 
+def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
+    """The GPUs without those that roll out; raises UsageError where none is left."""
+    if rollout_gpus < 0:
+        raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
+    if rollout_gpus and where.is_several_machines:
+        one = where.on_one_machine()
+        rollout = min(rollout_gpus, max(1, one.gpus // 2))
+        raise UsageError(
+            f"GPUs for rollout are set aside of one machine, and {where.gpus} are of several",
+            hint=f"use `--gpus {one.typed} --rollout-gpus {rollout}`",
+        )
+    if rollout_gpus >= where.gpus:
+        fewer = f"use `--rollout-gpus {where.gpus - 1}` or fewer"
+        hint = fewer if where.gpus > 1 else "leave `--rollout-gpus` out"
+        have = counted_ranks(where.gpus, "cuda")
+        raise UsageError(
+            f"{have}, {rollout_gpus} for rollout: none is left for the trainer", hint=hint
+        )
+    return msgspec.structs.replace(where, gpus=where.gpus - rollout_gpus)
+
+
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
     """Predict every cell with either budget, its longest length on the published grid."""
     found: list[Candidate] = []
@@ -202,6 +223,7 @@ def candidate_of(
     """A predicted cell as a candidate; without ``longest`` it trains this length at least."""
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
+    rollout = predicted.footprint.rollout
     lacks_bytes = None
     if not fits and predicted.binding == "host":
         lacks_bytes = predicted.footprint.host_needed_bytes - (goal.memory_limit.host_bytes or 0)
@@ -219,6 +241,7 @@ def candidate_of(
         lacks_bytes=lacks_bytes,
         lacks_of=None if fits else "host" if predicted.binding == "host" else "device",
         host_bytes=host_bytes,
+        rollout_sequences=rollout and rollout.sequences,
         capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
         capacity_source="predicted",
         is_at_least=longest is None or longest.binding == "ceiling",

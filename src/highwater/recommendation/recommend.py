@@ -20,6 +20,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import accuracy, replayed_cells
@@ -27,6 +28,7 @@ from highwater.model.model import load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
+from highwater.nouns.objective import RolloutRequest
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
@@ -44,6 +46,7 @@ from highwater.recommendation.candidates import (
     Goal,
     predicted_candidates,
     recommendation_of,
+    trainers_gpus,
     unknown_candidate,
 )
 from highwater.recommendation.planner import planned_candidates
@@ -100,7 +103,7 @@ def recommend(
             studies=recorded,
             settings=settings,
         )
-    goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings)
+    goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings, rollout_gpus)
     return _recommended(
         *(goal, recorded, aim),
         rollout_gpus=rollout_gpus,
@@ -117,17 +120,18 @@ def what_would_fit(
     gpu_memory: str | int | None = None,
     host_memory: str | int | None = None,
     reserved: str | int = 0,
+    rollout_gpus: int = 0,
     **settings: Any,
 ) -> tuple[Alternative, ...]:
     """What is predicted to train ``length_tokens`` where nothing that was asked about does: more
     GPUs, a larger one, another technique. The arguments are those of ``recommend``.
     """
     _check(trainer, (), settings)
-    where = gpus_meant(gpus, gpu_memory)
+    where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     limit = memory_limit_of(where, host_memory=host_memory, reserved=reserved)
-    goal = goal_of(model, length_tokens, where, limit, trainer, settings)
+    goal = goal_of(model, length_tokens, where, limit, trainer, settings, rollout_gpus)
     goal = replace(goal, may_lower=False)  # a prediction takes the micro-batch that was asked for
-    return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=0)
+    return alternatives(goal, reserved_bytes=parse_memory(str(reserved)), rollout_gpus=rollout_gpus)
 
 
 def goal_of(
@@ -137,12 +141,13 @@ def goal_of(
     limit: MemoryLimit,
     trainer: TrainerName,
     settings: Mapping[str, Any],
+    rollout_gpus: int,
 ) -> Goal:
     """The goal of a recommendation; raises HighwaterError for settings that cannot be."""
     refuse_unknown_family(found := load_model(model))
     refuse_other_class(found, trainer)
     typed = request_from({"model": model, **settings}, keywords=True)
-    return Goal(
+    goal = Goal(
         model=model,
         where=where,
         trainer=trainer,
@@ -150,14 +155,21 @@ def goal_of(
         memory_limit=limit,
         settings={name: getattr(typed, name) for name in settings},
     )
+    if typed.rollout_request == RolloutRequest():
+        return goal
+    question, _ = goal.question(goal.sequences, length_tokens=length_tokens)
+    asked, traits = typed.rollout_request, TRAINERS[trainer].rollout
+    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+    return replace(goal, memory_limit=msgspec.structs.replace(limit, rollout=beside))
 
 
 def _recommended(
     goal: Goal, studies: Sequence[Study], aim: Aim, *, rollout_gpus: int, reserved_bytes: int
 ) -> Recommendation:
     """Choose the best candidate that fits, and list the others."""
+    limit = goal.memory_limit
     question, notes = goal.question(goal.sequences, length_tokens=goal.length_tokens)
-    known = goal.known(question)
+    known, replayed = goal.known(question), replayed_cells(question, goal.trainer, limit)
     if aim == "simplest":
         candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
     else:
@@ -173,7 +185,7 @@ def _recommended(
         reserved_bytes=reserved_bytes,
         aim=aim,
         alternatives=others,
-        accuracy=accuracy(question, goal.trainer, replayed_cells(question, goal.trainer)),
+        accuracy=accuracy(question, goal.trainer, replayed),
         unlike=() if known is None else known.unlike,
         notes=(*notes, *of_studies),
     )
@@ -192,27 +204,6 @@ def _with_one_that_may_fit(
         roomiest, fits=True, lacks_bytes=None, lacks_of=None, capacity_tokens=longest
     )
     return tuple(taken if each is roomiest else each for each in candidates)
-
-
-def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
-    """The GPUs without those that roll out; raises UsageError where none is left."""
-    if rollout_gpus < 0:
-        raise UsageError(f"{rollout_gpus} GPUs for rollout", hint="use `--rollout-gpus 0` or more")
-    if rollout_gpus and where.is_several_machines:
-        one = where.on_one_machine()
-        rollout = min(rollout_gpus, max(1, one.gpus // 2))
-        raise UsageError(
-            f"GPUs for rollout are set aside of one machine, and {where.gpus} are of several",
-            hint=f"use `--gpus {one.typed} --rollout-gpus {rollout}`",
-        )
-    if rollout_gpus >= where.gpus:
-        fewer = f"use `--rollout-gpus {where.gpus - 1}` or fewer"
-        hint = fewer if where.gpus > 1 else "leave `--rollout-gpus` out"
-        have = counted_ranks(where.gpus, "cuda")
-        raise UsageError(
-            f"{have}, {rollout_gpus} for rollout: none is left for the trainer", hint=hint
-        )
-    return msgspec.structs.replace(where, gpus=where.gpus - rollout_gpus)
 
 
 def _check(

@@ -45,10 +45,12 @@ from highwater.trainers.foreign import (
     TrialFiles,
     TrialHome,
     TrialStart,
+    mapping_in,
     own_file,
     write_files,
 )
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
+from highwater.trainers.user_file import FileWords
 
 VERSION = "1.15.0"
 WORDS = Dialect("accelerate", "accelerate", VERSION)
@@ -417,12 +419,6 @@ def fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The section of this name; empty where there is none."""
-    value = base.get(name)
-    return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
-
-
 def _refuse_base(base: Mapping[str, Any], source: str) -> None:
     """Raise UsageError for a file of another machine, or of shares that no trial has."""
     where = base.get("compute_environment") or "LOCAL_MACHINE"
@@ -502,6 +498,7 @@ def _opens_model(foreign: ForeignTrainer) -> bool:
     return "model" in placeholders_of(foreign.command)
 
 
+FILE_WORDS = FileWords()
 TRIED = ForeignTraits(
     is_typed=True,
     is_launched=True,

@@ -18,7 +18,6 @@ from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits
-from highwater.trainers.accelerate import mapping_in
 from highwater.trainers.emitted import (
     CUT_CROSS_ENTROPY,
     DATASET,
@@ -41,8 +40,9 @@ from highwater.trainers.files import (
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles
+from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
+from highwater.trainers.user_file import FileWords
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
@@ -359,6 +359,21 @@ def _sharding(cell: Cell) -> dict[str, Value]:
     }
 
 
+FILE_WORDS = FileWords(
+    length="sequence_len",
+    rows="micro_batch_size",
+    rank=("lora_r", 8),
+    targets="lora_target_modules",
+    has_adapters=lambda config: config.get("adapter") in ("lora", "qlora"),
+    fused=_OF_LIGER,
+    recomputes=lambda config: bool(
+        config.get(_RECOMPUTES) or mapping_in(config, "fsdp_config").get("activation_checkpointing")
+    ),
+    on_host=("activation_offloading",),
+    optimizer="optimizer",
+    refused=("rl", "reward_model", "cut_cross_entropy", "layer_offloading"),
+    passed=("adapter", "lora_target_linear", "sequence_len_*", "liger_*", "train_on_inputs"),
+)
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
     has_run_on_gpus=False,

@@ -15,7 +15,7 @@ import yaml
 
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.corpus import DocumentOrder
-from highwater.nouns.foreign_request import base_config, filled_command
+from highwater.nouns.foreign_request import base_config, file_content, filled_command
 from highwater.nouns.trainer import (
     FROM_OUTSIDE,
     SHARED,
@@ -120,6 +120,26 @@ def yaml_fields(content: bytes, path: Path, *, hint: str) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise UsageError(f"{path} has no named fields", hint=hint)
     return {str(name): value for name, value in cast(dict[Any, Any], read).items()}
+
+
+def launcher_of(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """Accelerate's file that a trainer's at ``path`` names; UsageError where there is none."""
+    named = config.get("accelerate_config")
+    if named is None:
+        return {}
+    beside = path.parent / str(named)
+    if not beside.is_file():
+        raise UsageError(
+            f"{path.name} names accelerate's configuration {named}, which is no file beside it",
+            hint="leave `accelerate_config` out, or name a file of yours there",
+        )
+    return yaml_fields(file_content(beside), beside, hint="name the file that accelerate takes")
+
+
+def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The section of this name; empty where there is none."""
+    value = base.get(name)
+    return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
 
 
 def refuse_no_program(program: str, title: str, package: str, usual: str) -> None:

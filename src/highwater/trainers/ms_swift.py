@@ -20,7 +20,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
-from highwater.trainers.accelerate import ENDS, mapping_in
+from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
     DATASET,
     WHOLE_SHARDS,
@@ -42,8 +42,9 @@ from highwater.trainers.files import (
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles
+from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
+from highwater.trainers.user_file import FileWords
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -300,6 +301,16 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     )
 
 
+FILE_WORDS = FileWords(
+    length="max_length",
+    rank=("lora_rank", 8),
+    alpha=("lora_alpha", 32),
+    targets="target_modules",
+    has_adapters=lambda config: config.get("tuner_type", "lora") == "lora",
+    has_four_bits=lambda config: config.get("quant_bits") == 4,
+    refused=("rlhf_type", "device_map"),
+    passed=("tuner_type", "quant_*", "use_hf", "truncation_strategy", "add_version", "system"),
+)
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(

@@ -20,7 +20,7 @@ from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import words_of
-from highwater.nouns.objective import ATTENTION, expert_targets
+from highwater.nouns.objective import ATTENTION, RolloutRequest, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
@@ -105,6 +105,7 @@ def refuse_unknown_settings(
     """Raise UsageError naming all settings that the step which is predicted has not."""
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
+    refused += [name for name in RolloutRequest.__struct_fields__ if name in settings]
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})
 

@@ -46,7 +46,7 @@ from highwater.model.footprint import (
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import ALL_LINEAR, Lora
+from highwater.nouns.objective import ALL_LINEAR, Lora, RolloutRequest
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question
@@ -312,7 +312,7 @@ PREDICTED = TrainerTraits(
         (
             *("ulysses", "allocator", "offload", "sequences_per_micro_batch", "token_budget"),
             *("rope", "headroom", "start_length", "resolution", "max_length"),
-            *("lora", "lora_alpha", "lora_targets"),
+            *("lora", "lora_alpha", "lora_targets", *RolloutRequest.__struct_fields__),
         )
     ),
     traces="bundled",

@@ -16,6 +16,7 @@ from highwater.nouns.environment import refuse_profiling
 from highwater.nouns.foreign_request import LAUNCHED_EXAMPLE as EXAMPLE
 from highwater.nouns.foreign_request import launched_command, program_of, split_words
 from highwater.nouns.hardware import Machine, refuse_unfit_gpu
+from highwater.nouns.objective import RolloutRequest
 from highwater.nouns.plan import SHORTEST_TIMEOUT_S
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
@@ -42,6 +43,11 @@ def check_request(request: Request, machine: Machine, *, steps: int) -> None:
     device: Device = request.device or (
         "cuda" if machine.gpus or machine.unreadable_gpus else "cpu"
     )
+    if request.rollout_request != RolloutRequest():
+        raise UsageError(
+            "no trial has a rollout beside it: what one takes is predicted, on paper",
+            hint="leave `rollout` out, and what belongs to it",
+        )
     floor_s = SHORTEST_TIMEOUT_S[device]
     if request.timeout_s < floor_s:
         raise UsageError(

@@ -19,6 +19,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
 
+GENERATION = "generation of completions"
+"""Name of the phase in which the policy itself generates, in a step without a rollout engine."""
 LOSS = "loss"
 """Name of the phase in which logits are: another trainer has others there."""
 HOST_ACTIVATIONS = "activations of layers"
@@ -46,6 +48,27 @@ class Phase(Record, frozen=True):
         return sum(term.bytes for term in self.terms)
 
 
+class RolloutMemory(Record, frozen=True, kw_only=True):
+    """On paper: memory of one GPU of a rollout engine, and of a training's beside it."""
+
+    awake: tuple[Term, ...]
+    """What it takes of the GPU while it generates."""
+    resting: tuple[Term, ...]
+    """What a training keeps on the same GPU meanwhile; empty on GPUs of its own."""
+    asleep: tuple[Term, ...]
+    """What it keeps on a training's GPU while the step trains."""
+    engines: int
+    sequences: int
+    """Sequences of the length in question that the caches of all engines hold at once."""
+    lacks_bytes: int
+    """Bytes that a cache lacks for one sequence: without them it does not start."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the GPU while it generates; they are never added to a step's."""
+        return sum(term.bytes for term in (*self.awake, *self.resting))
+
+
 class Footprint(Record, frozen=True, kw_only=True):
     """Predicted memory of one GPU, and of the host over all of them."""
 
@@ -57,6 +80,8 @@ class Footprint(Record, frozen=True, kw_only=True):
     """Share of the allocator's memory that live tensors can fill."""
     cached_bytes: int = 0
     """Bytes that the allocator keeps between uses, and gives back: reserved, but not needed."""
+    rollout: RolloutMemory | None = None
+    """The rollout engine, whose memory asleep is among ``outside``; None: there is none."""
 
     @property
     def peak(self) -> Phase:
@@ -99,8 +124,14 @@ class Footprint(Record, frozen=True, kw_only=True):
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a GPU has to have: one with less runs out of memory."""
-        return self.device_used_bytes - self.cached_bytes
+        """Bytes that a GPU has to have, to train and to generate: with less it runs out."""
+        generating = self.rollout.bytes if self.rollout and self.rollout.resting else 0
+        return max(self.device_used_bytes - self.cached_bytes, generating)
+
+    @property
+    def lacks_for_rollout_bytes(self) -> int:
+        """Bytes that a rollout engine lacks to hold one sequence; 0 without one."""
+        return 0 if self.rollout is None else self.rollout.lacks_bytes
 
     def with_libraries(self, outside: tuple[Term, ...], workspaces_bytes: int) -> "Footprint":
         """The footprint with what was measured outside the allocator, and of cuBLAS in it."""
@@ -269,6 +300,11 @@ def _nccl_terms(
         if degree > 1
     )
     return (Term("NCCL", group_bytes), *shared)
+
+
+def nccl_bytes(gpus: int) -> int:
+    """Device memory of one communicator of so many GPUs, after its first collective."""
+    return _next_larger(NCCL_BYTES, gpus)
 
 
 def _next_larger(by_gpus: Mapping[int, int], gpus: int) -> int:

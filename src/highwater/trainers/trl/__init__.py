@@ -25,6 +25,7 @@ import msgspec
 
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
+    GENERATION,
     LOSS,
     WORKSPACES,
     Footprint,
@@ -38,10 +39,10 @@ from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
 from highwater.memory.interval.residuals import Residual, unfit
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import device_state_bytes, gradient_bytes
+from highwater.model.footprint import resting_state_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.nouns.codec import from_json
-from highwater.nouns.objective import generation_micro_batches
+from highwater.nouns.objective import RolloutRequest, RolloutTraits, generation_micro_batches
 from highwater.nouns.study import Study
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits, TrainerTraits
 from highwater.nouns.trial import PROMPT_TOKENS, TrialSpec
@@ -49,6 +50,7 @@ from highwater.trainers.foreign import TrialStart
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 from highwater.trainers.trl import trial
 from highwater.trainers.trl.words import trl
+from highwater.trainers.user_file import FileWords
 from highwater.units import MIB
 
 LAUNCHER_BYTES = 518 * MIB
@@ -104,9 +106,6 @@ def _with_its_loss(ours: Phase, step: Step) -> Phase:
 def _generation(step: Step) -> Phase:
     """The last layer reads the prompts, with all keys and values kept and no gradient there yet."""
     settings, layout, shape = step.settings, step.layout, step.shape
-    shards = layout.shard_degree
-    states = device_state_bytes(shape, settings, device=step.device, shards=shards)
-    gradients = gradient_bytes(shape, settings, shards=shards)
     rows = settings.sequences_per_micro_batch
     sequences = rows * generation_micro_batches(rows, layout.gpus)
     kinds = [run.kind for run in shape.runs]
@@ -121,8 +120,8 @@ def _generation(step: Step) -> Phase:
     workspaces = sum(CUBLAS_WORKSPACES_BYTES) if step.device == "cuda" else 0
     numbers = step.element * sequences
     return phase(
-        "generation of completions",
-        Term("states without gradients", max(0, states - gradients) // shards),
+        GENERATION,
+        Term("states without gradients", resting_state_bytes(shape, settings, layout)),
         Term(WORKSPACES, workspaces),
         Term("embedding and head, gathered", step.element * gathered),
         Term("keys and values of completions", numbers * kept),
@@ -170,10 +169,18 @@ PREDICTED = TrainerTraits(
             *("sequences_per_micro_batch", "micro_batches", "objective", "entropy", "loss"),
             *("optimizer", "lora", "lora_alpha", "lora_targets", "lora_base"),
             *("rope", "headroom", "start_length", "resolution", "max_length"),
+            *RolloutRequest.__struct_fields__,
         )
     ),
     traces="none",
     ring_objectives=frozenset(("sft",)),
+    rollout=RolloutTraits(
+        utilization=0.3,
+        sleep_levels=(0, 2),
+        sequences=None,
+        batched_tokens=4096,
+        is_in_the_trainer=True,
+    ),
     targets=("trl", "accelerate"),
 )
 MEMORY = TrainerMemory(
@@ -190,6 +197,15 @@ MEMORY = TrainerMemory(
         "prompt_tokens": PROMPT_TOKENS,
     },
     refuse=trial.refuse_unwritten,
+)
+FILE_WORDS = FileWords(
+    length="max_length",
+    rank=("lora_r", 16),
+    alpha=("lora_alpha", 32),
+    targets="lora_target_modules",
+    has_adapters=lambda config: bool(config.get("use_peft")),
+    refused=("activation_offloading", "use_vllm", "use_transformers_paged"),
+    passed=("use_peft", "lora_task_type", "num_generations", "max_completion_length", "reward_*"),
 )
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"rope", "objective", "strategy"},

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape, load_model
-from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
@@ -28,7 +27,6 @@ from highwater.trainers.accelerate import (
     SHARDING,
     fsdp_keys,
     launched_values,
-    mapping_in,
     over_fsdp,
     refuse_unlaunched,
     sharing_of,
@@ -43,10 +41,11 @@ from highwater.trainers.foreign import (
     OwnFile,
     TrialFiles,
     TrialHome,
+    launcher_of,
+    mapping_in,
     own_file,
     refuse_no_program,
     write_files,
-    yaml_fields,
 )
 from highwater.trainers.logs import steps_of
 from highwater.trainers.trl.words import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
@@ -338,19 +337,9 @@ def check(spec: TrialSpec, foreign: ForeignTrainer, has_flash: HasFlash) -> tupl
 
 def own_files(foreign: ForeignTrainer) -> OwnFile:
     """The user's configuration of TRL, and accelerate's that it names; UsageError if unreadable."""
-    hint = "name the file that `trl sft --config` takes"
-    own = own_file(foreign, hint)
-    named = own.config.get("accelerate_config")
-    if named is None or foreign.base_config_path is None:
-        return own
-    beside = Path(foreign.base_config_path).parent / str(named)
-    if not beside.is_file():
-        raise UsageError(
-            f"{own.source} names accelerate's configuration {named}, which is no file beside it",
-            hint="leave `accelerate_config` out: a trial says how processes share the work",
-        )
-    launcher = yaml_fields(read_file(beside, most_bytes=SETTINGS_BYTES), beside, hint=hint)
-    return own._replace(launcher=launcher)
+    own = own_file(foreign, "name the file that `trl sft --config` takes")
+    path = foreign.base_config_path
+    return own if path is None else own._replace(launcher=launcher_of(own.config, Path(path)))
 
 
 def _documents(spec: TrialSpec, base: OwnFile, folder: Path) -> DocumentOrder:

@@ -1,0 +1,201 @@
+"""vLLM beside a training, by its own rule: what it takes of a GPU while it generates and while the
+step trains, two bars that are never added up, and how many sequences it holds at once.
+
+- Its share is of the whole GPU; context, NCCL and cuBLAS are there before it measures, and come on
+  top. The KV cache has what weights, profile run, CUDA graphs and libraries leave of the share.
+- The profile run computes ``max_num_batched_tokens`` at once, and samples one token of each of
+  ``max_num_seqs`` sequences: the larger counts.
+- A sequence takes whole blocks. vLLM does not start without room for one of the length.
+- Asleep it keeps context, NCCL, CUDA graphs and libraries. Training meanwhile keeps parameters and
+  moments; gradients are gone.
+
+Sources, of vLLM 0.33.0: ``request_memory`` in vllm/v1/worker/utils.py, ``init_device`` and
+``determine_available_memory`` in v1/worker/gpu_worker.py, ``_dummy_sampler_run`` in
+v1/worker/gpu_model_runner.py, ``FullAttentionSpec`` in v1/kv_cache_interface.py,
+``get_max_concurrency_for_kv_cache_config`` in v1/core/kv_cache_utils.py, ``CuMemBackend`` in
+device_allocator/sleep_mode_backend.py; defaults in config/cache.py. Of the trainers':
+trl/generation/vllm_generation.py of trl 1.16.0; config/rollout/rollout.yaml of verl 0.9.1.
+"""
+
+import math
+from typing import Any
+
+import msgspec
+
+from highwater.errors import UsageError
+from highwater.memory.formula.constants import (
+    CUBLAS_WORKSPACES_BYTES,
+    GENERATION,
+    WORKSPACES,
+    Footprint,
+    RolloutMemory,
+    Term,
+    context_bytes,
+    nccl_bytes,
+    present,
+)
+from highwater.memory.formula.layers import NUMBER_BYTES, Step
+from highwater.model.footprint import matrices, pinned_matrices_bytes, resting_state_bytes
+from highwater.model.layer_kind import LayerKind
+from highwater.nouns.codec import to_builtins
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import (
+    Rollout,
+    RolloutRequest,
+    RolloutTraits,
+    generation_micro_batches,
+)
+from highwater.nouns.study import Question
+from highwater.units import GIB
+
+ON_PAPER = "On paper, by vLLM 0.33.0's own rule; never measured here."
+_ELEMENT = 2
+"""Bytes of a number of vLLM's model and cache, in bfloat16."""
+_STANDALONE_SHARE = 0.92
+BLOCK_TOKENS = 16
+_SAMPLED_BYTES = _ELEMENT + 4 * NUMBER_BYTES
+"""Bytes of a logit while a token is sampled: as it comes; in float32, as log-probability, as
+probability, and the noise that chooses."""
+GRAPHS_BYTES = round(0.58 * GIB)
+"""vLLM's estimate of CUDA graphs on one of eight GPUs (wtdcode/vllm-backport#34)."""
+LIBRARIES_BYTES = round(0.16 * GIB)
+"""Read on an H100 (vllm-project/vllm#12126)."""
+
+
+def rollout_of(
+    asked: RolloutRequest, question: Question, traits: RolloutTraits, *, rollout_gpus: int
+) -> Rollout | None:
+    """The rollout beside a question's training, on its GPUs or ``rollout_gpus``; None: none is.
+
+    Raises UsageError for what vLLM, or the trainer, does not take, and what is not predicted.
+    """
+    if asked == RolloutRequest():
+        return None
+    usual: dict[str, Any] = {
+        "gpu_memory_utilization": _STANDALONE_SHARE if rollout_gpus else traits.utilization,
+        "sleep_level": traits.sleep_levels[0],
+        "rollout_sequences": traits.sequences,
+    }
+    named = {name: value for name, value in to_builtins(asked).items() if value is not None}
+    found = Rollout(**{**usual, **named}, own_gpus=rollout_gpus, traits=traits)
+    shape, cell, degree = question.model.shape, question.cells[0], found.rollout_tensor_parallel
+    gpus, kinds = rollout_gpus or cell.layout.gpus, [run.kind.attention for run in shape.runs]
+    parts = {gpus, *(each.query_heads for each in kinds)}
+    is_right = 0 < (found.gpu_memory_utilization or 0) <= 1 and found.rollout_sequences != 0
+    is_right &= found.sleep_level in traits.sleep_levels
+    for is_refused, problem, hint in (
+        (asked.rollout is None, "settings of a rollout, and no rollout", "add `--rollout vllm`"),
+        (
+            cell.settings.traits.advantages == "none",
+            f"{cell.settings.objective} trains on what is there, and generates nothing",
+            "use `--objective grpo`, or leave `--rollout` out",
+        ),
+        (
+            shape.window_tokens is not None or shape.delta is not None,
+            f"{shape.model_type} has layers with windows or linear attention, whose cache vLLM "
+            "shares out among groups of layers: it is not predicted",
+            "leave `--rollout` out, and reserve its share: `--reserved 20GiB`",
+        ),
+        (
+            not is_right,
+            "vLLM takes a share above 0 and up to 1 and a sequence or more, and here sleeps at "
+            f"level {' or '.join(map(str, sorted(traits.sleep_levels)))}",
+            "for example `--gpu-memory-utilization 0.3 --sleep-level 2`",
+        ),
+        (
+            degree < 1 or any(part % degree for part in parts),
+            f"{degree} GPUs that share vLLM's model do not divide {gpus} GPUs and its query heads",
+            "use `--rollout-tensor-parallel 1`",
+        ),
+    ):
+        if is_refused:
+            raise UsageError(problem, hint=hint)
+    return found
+
+
+def with_rollout(
+    training: Footprint, step: Step, rollout: Rollout, *, total_bytes: int
+) -> Footprint:
+    """A training's footprint with vLLM asleep in it, and beside it what vLLM takes of a GPU of
+    ``total_bytes`` when it generates.
+    """
+    phases = tuple(each for each in training.phases if each.name != GENERATION)
+    found = _generating(training, step, rollout, total_bytes)
+    pinned, degree = 0, rollout.rollout_tensor_parallel
+    if rollout.sleep_level == 1 and not rollout.own_gpus:
+        copies, one = step.layout.machine_gpus // degree, Layout(gpus=degree)
+        pinned = copies * pinned_matrices_bytes(
+            matrices(step.shape), layout=one, bytes_per_element=_ELEMENT
+        )
+    return msgspec.structs.replace(
+        training,
+        phases=phases,
+        outside=(*training.outside, *found.asleep),
+        host=(*training.host, *present(Term("weights of sleeping vLLM, pinned", pinned))),
+        rollout=found,
+    )
+
+
+def _generating(
+    training: Footprint, step: Step, rollout: Rollout, total_bytes: int
+) -> RolloutMemory:
+    shape, settings, degree = step.shape, step.settings, rollout.rollout_tensor_parallel
+    sequences = rollout.rollout_sequences
+    if sequences is None:
+        rows = settings.sequences_per_micro_batch
+        sequences = rows * generation_micro_batches(rows, step.layout.gpus) * degree
+    weights = -(-_ELEMENT * shape.parameters // degree)
+    tokens = min(rollout.traits.batched_tokens, sequences * step.length_tokens)
+    computed = max(
+        _SAMPLED_BYTES * min(sequences, tokens) * shape.vocab_size,
+        *(_ELEMENT * tokens * _width(run.kind, degree) for run in shape.runs),
+    )
+    share = math.ceil(total_bytes * (rollout.gpu_memory_utilization or 0))
+    cache = share - weights - computed - GRAPHS_BYTES - LIBRARIES_BYTES
+    block = BLOCK_TOKENS * token_bytes(step, degree)
+    a_sequence = -(-step.length_tokens // BLOCK_TOKENS)
+    has_no_context = rollout.traits.is_in_the_trainer and not rollout.own_gpus
+    kept = present(
+        Term("context of vLLM", 0 if has_no_context else context_bytes("cuda", gpus=degree)),
+        Term("NCCL of vLLM", nccl_bytes(degree)),
+        Term("CUDA graphs of vLLM", GRAPHS_BYTES),
+        Term("libraries of vLLM", LIBRARIES_BYTES),
+    )
+    awake = present(
+        *kept,
+        Term("weights of vLLM", weights),
+        Term("profile run of vLLM", computed),
+        Term("KV cache", max(0, cache)),
+    )
+    resting = (
+        Term("states without gradients", resting_state_bytes(shape, settings, step.layout)),
+        Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES)),
+        *training.outside,
+    )
+    engines = (rollout.own_gpus or step.layout.gpus) // degree
+    return RolloutMemory(
+        awake=awake,
+        resting=() if rollout.own_gpus else present(*resting),
+        asleep=() if rollout.own_gpus else kept if rollout.sleep_level else awake,
+        engines=engines,
+        sequences=engines * min(sequences, max(0, cache) // block // a_sequence),
+        lacks_bytes=max(0, block * a_sequence - cache),
+    )
+
+
+def token_bytes(step: Step, degree: int) -> int:
+    """Bytes of a GPU for keys and values of one token in all layers; a GPU has a head at least."""
+    kinds = ((run.count, run.kind.attention) for run in step.shape.runs)
+    return sum(
+        2 * count * max(1, each.kv_heads // degree) * each.head_dim * _ELEMENT
+        for count, each in kinds
+    )
+
+
+def _width(kind: LayerKind, degree: int) -> int:
+    """Numbers per token that a layer computes with: the residual stream, what the MLP is given, and
+    the GPU's part of gate, up and their product.
+    """
+    mlp = kind.mlp
+    routed = mlp.experts_per_token if mlp.experts > 1 else 0
+    return (2 + routed) * kind.hidden_size + 3 * (mlp.plain_width + routed * mlp.width) // degree

@@ -1,0 +1,210 @@
+"""What a user's own file of a trainer that steps by transformers says of memory, in the words of a
+request: ``predict --trainer-config``. What is typed goes first; what the file asks and no law has
+is refused by name; what is left over is named in a note. Each trainer's words are in its module.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from highwater.errors import UsageError
+from highwater.memory.trainers import MEMORY
+from highwater.nouns.foreign_request import file_content
+from highwater.nouns.objective import ALL_LINEAR
+from highwater.nouns.settings import RUNG_ROWS
+from highwater.nouns.trainer import TRAINERS, TrainerName, TrainerParts
+from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
+
+FileFields = Mapping[str, Any]
+
+
+class FileWords(NamedTuple):
+    """Names of a trainer's fields, by what they say; empty: it has none, as a launcher's file."""
+
+    length: str = ""
+    rows: str = "per_device_train_batch_size"
+    rank: tuple[str, int] = ("", 0)
+    """LoRA's rank, and what it is where nobody says."""
+    alpha: tuple[str, int | None] = ("lora_alpha", None)
+    """None: twice the rank."""
+    targets: str = ""
+    has_adapters: Callable[[FileFields], bool] = lambda _: False
+    has_four_bits: Callable[[FileFields], bool] = lambda config: bool(config.get("load_in_4bit"))
+    fused: tuple[str, ...] = ("use_liger_kernel",)
+    """Fields that all have to be true for the kernels that a chunked loss stands for."""
+    recomputes: Callable[[FileFields], bool] = lambda c: bool(c.get("gradient_checkpointing", True))
+    on_host: tuple[str, ...] = ()
+    """Fields that keep what layers keep in host memory."""
+    optimizer: str = "optim"
+    refused: tuple[str, ...] = ()
+    """Fields that say something that is not predicted, beside those of every trainer."""
+    passed: tuple[str, ...] = ()
+    """Fields that take no memory, ``*`` for any end, beside those of every trainer."""
+
+
+FILE_WORDS: Mapping[TrainerName, FileWords] = TrainerParts(
+    Literal["trl", "accelerate", "llamafactory", "axolotl", "ms-swift"], "FILE_WORDS"
+)
+_REFUSED = (
+    *("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
+    *("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"),
+    *("load_in_8bit", "use_galore", "use_apollo", "use_badam", "use_dora", "lora_modules_to_save"),
+    *("modules_to_save", "relora", "use_rslora_full", "fp16", "fp8"),
+)
+_USUAL = (1, "none", "sft")
+"""Values of those by which nothing else is asked."""
+_PASSED = (
+    *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
+    *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
+    *("max_steps", "seed", "logging*", "save_*", "eval*", "val_*", "report_to", "run_name"),
+    *("hub_*", "wandb*", "do_*", "overwrite*", "preprocessing*", "lora_dropout", "bf16", "tf32"),
+    *("special_*", "trust_remote_code", "env", "ENV", "split*", "plot_loss", "ddp_*", "resume*"),
+    *("plugins", "packing*", "*packing", "pad_to_*", "bnb_*", "use_bnb_*", "double_quant*"),
+    *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
+    *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
+)
+_OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
+"""What is predicted of an optimizer, by a pattern of its names."""
+
+
+_THEIRS = {"recompute": "gradient_checkpointing", "offload": "offload_params"}
+"""What files call a setting that some law has not, where nobody calls it as we do."""
+
+
+class FileSettings(NamedTuple):
+    """What a file says."""
+
+    settings: dict[str, Any]
+    """Fields of ``Request``."""
+    length_tokens: int | None
+    notes: tuple[str, ...]
+
+
+def settings_of(
+    trainer: TrainerName, path: Path, *, gpus: int, typed: Iterable[str]
+) -> FileSettings:
+    """What a user's file of a trainer says of a step on so many GPUs, but for what is ``typed``.
+
+    Raises UsageError for a file that cannot be read, and for what nobody predicts.
+    """
+    if trainer not in FILE_WORDS:
+        raise UsageError(
+            f"{TRAINERS[trainer].step} is told by no file that is read here",
+            hint="leave `--trainer-config` out, or name its trainer: `--trainer axolotl`",
+        )
+    words, source = FILE_WORDS[trainer], path.name
+    config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
+    launcher = launcher_of(config, path) if words.length else config
+    for name in (*_REFUSED, *words.refused):
+        value = config.get(name)
+        if value and (value is True or value not in _USUAL):
+            raise _unknown(source, name, value)
+    notes: list[str] = []
+    found: dict[str, Any] = _sharing(config, launcher, path, gpus, notes)
+    if words.length:
+        found |= _training(words, config, source, typed, notes)
+    else:
+        notes.append(f"{source} says how processes share, and the script all the rest")
+    known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
+    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, "deepspeed", "accelerate*"}
+    known |= {"gradient_checkpointing*", "gradient_accumulation_steps", "fsdp*", "load_in_*", "rl"}
+    known |= {*_PASSED, *words.passed, "deepspeed_config", "distributed_type", "parallelism_config"}
+    left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
+    if left:
+        notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
+    given = {*typed, *MEMORY[trainer].fixed_fields({})}
+    taken = {name: value for name, value in found.items() if name not in given}
+    refused = TRAINERS[trainer].refused(taken)
+    for name in refused:
+        if taken[name] != RUNG_ROWS[name].default:
+            raise _unknown(source, _THEIRS.get(name, name), taken[name])
+    settings = {name: value for name, value in taken.items() if name not in refused}
+    length_tokens = _whole(config, words.length, source, usual=0) or None
+    return FileSettings(settings, length_tokens, tuple(notes))
+
+
+def _training(
+    words: FileWords, config: FileFields, source: str, typed: Iterable[str], notes: list[str]
+) -> dict[str, Any]:
+    """What one process does."""
+    found: dict[str, Any] = {
+        "sequences_per_micro_batch": _whole(config, words.rows, source),
+        "micro_batches": min(2, _whole(config, "gradient_accumulation_steps", source)),
+    }
+    recomputed = config.get("gradient_checkpointing")  # offload, and unsloth's, which does so, too
+    is_on_host = isinstance(recomputed, str) or any(config.get(name) for name in words.on_host)
+    found["activations"] = "host" if is_on_host else "gpu"
+    if not words.recomputes(config):
+        found["recompute"] = "none"
+    is_fused = [bool(config.get(name)) for name in words.fused]
+    found["loss"] = "chunked" if all(is_fused) else "full"
+    if any(is_fused) and not all(is_fused):
+        notes.append(f"{source} fuses some of Liger's kernels: taken as none, which takes more")
+    if words.has_adapters(config):
+        rank = _whole(config, words.rank[0], source, usual=words.rank[1])
+        targets = config.get(words.targets) or "all"
+        names = [*map(str, targets)] if isinstance(targets, list) else str(targets).split(",")
+        is_all = {"all", ALL_LINEAR} & {*names}
+        found |= {"lora": rank, "lora_targets": ALL_LINEAR if is_all else ",".join(names)}
+        usual = words.alpha[1] or 2 * rank
+        found["lora_alpha"] = float(_whole(config, words.alpha[0], source, usual=usual))
+        found["lora_base"] = "nf4" if words.has_four_bits(config) else "bf16"
+    optimizer = str(config.get(words.optimizer) or "adamw")
+    known = (name for name, form in _OPTIMIZERS.items() if re.fullmatch(form, optimizer))
+    found["optimizer"] = next(known, None)
+    if found["optimizer"] is None and "optimizer" not in typed:
+        raise _unknown(source, words.optimizer, optimizer)
+    if found["optimizer"] == "adamw-8bit":
+        notes.append(f"{optimizer} is taken as torchao's AdamW of 8 bits, which is not paged")
+    return found
+
+
+def _sharing(
+    config: FileFields, launcher: FileFields, path: Path, gpus: int, notes: list[str]
+) -> dict[str, Any]:
+    """How processes share states: by FSDP, by ZeRO-3, or each with a copy."""
+    mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
+    if zero or mode == "DEEPSPEED":
+        _refuse_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
+        notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
+        return {}
+    fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
+    for name, size in mapping_in(launcher, "parallelism_config").items():
+        if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
+            raise _unknown(path.name, name, size)
+    if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
+        return {"copies": [gpus]} if gpus > 1 else {}
+    offloads = any(fsdp.get(f"{start}offload_params") for start in ("", "fsdp_"))
+    return {"offload": True} if offloads or "offload" in str(config.get("fsdp")) else {}
+
+
+def _refuse_zero(zero: Any, path: Path) -> None:
+    """Raise UsageError for DeepSpeed but at stage 3 on GPUs, nearly as which FSDP2 shards."""
+    if isinstance(zero, str) and (path.parent / zero).is_file():
+        beside = path.parent / zero  # JSON is YAML
+        zero = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
+    said = re.sub(r'\w*device": "none"', "", json.dumps(zero).lower())
+    stage = re.search(r"(?:stage\W+|z(?:ero)?_?-?)(\d)", said)
+    if stage is None or stage[1] != "3" or re.search(r"offload.*(cpu|nvme)|_offload", said):
+        raise _unknown(path.name, "deepspeed", "its stage or its offload")
+
+
+def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:
+    """The number of a field; UsageError for what is none, such as ``auto``."""
+    value = config.get(name) or usual
+    if not str(value).isdecimal():
+        raise UsageError(
+            f"{source} has {name}: {value}, which is no whole number",
+            hint=f"write one, for example `{name}: {usual or 8192}`",
+        )
+    return int(value)
+
+
+def _unknown(source: str, name: str, value: Any) -> UsageError:
+    return UsageError(
+        f"{source} has {name}: {value}, with which nobody predicts memory",
+        hint=f"take `{name}` out of it, or set it otherwise, to predict the rest",
+    )

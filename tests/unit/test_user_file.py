@@ -1,0 +1,209 @@
+"""What a user's own file of a trainer says decides what is predicted of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import highwater
+from highwater.errors import UsageError
+from highwater.memory.capacity import Prediction
+from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import TrainerName
+from highwater.trainers.user_file import FILE_WORDS
+
+AXOLOTL: dict[str, Any] = {
+    "base_model": "Qwen/Qwen3-8B",
+    "sequence_len": 16384,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "adapter": "qlora",
+    "load_in_4bit": True,
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+    "gradient_checkpointing": True,
+    "optimizer": "adamw_torch_fused",
+    "bf16": "auto",
+    "datasets": [{"path": "data", "type": "alpaca"}],
+}
+LLAMAFACTORY: dict[str, Any] = {
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "lora_rank": 16,
+    "lora_target": "q_proj,v_proj",
+    "cutoff_len": 51974,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "quantization_bit": 4,
+}
+MS_SWIFT: dict[str, Any] = {
+    "tuner_type": "full",
+    "max_length": 16384,
+    "deepspeed": "zero3",
+    "use_liger_kernel": True,
+    "gradient_accumulation_steps": 1,
+}
+TRL: dict[str, Any] = {
+    "max_length": 32768,
+    "use_peft": True,
+    "lora_r": 64,
+    "gradient_checkpointing": True,
+    "packing": True,
+}
+FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+
+
+def predicted(
+    folder: Path,
+    trainer: TrainerName,
+    config: dict[str, Any],
+    *,
+    model: str = "Qwen3-8B",
+    gpus: str = "1xH100-80GB",
+    **typed: Any,
+) -> Prediction:
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(config))
+    asked: dict[str, Any] = {"trainer_config": str(path), **typed}
+    return highwater.predict(model, gpus=gpus, trainer=trainer, **asked)
+
+
+def settings(found: Prediction) -> Settings:
+    """The settings that all cells have, by the first one."""
+    return found.cells[0].cell.settings
+
+
+def test_axolotls_adapters_batch_and_length_are_the_files(tmp_path: Path):
+    found = predicted(tmp_path, "axolotl", AXOLOTL)
+    said = settings(found)
+    assert (said.lora, said.lora_alpha, said.lora_base) == (32, 16, "nf4")
+    assert said.lora_targets == "all-linear"
+    assert said.sequences_per_micro_batch == 2
+    assert {each.cell.settings.loss for each in found.cells} == {"full"}
+    assert {each.cell.settings.activations for each in found.cells} == {"gpu"}
+    assert found.length_tokens == 16_384
+    assert any("has this length" in note for note in found.notes)
+
+
+def test_axolotls_kernels_have_to_be_all_of_ligers_and_offload_is_its_hidden_states(tmp_path: Path):
+    kernels = ("rope", "rms_norm", "glu_activation", "fused_linear_cross_entropy")
+    whole = {f"liger_{name}": True for name in kernels}
+    found = predicted(tmp_path, "axolotl", AXOLOTL | whole | {"activation_offloading": True})
+    assert settings(found).loss == "chunked"
+    assert settings(found).activations == "host"
+    one = predicted(tmp_path, "axolotl", AXOLOTL | {"liger_fused_linear_cross_entropy": True})
+    assert settings(one).loss == "full"
+    assert any("takes more" in note for note in one.notes)
+
+
+def test_the_public_report_of_llamafactory_that_ran_out_is_predicted_from_its_file(tmp_path: Path):
+    found = predicted(tmp_path, "llamafactory", LLAMAFACTORY, model="Llama-3.1-8B")
+    said = settings(found)
+    assert (said.lora, said.lora_targets, said.lora_base) == (16, "q_proj,v_proj", "nf4")
+    assert found.length_tokens == 51_974
+    assert found.answer is None
+    fused = LLAMAFACTORY | {"enable_liger_kernel": True}
+    assert predicted(tmp_path, "llamafactory", fused, model="Llama-3.1-8B").answer is not None
+
+
+def test_ms_swifts_stage_3_is_taken_as_shards_and_says_so(tmp_path: Path):
+    found = predicted(tmp_path, "ms-swift", MS_SWIFT, gpus="4xH100-80GB")
+    assert settings(found).lora is None
+    assert not settings(found).accumulates
+    assert found.cells[0].cell.layout.shard_degree == 4
+    assert any("ZeRO-3" in note for note in found.notes)
+    usual = predicted(tmp_path, "ms-swift", {"max_length": 16384})  # its own default is LoRA
+    assert settings(usual).lora == 8
+
+
+def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_states_are_shared(
+    tmp_path: Path,
+):
+    alone = predicted(tmp_path, "trl", TRL, gpus="2xH100-80GB")
+    assert settings(alone).lora == 64
+    assert alone.length_tokens == 32_768
+    assert alone.cells[0].cell.layout.replicate_degree == 2
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(FSDP))
+    shared = predicted(
+        tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2xH100-80GB"
+    )
+    assert shared.cells[0].cell.layout.shard_degree == 2
+
+
+def test_accelerates_file_says_how_processes_share_and_nothing_else(tmp_path: Path):
+    sharded = predicted(tmp_path, "accelerate", FSDP, gpus="4xH100-80GB", length="16k")
+    copies = predicted(
+        *(tmp_path, "accelerate", {"distributed_type": "MULTI_GPU"}),
+        gpus="4xH100-80GB",
+        length="16k",
+        lora=16,
+    )
+    assert sharded.cells[0].cell.layout.shard_degree == 4
+    assert copies.cells[0].cell.layout.replicate_degree == 4
+    assert any("the script all the rest" in note for note in sharded.notes)
+
+
+def test_what_is_typed_goes_first(tmp_path: Path):
+    found = predicted(tmp_path, "axolotl", AXOLOTL, lora=8, length="8k")
+    assert settings(found).lora == 8
+    assert found.length_tokens == 8192
+    longest = predicted(tmp_path, "axolotl", AXOLOTL, max_length="1m")
+    assert longest.length_tokens is None
+
+
+def test_what_nobody_can_tell_is_named(tmp_path: Path):
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"neftune_noise_alpha": 5, "wandb_name": "x"})
+    (said,) = (note for note in found.notes if "is not predicted" in note)
+    assert said.endswith("of these is not predicted: neftune_noise_alpha")
+
+
+REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
+    "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero2.json"}),
+    "deepspeed: its": ("ms-swift", MS_SWIFT | {"deepspeed": "zero3_offload"}),
+    "context_parallel_size": ("axolotl", AXOLOTL | {"context_parallel_size": 4}),
+    "gradient_checkpointing": ("axolotl", AXOLOTL | {"gradient_checkpointing": False}),
+    "adafactor": ("axolotl", AXOLOTL | {"optimizer": "adafactor"}),
+    "rl: grpo": ("axolotl", AXOLOTL | {"rl": "grpo"}),
+    "offload_params": ("axolotl", AXOLOTL | {"fsdp_config": {"offload_params": True}}),
+    "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
+    "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
+    "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),
+    "use_vllm": ("trl", TRL | {"use_vllm": True}),
+    "no whole number": ("axolotl", AXOLOTL | {"micro_batch_size": "auto"}),
+    "no whole number.*": ("llamafactory", LLAMAFACTORY | {"cutoff_len": "8k"}),
+    "told by no file": ("transformers", AXOLOTL),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_nobody_predicts_is_refused_by_name(tmp_path: Path, what: str):
+    trainer, config = REFUSED[what]
+    with pytest.raises(UsageError, match=what) as refused:
+        predicted(tmp_path, trainer, config)
+    assert "`" in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_a_file_of_deepspeeds_is_read_where_it_lies(tmp_path: Path, device: str):
+    zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
+    (tmp_path / "ds.json").write_text(json.dumps(zero))
+    config = AXOLOTL | {"deepspeed": "ds.json"}
+    if device == "none":
+        assert predicted(tmp_path, "axolotl", config).length_tokens == 16_384
+    else:
+        with pytest.raises(UsageError, match="deepspeed"):
+            predicted(tmp_path, "axolotl", config)
+
+
+@pytest.mark.parametrize("trainer", FILE_WORDS)
+def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path, trainer: TrainerName):
+    with pytest.raises(UsageError, match="cannot be read"):
+        highwater.predict(
+            *("Qwen3-8B",),
+            gpus="1xH100-80GB",
+            trainer=trainer,
+            trainer_config=str(tmp_path / "gone.yaml"),
+        )
