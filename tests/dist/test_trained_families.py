@@ -132,7 +132,9 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
 def test_layers_that_share_keys_and_have_embeddings_train_as_their_own_class_does(
     layout, ranks, tmp_path
 ):
-    """Gemma 4: heads of two sizes, values that are keys, documents past the window but in a ring."""
+    """Gemma 4: heads of two sizes, values that are keys, documents past its windows where ranks
+    form no ring.
+    """
     found = sweep(ranks, layout, list(UNLIKE), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 

@@ -241,7 +241,9 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
 
 
 def _qkv_biases(kind: LayerKind) -> int:
-    return _softmax(kind) * sum(size for size, leads_out in kind.attention.matrices if not leads_out)
+    return _softmax(kind) * sum(
+        size for size, leads_out in kind.attention.matrices if not leads_out
+    )
 
 
 def _softmax(kind: LayerKind) -> bool:

@@ -323,9 +323,7 @@ def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
     def layer(kind: LayerKind, attention: AttentionKind) -> LayerKind:
         width = kind.mlp.width * (2 if doubles and attention.reads_earlier_keys else 1)
         mlp = msgspec.structs.replace(kind.mlp, width=width)
-        return msgspec.structs.replace(
-            kind, attention=attention, mlp=mlp, embedding_size=embedding
-        )
+        return msgspec.structs.replace(kind, attention=attention, mlp=mlp, embedding_size=embedding)
 
     return runs_of(
         (1, layer(without if is_dense else usual, attention))

@@ -508,13 +508,15 @@ class ConfigSizes(NamedTuple):
             if keys is not None and self.config.get("attention_k_eq_v"):
                 own["num_key_value_heads"] = keys
         else:
-            named = {str(n): block for n, block in blocks.items()} if isinstance(blocks, dict) else {}
+            blocks = blocks if isinstance(blocks, dict) else {"": blocks}
+            # written as 05 where there are ten layers or more
+            named = {str(layer).lstrip("0") or "0": block for layer, block in blocks.items()}
             found = [named.pop(str(n), None) for n, slides in enumerate(windowed) if not slides]
             own = found[0] if full and isinstance(found[0], dict) else {}
             if named or found.count(own) != full or {*own} - {"head_dim", "num_key_value_heads"}:
                 raise ModelError(
-                    f"per_layer_config in {self.source} has layers of one kind differ, or by more "
-                    "than their heads",
+                    f"per_layer_config in {self.source} has layers of one kind differ, or layers "
+                    "differ by more than their heads",
                     hint="give every layer of full_attention one head_dim and num_key_value_heads "
                     "there, and no other layer any",
                 )

@@ -205,7 +205,17 @@ _FUSED = {
 """Model types that have several of the usual matrices in one."""
 _USUAL_NAMES = (
     *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma4_text", "granite", "llama"),
-    *("ministral", "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *(
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_moe_text",
+    ),
     *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
 )
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
@@ -329,8 +339,8 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
         )
     if lora.names is None and shape.layer_tables:
         raise UsageError(
-            f"LoRA on all of {shape.model_type}, whose projection of embeddings for its layers lies "
-            "outside of them, where adapters are not counted",
+            f"LoRA on all of {shape.model_type}, whose projection of embeddings for its layers "
+            "lies outside of them, where adapters are not counted",
             hint=f"use `--lora-targets {','.join((*ATTENTION, *MLP))}`",
         )
     asked = [name for name in lora.names or () if name in of_experts]

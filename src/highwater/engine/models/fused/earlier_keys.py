@@ -47,11 +47,11 @@ class _HandsOver:
         )
         return _ByLayer(joint_BTLP.unbind(2))
 
-    def _maybe_slice_kv_shared_inputs(
-        self, hidden_BTE: Tensor, embeddings: object, positions: object, masks: object, *_: Any, **__: Any
-    ) -> tuple[Tensor, object, object, object]:
-        """Keep every token: a slice of them all would copy the gradient."""
-        return hidden_BTE, embeddings, positions, masks
+    def _maybe_slice_kv_shared_inputs(self, *of_tokens: Any, **_: Any) -> tuple[Any, ...]:
+        """Keep every token in hidden states, embeddings, positions and masks: a slice of them all
+        would copy their gradient.
+        """
+        return of_tokens[:4]
 
 
 class _ByLayer:
