@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 69_856,
-    "src_files": 280,
+    "src_lines": 70_236,
+    "src_files": 282,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -25,8 +25,8 @@ closed form: two, and its law for four more trainers, of whose issue 780 lines a
 prices: 22 lines)."""
 WALKED = {
     "predict": {"modules": 83, "files": 54},
-    "find": {"modules": 197, "files": 118},
-    "train": {"modules": 208, "files": 114},
+    "find": {"modules": 199, "files": 120},
+    "train": {"modules": 210, "files": 116},
 }
 
 

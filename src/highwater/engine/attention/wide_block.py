@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from highwater.engine.attention.plain_block import PlainBlock, Stretch
+from highwater.engine.attention.plain_block import PlainBlock, RowsAtHand
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, stretch
 
 SCORES_AT_HAND = 2**26
@@ -32,7 +32,7 @@ def is_wide(tensor_BXSD: Tensor) -> bool:
 class WideBlock(PlainBlock):
     """Documents of one length, each of which attends to itself, with wide heads."""
 
-    def _attend_(self, rows: Stretch, output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
+    def _attend_(self, rows: RowsAtHand, output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
         scores_BKRl = self._wide_scores(rows)
         most_BKR1 = scores_BKRl.amax(-1, keepdim=True)
         weights_BKRl = scores_BKRl.sub_(most_BKR1).exp_()
@@ -44,7 +44,7 @@ class WideBlock(PlainBlock):
 
     def _add_gradients_(
         self,
-        rows: Stretch,
+        rows: RowsAtHand,
         upstream: tuple[Tensor, Tensor, Tensor],
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
@@ -73,12 +73,12 @@ class WideBlock(PlainBlock):
         """The dtype of the heads, and of what products multiply."""
         return self.query_BHSD.dtype
 
-    def _rows(self) -> Iterator[Stretch]:
+    def _rows(self) -> Iterator[RowsAtHand]:
         documents, heads, length, _ = self.query_BHSD.shape
         size = stretch(length, self.window_tokens, documents * heads, at_hand=SCORES_AT_HAND)
         return self._stretches(*size)
 
-    def _wide_scores(self, rows: Stretch) -> Tensor:
+    def _wide_scores(self, rows: RowsAtHand) -> Tensor:
         """Scores of the rows, minus infinity where a token does not read a key: BKRl."""
         key_BKDl = self.key_BKSD[:, :, rows.keys].transpose(2, 3)
         scores_BKRl = _product(self._joined(self.query_BHSD, rows), key_BKDl)
@@ -93,11 +93,11 @@ class WideBlock(PlainBlock):
             by_rows_BKGrl[..., -count:].masked_fill_(ahead_rr, -math.inf)
         return scores_BKRl
 
-    def _rows_of(self, tensor_BHSx: Tensor, rows: Stretch) -> Tensor:
+    def _rows_of(self, tensor_BHSx: Tensor, rows: RowsAtHand) -> Tensor:
         """View these rows of a tensor by groups of heads: BKGr and the remaining dimensions."""
         return self._by_groups(tensor_BHSx, rows)
 
-    def _joined(self, tensor_BHSD: Tensor, rows: Stretch) -> Tensor:
+    def _joined(self, tensor_BHSD: Tensor, rows: RowsAtHand) -> Tensor:
         """Return these rows of all query heads of a key head, one after the other: BKRD."""
         return self._by_groups(tensor_BHSD, rows).flatten(2, 3)
 
