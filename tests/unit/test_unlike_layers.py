@@ -68,11 +68,11 @@ def test_heads_of_full_attention_are_read_of_either_form(tmp_path):
         ({"per_layer_config": {"1": {"head_dim": 48}}}, "per_layer_config in"),
         ({"per_layer_config": {"0": {"head_dim": 48}}}, "per_layer_config in"),
         (
-            {"per_layer_config": dict.fromkeys("135", {"intermediate_size": 48})},
+            {"per_layer_config": {key: {"intermediate_size": 48} for key in "135"}},
             "per_layer_config in",
         ),
         (
-            {"per_layer_config": dict.fromkeys("135", {"num_key_value_heads": 3})},
+            {"per_layer_config": {key: {"num_key_value_heads": 3} for key in "135"}},
             "4 query heads do not go with 3",
         ),
     ],
