@@ -77,7 +77,7 @@ def simplest_by_length(
     """
     where = gpus_meant(gpus, None)
     limit = memory_limit_of(where, host_memory=None, reserved=0)
-    goal = goal_of(model, 0, where, limit, OURS, settings)
+    goal = goal_of(model, 0, where, limit, OURS, settings, 0)
     question, notes = goal.question(goal.sequences, length_tokens=None)
     known = calibration_of(question, OURS)
 

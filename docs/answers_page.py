@@ -135,7 +135,7 @@ class _Configurations:
         """The recommendation by that step; None where nothing fits, UsageError by no law."""
         where = gpus_meant(self._where, None)
         limit = memory_limit_of(where, host_memory=None, reserved=0)
-        goal = goal_of(self._model, length_tokens, where, limit, CONFIGURED[0], self._settings)
+        goal = goal_of(self._model, length_tokens, where, limit, CONFIGURED[0], self._settings, 0)
         self._has_room = self._has_room and first_fit(goal) is not None
         if not self._has_room:
             return None

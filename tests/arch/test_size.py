@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 70_588,
-    "src_files": 282,
+    "src_lines": 70_972,
+    "src_files": 284,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,
@@ -22,11 +22,12 @@ traces and predictions of it: 194 lines; one answer from every command: two; len
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
 closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
-files: one, of whose issue 48 lines are left; list prices: 22 lines)."""
+files: one, of whose issue 48 lines are left; list prices: 22 lines; Gemma 4, its wide heads and
+what its layers share: two, 389 lines)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
-    "find": {"modules": 198, "files": 118},
-    "train": {"modules": 209, "files": 114},
+    "find": {"modules": 200, "files": 120},
+    "train": {"modules": 211, "files": 116},
 }
 
 

@@ -42,10 +42,12 @@ ROUNDING = 1e-3
 measured by that part: an exact zero, as of a key's bias, is rounding on either side."""
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with layers of a gated delta rule."""
-CANCELS = {"diffllama": 2e-5, **dict.fromkeys(DELTA, 3e-4)}
+GEMMA4 = ("gemma4", "gemma4_text", "gemma4_text_dense")
+CANCELS = {"diffllama": 2e-5, **dict.fromkeys(GEMMA4, 5e-5), **dict.fromkeys(DELTA, 3e-4)}
 """Float32's tolerance for a family whose gradients are differences of nearly equal numbers, of two
-attentions, for their weight; or which norms what a state gives, be it nearly nothing: there sides
-that differ by 1e-13 in float64 differ by 1e-4."""
+attentions, for their weight; whose scores have no scale, so that they are as large as heads are
+wide, and their rounding with them (Gemma 4); or which norms what a state gives, be it nearly
+nothing: there sides that differ by 1e-13 in float64 differ by 1e-4."""
 CLIP_NORM = 1.0
 """Gradients' norm above which both sides scale them down: the trainer's default."""
 LENGTHS = (7, 7, 1, 13, 5)

@@ -31,6 +31,8 @@ DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
 
+UNLIKE = ("gemma4_text", "gemma4_text_dense")
+"""Of layers that share keys and have embeddings, and of a model without either."""
 HIDDEN = ("granitemoehybrid", "granitemoehybrid_dense", "hunyuan_v1_moe")
 """Families of which a config may have layers, or a form, that do not train."""
 FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")
@@ -123,6 +125,18 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
     others = turn(layout, DELTA[1:], list(LAYOUTS))
     found = sweep(ranks, layout, [DELTA[0], *others], tmp_path)
     assert wrong_ones(layout, found) == {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_share_keys_and_have_embeddings_train_as_their_own_class_does(
+    layout, ranks, tmp_path
+):
+    """Gemma 4: heads of two sizes, values that are keys, documents past its windows where ranks
+    form no ring.
+    """
+    found = sweep(ranks, layout, list(UNLIKE), tmp_path)
+    assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
 @pytest.mark.timeout(600)

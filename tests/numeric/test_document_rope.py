@@ -135,7 +135,7 @@ def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refuse
         follow_documents(Silent())
 
 
-_BY_KIND_OF_LAYER = ("gemma3_text", "olmo3")
+_BY_KIND_OF_LAYER = ("gemma3_text", "gemma4_text", "olmo3")
 """Families whose kinds of layers have each their own RoPE, which YaRN does not stretch here."""
 
 

@@ -189,6 +189,7 @@ def test_every_field_that_is_read_and_that_a_class_has_is_left_out_by_the_sweep(
         "mlp_only_layers",
         "attention_multiplier",
         "hidden_act",
+        "enable_moe_block",
     }
     # Refused but at their defaults, or at 0.
     neutral |= {field for field in SWITCHES if field in fields_of(family)}

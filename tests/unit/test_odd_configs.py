@@ -327,6 +327,7 @@ def test_a_text_model_is_read_from_its_wrapper_with_its_classes_defaults(tmp_pat
             with torch.device("meta"):
                 whole = transformers.AutoModelForImageTextToText.from_config(theirs)
             tower = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+            tower += ("model.embed_vision.",)
             counts = {n: p.numel() for n, p in whole.named_parameters() if not n.startswith(tower)}
             assert model.shape.parameters == sum(counts.values()), name
             assert model.shape.native_length_tokens == theirs.text_config.max_position_embeddings
@@ -352,7 +353,7 @@ def test_a_flat_wrapper_is_read_as_one_with_a_text_config(tmp_path):
         ({"model_type": "mistral3", "text_config": {}}, "not in text_config"),
         ({"model_type": "gemma3", "text_config": []}, "not in text_config"),
         ({"model_type": "qwen3_vl"}, "not in text_config"),
-        ({"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}}, "sizes, or share"),
+        ({"model_type": "gemma4", "text_config": {"model_type": "gemma3_text"}}, "gemma3_text: it"),
         ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, "in chunks"),
     ],
 )
@@ -465,7 +466,8 @@ DIVISORS = dict.fromkeys(
     "logits_scaling",
 )
 CAPS = dict.fromkeys(
-    ("beam", "gemma2", "gemma3_text", "nanochat", "vaultgemma"), "final_logit_softcapping"
+    ("beam", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma"),
+    "final_logit_softcapping",
 )
 FIELDS = FACTORS | DIVISORS | CAPS
 TAKE_WHOLE = {"beam", "hyperclovax", *DIVISORS}

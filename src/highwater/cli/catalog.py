@@ -8,12 +8,14 @@ starts Python, and no other command imports shtab.
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import get_args
 
 from highwater.cli import console
 from highwater.cli.flags import Shell
 from highwater.cli.grammar import Parser, grammar
-from highwater.errors import EXIT_ANSWERED, UsageError
+from highwater.errors import EXIT_ANSWERED, ModelError, UsageError
+from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
@@ -35,7 +37,11 @@ def models(arguments: argparse.Namespace) -> int:
         ]
         return console.answer_json({"schema_version": 1, "models": found})
     console.answer_table(_model_table(listed))
-    console.next_command(f"highwater predict {rows[0].name} --gpus 4xA100-80GB")
+    command = f"highwater find {rows[0].name}"
+    with suppress(ModelError):  # of a family that no prediction knows
+        refuse_unknown_family(load_model(rows[0].name))
+        command = f"highwater predict {rows[0].name} --gpus 4xA100-80GB"
+    console.next_command(command)
     return EXIT_ANSWERED
 
 

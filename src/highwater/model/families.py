@@ -56,6 +56,8 @@ class Window(Record, frozen=True, kw_only=True):
     cannot run, whatever their layers are."""
     is_switched: bool = False
     """The window is there only with ``use_sliding_window``."""
+    ends_full: bool = False
+    """The last layer attends in full, whatever ``layer_types`` says."""
 
 
 class LogitField(Record, frozen=True, kw_only=True):
@@ -101,6 +103,9 @@ class Family(Record, frozen=True, kw_only=True):
     delta: Literal["apart", "joined"] | None = None
     """Layers of ``linear_attention`` have a gated delta rule, whose gates have a product of their
     own, or are in that of queries, keys and values; the others attend with gates. None: neither."""
+    has_unlike_layers: bool = False
+    """Layers of full attention have heads of their own size, the last layers read keys and values
+    of earlier ones, and each layer may have an embedding of its own of every token."""
     caps_scores: bool = False
     """Attention caps its scores at ``attn_logit_softcapping``."""
     other_layers: Mapping[str, str] = {}

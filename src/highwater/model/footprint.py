@@ -320,7 +320,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
     staged = (
         size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
     )
-    tables = (_tables(shape),) if settings.lora is None else ()
+    tables = (*shape.layer_tables, _tables(shape)) if settings.lora is None else ()
     return pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
 
 
@@ -342,7 +342,7 @@ def pinned_matrices_bytes(
 
 def matrices(shape: ModelShape) -> tuple[Matrices, ...]:
     """Return every parameter of two or more dimensions: how many, their rows, and a row's size."""
-    return (*_in_layers(shape), _tables(shape))
+    return (*_in_layers(shape), *shape.layer_tables, _tables(shape))
 
 
 @cache

@@ -76,6 +76,10 @@ class AttentionKind(Record, frozen=True, kw_only=True):
     """Queries come with as many numbers that gate what attention returns."""
     delta: DeltaKind | None = None
     """None for softmax attention."""
+    values_are_keys: bool = False
+    """Values are what keys are before their norm and RoPE: they have no projection."""
+    reads_earlier_keys: bool = False
+    """Keys and values are those of the last earlier layer of its kind that has its own."""
 
     @property
     def query_size(self) -> int:
@@ -98,7 +102,9 @@ class AttentionKind(Record, frozen=True, kw_only=True):
         """Projections: their outputs, or inputs where true, beside the hidden size."""
         query, key, delta = self.query_size, self.key_size, self.delta
         if delta is None:
-            return ((query * (1 + self.is_gated), False), (key, False), (key, False), (query, True))
+            into = ((query * (1 + self.is_gated), False), (key, False), (key, False))
+            own = 0 if self.reads_earlier_keys else 1 if self.values_are_keys else 2
+            return (*into[: 1 + own], (query, True))
         rates = (2 * self.query_heads,) if delta.joins_gate else (self.query_heads,) * 2
         inner = (self.channels + query,) if delta.joins_gate else (self.channels, query)
         return (*((each, False) for each in (*inner, *rates)), (query, True))
@@ -143,6 +149,8 @@ class LayerKind(Record, frozen=True, kw_only=True):
     hidden_size: int
     attention: AttentionKind
     mlp: MlpKind
+    embedding_size: int = 0
+    """Numbers of a token's embedding that this layer alone reads, through a gate; 0 for none."""
 
     @property
     def parameters(self) -> int:
@@ -155,7 +163,8 @@ class LayerKind(Record, frozen=True, kw_only=True):
         mlp = self.mlp
         widths = mlp.width * mlp.experts_per_token + mlp.shared_width
         attention = sum(size for size, _ in self.attention.matrices)
-        return self.hidden_size * (attention + mlp.matrices * widths)
+        into_layer = 2 * self.embedding_size
+        return self.hidden_size * (attention + mlp.matrices * widths + into_layer)
 
     @property
     def matrices(self) -> tuple[Matrices, ...]:
@@ -174,7 +183,7 @@ def _parameters(kind: LayerKind) -> int:
     router = mlp.experts if mlp.experts > 1 else 0
     norms = 2
     attention = sum(size for size, _ in kind.attention.matrices)
-    per_hidden = attention + mlp.matrices * widths + router + norms
+    per_hidden = attention + mlp.matrices * widths + router + norms + 2 * kind.embedding_size
     return kind.hidden_size * per_hidden + kind.attention.small_parameters
 
 
@@ -193,7 +202,9 @@ def _matrices(kind: LayerKind) -> tuple[Matrices, ...]:
     convolution = () if delta is None else (Matrices(1, attention.channels, delta.taps),)
     counted = Counter(sizes).items()
     of_attention = (Matrices(number, *size) for size, number in counted)
-    return (*of_attention, *convolution, *_mlp_matrices(kind))
+    size = kind.embedding_size
+    of_embedding = (Matrices(1, size, hidden), Matrices(1, hidden, size)) if size else ()
+    return (*of_attention, *convolution, *_mlp_matrices(kind), *of_embedding)
 
 
 def _mlp_matrices(kind: LayerKind) -> tuple[Matrices, ...]:
@@ -230,9 +241,9 @@ def runs_of(layers: Iterable[tuple[int, LayerKind]]) -> tuple[LayerRun, ...]:
 
 
 def _qkv_biases(kind: LayerKind) -> int:
-    attention = kind.attention
-    gates = attention.query_size if attention.is_gated else 0
-    return _softmax(kind) * (attention.channels + gates)
+    return _softmax(kind) * sum(
+        size for size, leads_out in kind.attention.matrices if not leads_out
+    )
 
 
 def _softmax(kind: LayerKind) -> bool:
@@ -259,6 +270,10 @@ _PARTS: Mapping[str, Callable[[LayerKind], int]] = {
     "norm": lambda kind: kind.hidden_size,
     "inner_norm": lambda kind: kind.mlp.width,  # of what goes into the MLP's last matrix
     "head_norms": lambda kind: 2 * kind.attention.head_dim * _softmax(kind),  # all heads share it
+    "own_head_norms": lambda kind: (
+        kind.attention.head_dim * (1 if kind.attention.reads_earlier_keys else 2)
+    ),
+    "embedding_norm": lambda kind: kind.hidden_size if kind.embedding_size else 0,
     "wide_norms": lambda kind: kind.attention.query_size + kind.attention.key_size,
     "qkv_biases": _qkv_biases,
     "output_bias": lambda kind: kind.hidden_size,
@@ -309,7 +324,7 @@ def learned_positions(family: str, native_length_tokens: int) -> int:
 def slides(config: Config, layer: int) -> bool:
     """True if a layer, counted from 0, attends within ``sliding_window``, if the config has one."""
     window, kinds = family_row(config["model_type"]).window, config.get("layer_types")
-    if window is None:
+    if window is None or (window.ends_full and layer + 1 == config["num_hidden_layers"]):
         return False
     if window.reads_layer_types and isinstance(kinds, list):
         return layer < len(kinds) and kinds[layer] == "sliding_attention"

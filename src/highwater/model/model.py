@@ -13,6 +13,7 @@ from highwater.model.layer_kind import (
     AttentionKind,
     LayerKind,
     LayerRun,
+    Matrices,
     MlpKind,
     runs_of,
     small_parameters,
@@ -74,6 +75,8 @@ class ModelShape(Record, frozen=True, kw_only=True):
     """The layers, where the fields above cannot tell them: where some attend within a window,
     beside sinks, with a cap or gates, or have a state along the sequence, or layers without experts
     stand behind others. Else unset, and in no document."""
+    layer_vocab_size: int | msgspec.UnsetType = msgspec.UNSET
+    """Rows of the table of every layer's own embeddings. Unset, and in no document, without."""
     small_parameters: int | msgspec.UnsetType = msgspec.UNSET
     """Biases, norms of heads and the like, where the config switches some on or off that its class
     has otherwise. Else unset, and in no document."""
@@ -134,13 +137,32 @@ class ModelShape(Record, frozen=True, kw_only=True):
     def parameters_outside_layers(self) -> int:
         """Parameters of embedding, head and the last norm."""
         tables = 1 if self.tied_embeddings else 2
-        return tables * self.vocab_size * self.hidden_size + self.hidden_size
+        of_layers = sum(each.rows * each.row_size for each in self.layer_tables)
+        a_norm = self.runs[0].kind.embedding_size
+        return tables * self.vocab_size * self.hidden_size + self.hidden_size + of_layers + a_norm
+
+    @property
+    def layer_tables(self) -> tuple[Matrices, ...]:
+        """What the layers' own embeddings are read from, all layers' side by side: a table of
+        tokens, and a projection of the first layer's input.
+        """
+        if self.layer_vocab_size is msgspec.UNSET:
+            return ()
+        numbers = sum(run.count * run.kind.embedding_size for run in self.runs)
+        of_tokens = Matrices(1, self.layer_vocab_size, numbers)
+        return (of_tokens, Matrices(1, numbers, self.hidden_size))
+
+    @property
+    def widest_head(self) -> int:
+        """Numbers of the widest head of any layer."""
+        return max(run.kind.attention.head_dim for run in self.runs)
 
     @property
     def matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: layers, routed experts only, and the head."""
         in_layers = sum(run.count * run.kind.matmul_parameters for run in self.runs)
-        return in_layers + self.vocab_size * self.hidden_size
+        projected = sum(each.rows * each.row_size for each in self.layer_tables[1:])
+        return in_layers + projected + self.vocab_size * self.hidden_size
 
 
 @lru_cache(maxsize=256)
@@ -269,6 +291,9 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
     runs = _runs(shape, sizes)
     if runs != shape.runs:
         shape = msgspec.structs.replace(shape, layer_runs=runs)
+    if runs[0].kind.embedding_size:
+        rows = sizes.optional_size("vocab_size_per_layer_input")
+        shape = msgspec.structs.replace(shape, layer_vocab_size=rows)
     return _with_switches(shape, config)
 
 
@@ -291,8 +316,17 @@ def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
     """The layers as the config names them, which sizes alone may not tell."""
     dense = sizes.layers_without_experts(sizes.mixture())
     without, usual = shape.runs[0].kind, shape.runs[-1].kind
+    has_unlike = family_row(shape.model_type).has_unlike_layers
+    embedding = sizes.layer_embedding() if has_unlike else 0
+    doubles = has_unlike and bool(sizes.config.get("use_double_wide_mlp"))
+
+    def layer(kind: LayerKind, attention: AttentionKind) -> LayerKind:
+        width = kind.mlp.width * (2 if doubles and attention.reads_earlier_keys else 1)
+        mlp = msgspec.structs.replace(kind.mlp, width=width)
+        return msgspec.structs.replace(kind, attention=attention, mlp=mlp, embedding_size=embedding)
+
     return runs_of(
-        (1, msgspec.structs.replace(without if is_dense else usual, attention=attention))
+        (1, layer(without if is_dense else usual, attention))
         for attention, is_dense in zip(sizes.attention(), dense, strict=True)
     )
 

@@ -438,6 +438,8 @@ class ConfigSizes(NamedTuple):
         softmax = tuple(
             msgspec.structs.replace(heads, window_tokens=window, **how) for window in self.windows()
         )
+        if row.has_unlike_layers:
+            return self._unlike(softmax)
         if row.delta is None:
             return softmax
         delta = AttentionKind(
@@ -461,6 +463,77 @@ class ConfigSizes(NamedTuple):
             delta if kind == DELTA_LAYER else attention
             for kind, attention in zip(kinds, softmax, strict=True)
         )
+
+    def _unlike(self, layers: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:
+        """The layers, those of full attention with heads of their own, and the last ones without
+        keys of their own.
+
+        Raises ModelError where their class builds no model, or layers of one kind differ.
+        """
+        shared = self._count(("num_kv_shared_layers", 0))
+        first = len(layers) - shared
+        windowed = [layer.window_tokens is not None for layer in layers]
+        if shared and {*windowed[: max(0, first)]} != {*windowed}:
+            raise ModelError(
+                f"the last {shared} of {len(layers)} layers in {self.source} read keys of earlier "
+                "layers, which has none of each of their kinds",
+                hint="set num_kv_shared_layers to as many layers as the model was trained with",
+            )
+        if shared and not self.layer_embedding():
+            raise ModelError(
+                f"{self.source} has num_kv_shared_layers = {shared} and no "
+                "hidden_size_per_layer_input, with which its class does not run",
+                hint="set num_kv_shared_layers to 0, or hidden_size_per_layer_input above it",
+            )
+        own = self._heads_of_full_layers(windowed)
+        ties = bool(self.config.get("attention_k_eq_v"))
+        return tuple(
+            msgspec.structs.replace(
+                layer,
+                reads_earlier_keys=number >= first,
+                values_are_keys=ties and not windowed[number],
+                **({} if windowed[number] else own),
+            )
+            for number, layer in enumerate(layers)
+        )
+
+    def _heads_of_full_layers(self, windowed: Sequence[bool]) -> dict[str, int]:
+        """Sizes by which heads of full attention differ, as config.json has them or as transformers
+        writes it: ``per_layer_config``, a block for each layer.
+        """
+        blocks, full = self.config.get("per_layer_config"), windowed.count(False)
+        if blocks is None:
+            own = {"head_dim": self._class_size("global_head_dim")}
+            keys = self.config.get("num_global_key_value_heads")
+            if keys is not None and self.config.get("attention_k_eq_v"):
+                own["num_key_value_heads"] = keys
+        else:
+            blocks = blocks if isinstance(blocks, dict) else {"": blocks}
+            # written as 05 where there are ten layers or more
+            named = {str(layer).lstrip("0") or "0": block for layer, block in blocks.items()}
+            found = [named.pop(str(n), None) for n, slides in enumerate(windowed) if not slides]
+            own = found[0] if full and isinstance(found[0], dict) else {}
+            if named or found.count(own) != full or {*own} - {"head_dim", "num_key_value_heads"}:
+                raise ModelError(
+                    f"per_layer_config in {self.source} has layers of one kind differ, or layers "
+                    "differ by more than their heads",
+                    hint="give every layer of full_attention one head_dim and num_key_value_heads "
+                    "there, and no other layer any",
+                )
+        sizes = {name: whole_number(value, name, self.source) for name, value in own.items()}
+        heads, keys = self.heads(), sizes.get("num_key_value_heads", self.heads().kv_heads)
+        if heads.query_heads % keys:
+            raise ModelError(
+                f"{heads.query_heads} query heads do not go with {keys} key/value heads of full "
+                f"attention in {self.source}",
+                hint="set num_global_key_value_heads to a divisor of num_attention_heads",
+            )
+        return {"head_dim": sizes.get("head_dim", heads.head_dim), "kv_heads": keys}
+
+    def layer_embedding(self) -> int:
+        """Numbers of the embedding that each layer has of every token; 0 where there is none."""
+        field = "hidden_size_per_layer_input"
+        return self._count((field, value_of({"model_type": self.config["model_type"]}, field) or 0))
 
     def _class_size(self, field: str) -> int:
         """A size of the config, or else of its class, which has one."""

@@ -12,7 +12,7 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.model.model import ModelShape
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, Device, Layout
+from highwater.nouns.layout import USUAL_GPUS_OF_A_MACHINE, WIDEST_FUSED_HEAD, Device, Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Allocator, Loss, Offload, Settings, Strategy
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -144,8 +144,10 @@ def heads_obstacle(shape: ModelShape, degree: int) -> str | None:
     """Why this many GPUs cannot trade heads, in words; None when they can."""
     if shape.query_heads % degree:
         return f"{degree} does not divide the model's {shape.query_heads} query heads"
-    if shape.kv_heads % degree and degree % shape.kv_heads:
-        return f"{degree} and the model's {shape.kv_heads} key/value heads do not divide each other"
+    softmax = (run.kind.attention for run in shape.runs if run.kind.attention.delta is None)
+    for heads in sorted({attention.kv_heads for attention in softmax}):
+        if heads % degree and degree % heads:
+            return f"{degree} and the model's {heads} key/value heads do not divide each other"
     if shape.delta is not None and shape.delta.kv_heads % degree:
         return f"{degree} does not divide the {shape.delta.kv_heads} key heads of linear attention"
     return None
@@ -157,6 +159,8 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
     if shape.delta is not None:
         return "a ring does not pass on the state of linear attention"
+    if shape.widest_head > WIDEST_FUSED_HEAD:
+        return f"a ring does not attend with heads of {shape.widest_head} numbers"
     window = shape.window_tokens
     if window is None or longest_tokens is None or longest_tokens <= window:
         return None

@@ -205,6 +205,10 @@ SCORES_AT_HAND = 2**23
 """Scores that plain attention computes at once over documents and heads; a row at least."""
 
 
+WIDEST_FUSED_HEAD = 256
+"""Largest head size that a fused kernel takes."""
+
+
 class Stretch(NamedTuple):
     """The part of one document and one head that plain attention takes at a time."""
 
@@ -214,10 +218,14 @@ class Stretch(NamedTuple):
     """Keys that one of them reads at least."""
 
 
-def stretch(length_tokens: int, window_tokens: int | None, heads: int) -> Stretch:
-    """The largest stretch of documents of this length; ``heads``: those of all of them."""
+def stretch(
+    length_tokens: int, window_tokens: int | None, heads: int, *, at_hand: int | None = None
+) -> Stretch:
+    """The largest stretch of documents of this length; ``heads``: those of all of them. Scores at
+    hand are so many, ``SCORES_AT_HAND`` if not said, or those of one row.
+    """
     window = min(length_tokens, window_tokens or length_tokens)
-    room = SCORES_AT_HAND // heads
+    room = (at_hand or SCORES_AT_HAND) // heads
     # r rows of a window read window + r - 1 keys: r (window + r) is to be within the room
     rows = max(1, (math.isqrt(window**2 + 4 * room) - window) // 2)
     return Stretch(min(length_tokens, rows), min(length_tokens, window + rows - 1))

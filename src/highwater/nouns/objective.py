@@ -261,8 +261,18 @@ _FUSED = {
 }
 """Model types that have several of the usual matrices in one."""
 _USUAL_NAMES = (
-    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral"),
-    *("mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text"),
+    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma4_text", "granite", "llama"),
+    *(
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_5_moe_text",
+    ),
     *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
 )
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
@@ -384,6 +394,12 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             "have no adapters here",
             hint=f"use `--lora-targets {','.join(ATTENTION)}`",
         )
+    if lora.names is None and shape.layer_tables:
+        raise UsageError(
+            f"LoRA on all of {shape.model_type}, whose projection of embeddings for its layers "
+            "lies outside of them, where adapters are not counted",
+            hint=f"use `--lora-targets {','.join((*ATTENTION, *MLP))}`",
+        )
     asked = [name for name in lora.names or () if name in of_experts]
     if asked and any(run.kind.mlp.experts == 1 for run in shape.runs):
         raise UsageError(
@@ -418,7 +434,8 @@ def _targets(kind: LayerKind, model_type: str, lora: Lora) -> list[tuple[int, in
 def _names(attention: AttentionKind) -> tuple[str, ...]:
     """Names of the linear layers of an attention, in the order of its matrices."""
     if attention.delta is None:
-        return ATTENTION
+        own = len(attention.matrices) - 1
+        return (*ATTENTION[:own], "o_proj")
     return (*(DELTA_JOINED if attention.delta.joins_gate else DELTA), "out_proj")
 
 
@@ -433,6 +450,9 @@ def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
     if width:
         into = MLP[:2] if kind.mlp.matrices == 3 else MLP[1:2]
         own |= dict.fromkeys(into, (width, hidden)) | {"down_proj": (hidden, width)}
+    if kind.embedding_size:
+        own["per_layer_input_gate"] = (kind.embedding_size, hidden)
+        own["per_layer_projection"] = (hidden, kind.embedding_size)
     sizes: dict[str, tuple[int, int]] = {}
     for name, (outputs, inputs) in own.items():
         fused = _FUSED.get(model_type, {}).get(name, name)

@@ -27,14 +27,12 @@ from highwater.engine.attention.mixed_lengths import attend_mixed
 from highwater.errors import MachineError
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel, kernels
+from highwater.nouns.layout import WIDEST_FUSED_HEAD
 
 _BACKENDS: dict[Kernel, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
 }
-
-_WIDEST_HEAD = 256
-"""Largest head size that flash attention takes."""
 
 
 def attend(
@@ -88,7 +86,7 @@ def attend(
 def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> bool:
     """True if documents of several lengths can share kernel calls (``mixed_lengths``) here."""
     is_whole = len(set(document_lengths)) == 1
-    has_one_size = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+    has_one_size = query.shape[-1] == value.shape[-1] <= WIDEST_FUSED_HEAD
     return query.device.type == "cuda" and has_one_size and not is_whole
 
 

@@ -2,7 +2,8 @@
 
 A run of documents of one length is one call: of flash attention within a window on a GPU, if its
 proof passed (``kernel_proof``); of the hardware's own kernel for documents no longer than the
-window; else of ``plain_block``. Nothing quadratic is stored.
+window; of ``wide_block`` for heads wider than that takes; else of ``plain_block``. Nothing
+quadratic is stored.
 
 Shapes:  B 1  S packed tokens  H query heads  K key/value heads  D head size  d documents of a run
          of equal lengths  l tokens of one of them
@@ -20,6 +21,7 @@ from highwater.engine.attention import kernel_proof as window_proof
 from highwater.engine.attention.block_attention import Block, WindowedBlock, attended
 from highwater.engine.attention.dense import join_sinks_, sink_gradient
 from highwater.engine.attention.plain_block import PlainBlock
+from highwater.engine.attention.wide_block import WideBlock
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
@@ -33,6 +35,8 @@ class Pattern:
     """Number of tokens that a token reads, itself included; None: all before it in its document."""
     soft_cap: float | None = None
     """Bound of a score's magnitude: ``cap * tanh(score / cap)``; None: no cap."""
+    is_wide: bool = False
+    """Heads are wider than a fused kernel takes (``wide_block``)."""
     sinks_H: Tensor | None = None
     """One score for each query head that joins the softmax without a value; None: no sinks."""
 
@@ -42,7 +46,7 @@ class Pattern:
 
     def is_fused_up_to(self, length_tokens: int) -> bool:
         """True if the hardware's own kernel computes documents up to this length, sinks aside."""
-        return self.soft_cap is None and not self.cuts(length_tokens)
+        return not (self.soft_cap or self.is_wide or self.cuts(length_tokens))
 
     def is_dense_up_to(self, length_tokens: int) -> bool:
         """True if documents up to this length attend in full, without sinks."""
@@ -108,6 +112,8 @@ class _SameLength(NamedTuple):
         if pattern.is_fused_up_to((self.stop - self.start) // self.documents):
             return Block(*tensors, True, pattern.scaling, documents.kernel)
         window, cap = pattern.window_tokens, pattern.soft_cap
+        if pattern.is_wide and cap is None:
+            return WideBlock(*tensors, pattern.scaling, window, None, documents.in_pieces)
         if window is None or cap is not None:  # no fused kernel caps scores
             return PlainBlock(*tensors, pattern.scaling, window, cap, documents.in_pieces)
         if window_proof.computes_windows(device, query_BHSD.dtype, query_BHSD.shape[-1]):

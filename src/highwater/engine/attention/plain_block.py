@@ -61,7 +61,7 @@ class PlainBlock(NamedTuple):
         dtype = query_gradient.dtype
         return query_gradient, key_gradient.to(dtype), value_gradient.to(dtype)
 
-    def _attend_(self, rows: "_Stretch", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
+    def _attend_(self, rows: "RowsAtHand", output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
         """Write the output of these rows. A method of its own, so that its buffers are freed before
         the next rows need theirs; ``_add_gradients_`` too.
         """
@@ -76,7 +76,7 @@ class PlainBlock(NamedTuple):
 
     def _add_gradients_(
         self,
-        rows: "_Stretch",
+        rows: "RowsAtHand",
         upstream: tuple[Tensor, Tensor, Tensor],
         sums: tuple[Tensor, Tensor, Tensor],
     ) -> None:
@@ -107,32 +107,35 @@ class PlainBlock(NamedTuple):
     def _wide(self) -> torch.dtype:
         return torch.promote_types(self.query_BHSD.dtype, torch.float32)
 
-    def _rows(self) -> Iterator["_Stretch"]:
+    def _rows(self) -> Iterator["RowsAtHand"]:
         """Yield all rows, as many at a time as their scores may take, from the end: the last rows
         read the most keys, so the buffers of all later ones fit into memory that they freed.
         """
         documents, heads, length, _ = self.query_BHSD.shape
-        at_once, keys = stretch(length, self.window_tokens, documents * heads)
+        return self._stretches(*stretch(length, self.window_tokens, documents * heads))
+
+    def _stretches(self, at_once: int, keys: int) -> Iterator["RowsAtHand"]:
+        length = self.query_BHSD.shape[2]
         for stop in range(length, 0, -at_once):
             first = max(0, stop - at_once)
-            yield _Stretch(slice(first, stop), slice(max(0, stop - keys), stop))
+            yield RowsAtHand(slice(first, stop), slice(max(0, stop - keys), stop))
             if self.is_for_memory:
                 return
 
-    def _by_groups(self, tensor_BHSx: Tensor, rows: "_Stretch") -> Tensor:
+    def _by_groups(self, tensor_BHSx: Tensor, rows: "RowsAtHand") -> Tensor:
         """View these rows of a tensor, by groups of heads: BKGr and the remaining dimensions."""
         return tensor_BHSx[:, :, rows.queries].unflatten(1, (self.key_BKSD.shape[1], -1))
 
-    def _of_rows(self, tensor_BHSD: Tensor, rows: "_Stretch") -> Tensor:
+    def _of_rows(self, tensor_BHSD: Tensor, rows: "RowsAtHand") -> Tensor:
         """Return these rows of a tensor, BKGrD, wide and contiguous: products copy no more."""
         rows_BKGrD = self._by_groups(tensor_BHSD, rows)
         return rows_BKGrD.to(self._wide, memory_format=torch.contiguous_format)
 
-    def _of_keys(self, tensor_BKSD: Tensor, rows: "_Stretch") -> Tensor:
+    def _of_keys(self, tensor_BKSD: Tensor, rows: "RowsAtHand") -> Tensor:
         """Return the keys' part of a tensor that rows read, BKlD, wide and contiguous."""
         return tensor_BKSD[:, :, rows.keys].to(self._wide, memory_format=torch.contiguous_format)
 
-    def _scores(self, rows: "_Stretch") -> Tensor:
+    def _scores(self, rows: "RowsAtHand") -> Tensor:
         """Scores of the rows with all keys of their stretch, capped: BKGrl."""
         query_BKGrD = self._of_rows(self.query_BHSD, rows)
         key_BKlD = self._of_keys(self.key_BKSD, rows)
@@ -147,7 +150,7 @@ class PlainBlock(NamedTuple):
             return self.scaling
         return (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
 
-    def _hide_(self, scores_BKGrl: Tensor, rows: "_Stretch") -> Tensor:
+    def _hide_(self, scores_BKGrl: Tensor, rows: "RowsAtHand") -> Tensor:
         """Write minus infinity where a token does not read a key, in place."""
         device = scores_BKGrl.device
         row_r1 = torch.arange(rows.queries.start, rows.queries.stop, device=device)[:, None]
@@ -158,7 +161,7 @@ class PlainBlock(NamedTuple):
         return scores_BKGrl.masked_fill_(hidden_rl, -math.inf)
 
 
-class _Stretch(NamedTuple):
+class RowsAtHand(NamedTuple):
     """Rows of queries, and the stretch of keys that any of them reads."""
 
     queries: slice

@@ -35,12 +35,14 @@ from highwater.engine.attention.dense import attend
 from highwater.engine.attention.mixed_lengths import attend_mixed
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
 from highwater.engine.attention.ring import Ring, attend_in_ring
+from highwater.engine.attention.wide_block import is_wide
 from highwater.engine.parallel.collectives import Attend, attend_sharded
 from highwater.engine.parallel.mesh import SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError, ModelError
 from highwater.model.layer_kind import slides
 from highwater.nouns.hardware import Kernel
+from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
 
@@ -177,12 +179,14 @@ def register(
             scaling=query_BHSD.shape[-1] ** -0.5 if scaling is None else scaling,
             window_tokens=windows[module],
             soft_cap=features.get("softcap"),
+            is_wide=is_wide(query_BHSD),
             sinks_H=features.get("s_aux"),
         )
         longest = max(sequence_layout.document_lengths)
         if sparse is not None:
             if not pattern.is_dense_up_to(longest):
-                raise _unsupported(module, "a window or sinks of its own beside a sparse pattern")
+                what = f"heads of {query_BHSD.shape[-1]} numbers" if pattern.is_wide else "sinks"
+                raise _unsupported(module, f"a window, or {what}, beside a sparse pattern")
             ours: Attend = partial(
                 attend_sparsely,
                 layout=sequence_layout,
@@ -284,7 +288,15 @@ def _refuse_features(
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for what a ring does not compute: windows that cut, capped scores."""
+    """Raise ModelError for what a ring does not compute: windows that cut, capped scores, heads
+    that no fused kernel takes.
+    """
+    if pattern.is_wide:
+        raise ModelError(
+            f"{_family(module)} attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which "
+            "a ring does not",
+            hint="use `--ulysses` in the place of `--ring`",
+        )
     if pattern.soft_cap is not None:
         raise ModelError(
             f"{_family(module)} caps the scores of its attention, which a ring does not",

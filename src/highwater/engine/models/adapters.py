@@ -181,7 +181,7 @@ def write_adapters(
         f".{_WITHIN}" in name for name in tensors
     ):  # only there: a tower has layers of the same names
         layers = "|".join(sorted({name.split(".")[-3] for name in tensors}))
-        config.target_modules = rf"{re.escape(_WITHIN)}.*\.({layers})"
+        config.target_modules = rf"{re.escape(_WITHIN)}(.*\.)?({layers})"
     if gives_scalars:
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
     config.inference_mode = True

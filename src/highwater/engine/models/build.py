@@ -20,6 +20,7 @@ from highwater.engine.models.adapters import add_adapters
 from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.delta_net import fuse_delta_nets
+from highwater.engine.models.fused.earlier_keys import hand_over_earlier_keys
 from highwater.engine.models.fused.fused import (
     fuse_attentions,
     fuse_mlps,
@@ -54,8 +55,9 @@ def read_config(directory: str, *, length_tokens: int, rope: Rope) -> PreTrained
     if getattr(config, "tie_word_embeddings", False) and unties(Path(directory)):
         # as transformers does if the files hold both, with different values
         config.tie_word_embeddings = False
-    # attention takes None as hidden size / heads, but transformers' YaRN would multiply by None
-    if getattr(config, "head_dim", 0) is None:
+    # Attention takes None as hidden size / heads, but transformers' YaRN would multiply by None.
+    # A config of layers with unlike heads raises where it is asked for one size of them all.
+    if config.to_dict().get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     taken = inspect.signature(type(config).__init__).parameters
     if hasattr(config, "sliding_window") and "sliding_window" not in taken:
@@ -162,6 +164,7 @@ def build_on_meta(
     drop_storage(causal_lm)
     refuse_shared_parameters(causal_lm)
     fuse_delta_nets(causal_lm, attention)
+    hand_over_earlier_keys(causal_lm)
     refuse_other_mixing(causal_lm)
     transform = logit_transform_of(config.to_dict(), source=f"the config of {config.model_type}")
     prove_head(causal_lm, transform)

@@ -138,7 +138,10 @@ class DocumentRope(nn.Module):
         # of a Python float.
         is_dynamic = "dynamic" in self.kinds[layer_type]
         length = torch.tensor(tokens, device=device) if is_dynamic else tokens
-        return compute(self.theirs.config, device, seq_len=length, layer_type=layer_type)[0]
+        config: Any = self.theirs.config
+        if getattr(config, "is_heterogeneous", False):  # heads of each kind of layer differ
+            config = config.per_layer_config[layer_type]
+        return compute(config, device, seq_len=length, layer_type=layer_type)[0]
 
 
 class PhimoeRope(DocumentRope):

@@ -45,7 +45,9 @@ from highwater.model.weight_files import (
 )
 from highwater.nouns.objective import BASE_PREFIX
 
-_TOWER = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\..*")
+_TOWER = re.compile(
+    r"(model\.)?(visual|(vision|audio)_tower|embed_(vision|audio)|multi_modal_projector)\..*"
+)
 """Names of what a multimodal model has beside its text model; it is not loaded."""
 _TEXT = re.compile(r"^(model\.language_model|language_model\.model)\.|^language_model\.(?=lm_head)")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")

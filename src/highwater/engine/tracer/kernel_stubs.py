@@ -90,8 +90,10 @@ def put(kernel: Kernel) -> None:
     windows: Any = window_proof
     windows.computes_windows = lambda *_: True  # as on a Hopper card
     plain: Any = plain_block.PlainBlock
-    rows = plain._rows
-    plain._rows = lambda block: islice(rows(block), 1)  # the first rows take the most memory
+    rows = plain._stretches
+    plain._stretches = lambda block, *size: islice(
+        rows(block, *size), 1
+    )  # the first rows take the most memory
 
 
 def put_one_group(recorder: AllocationRecorder) -> None:

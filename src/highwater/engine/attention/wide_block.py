@@ -1,0 +1,116 @@
+"""Wide blocks: attention with heads wider than fused kernels take, on a GPU. Flash attention and
+cuDNN end at 256 numbers, and memory-efficient attention has been wrong past 65,536 tokens.
+
+Some rows of queries at a time, forward and backward. Products are of the heads' own dtype, summed
+in float32 or wider; scores, their softmax and the gradients of keys and values are in that, too;
+weights are rounded before they multiply values, as flash attention has it. The scores held at once
+are bounded for any length, so memory is linear in it.
+
+Shapes:  B documents  K key/value heads  G query heads of each  H = K G  S tokens of a document
+         r rows at hand  R = G r  l keys that they read  D head size
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from highwater.engine.attention.plain_block import PlainBlock, RowsAtHand
+from highwater.nouns.layout import WIDEST_FUSED_HEAD, stretch
+
+SCORES_AT_HAND = 2**26
+"""Scores computed at once over documents and heads: products of some hundred rows, which keep a GPU
+busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
+
+
+def is_wide(tensor_BXSD: Tensor) -> bool:
+    """True if a tensor's heads are wider than a fused kernel of its device takes."""
+    return tensor_BXSD.is_cuda and tensor_BXSD.shape[-1] > WIDEST_FUSED_HEAD
+
+
+class WideBlock(PlainBlock):
+    """Documents of one length, each of which attends to itself, with wide heads."""
+
+    def _attend_(self, rows: RowsAtHand, output_BHSD: Tensor, log_sums_BHS: Tensor) -> None:
+        scores_BKRl = self._wide_scores(rows)
+        most_BKR1 = scores_BKRl.amax(-1, keepdim=True)
+        weights_BKRl = scores_BKRl.sub_(most_BKR1).exp_()
+        sums_BKR1 = weights_BKRl.sum(-1, keepdim=True)
+        found_BKRD = _product(weights_BKRl.to(self.dtype), self.value_BKSD[:, :, rows.keys])
+        self._rows_of(output_BHSD, rows).copy_(self._by_rows(found_BKRD.div_(sums_BKR1)))
+        log_sums_BKR1 = sums_BKR1.log_().add_(most_BKR1)
+        self._rows_of(log_sums_BHS, rows).copy_(self._by_rows(log_sums_BKR1)[..., 0])
+
+    def _add_gradients_(
+        self,
+        rows: RowsAtHand,
+        upstream: tuple[Tensor, Tensor, Tensor],
+        sums: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        query_gradient, key_gradient, value_gradient = sums
+        upstream_BKRD, output_BKRD = (self._joined(each, rows) for each in upstream[:2])
+        log_sums_BKR1 = self._rows_of(upstream[2], rows).flatten(2, 3)[..., None]
+        weights_BKRl = self._wide_scores(rows).sub_(log_sums_BKR1).exp_()
+        value_gradient[:, :, rows.keys] += _product(
+            weights_BKRl.to(self.dtype).transpose(2, 3), upstream_BKRD
+        )
+        # a score's gradient is its weight times how far its value is above the mean
+        mean_BKR1 = (upstream_BKRD.to(self._wide) * output_BKRD).sum(-1, keepdim=True)
+        value_BKDl = self.value_BKSD[:, :, rows.keys].transpose(2, 3)
+        for_scores_BKRl = _product(upstream_BKRD, value_BKDl).sub_(mean_BKR1).mul_(weights_BKRl)
+        if self.scaling != 1:
+            for_scores_BKRl.mul_(self.scaling)
+        narrow_BKRl = for_scores_BKRl.to(self.dtype)
+        found_BKRD = _product(narrow_BKRl, self.key_BKSD[:, :, rows.keys])
+        self._rows_of(query_gradient, rows).copy_(self._by_rows(found_BKRD))
+        key_gradient[:, :, rows.keys] += _product(
+            narrow_BKRl.transpose(2, 3), self._joined(self.query_BHSD, rows)
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the heads, and of what products multiply."""
+        return self.query_BHSD.dtype
+
+    def _rows(self) -> Iterator[RowsAtHand]:
+        documents, heads, length, _ = self.query_BHSD.shape
+        size = stretch(length, self.window_tokens, documents * heads, at_hand=SCORES_AT_HAND)
+        return self._stretches(*size)
+
+    def _wide_scores(self, rows: RowsAtHand) -> Tensor:
+        """Scores of the rows, minus infinity where a token does not read a key: BKRl."""
+        key_BKDl = self.key_BKSD[:, :, rows.keys].transpose(2, 3)
+        scores_BKRl = _product(self._joined(self.query_BHSD, rows), key_BKDl)
+        if self.scaling != 1:
+            scores_BKRl.mul_(self.scaling)
+        by_rows_BKGrl = self._by_rows(scores_BKRl)
+        if self.window_tokens is not None:
+            self._hide_(by_rows_BKGrl, rows)
+        else:  # only the last keys lie ahead of a row
+            count = rows.queries.stop - rows.queries.start
+            ahead_rr = torch.ones(count, count, dtype=torch.bool, device=scores_BKRl.device).triu(1)
+            by_rows_BKGrl[..., -count:].masked_fill_(ahead_rr, -math.inf)
+        return scores_BKRl
+
+    def _rows_of(self, tensor_BHSx: Tensor, rows: RowsAtHand) -> Tensor:
+        """View these rows of a tensor by groups of heads: BKGr and the remaining dimensions."""
+        return self._by_groups(tensor_BHSx, rows)
+
+    def _joined(self, tensor_BHSD: Tensor, rows: RowsAtHand) -> Tensor:
+        """Return these rows of all query heads of a key head, one after the other: BKRD."""
+        return self._by_groups(tensor_BHSD, rows).flatten(2, 3)
+
+    def _by_rows(self, tensor_BKRx: Tensor) -> Tensor:
+        """View what is joined by query heads: BKGrx."""
+        heads = self.query_BHSD.shape[1] // self.key_BKSD.shape[1]
+        return tensor_BKRx.unflatten(2, (heads, -1))
+
+
+def _product(one_BKmn: Tensor, other_BKno: Tensor) -> Tensor:
+    """Return the product of matrices of one dtype, summed and given in float32 or wider: BKmo."""
+    wide = torch.promote_types(one_BKmn.dtype, torch.float32)
+    if not one_BKmn.is_cuda or one_BKmn.dtype == wide:
+        return one_BKmn.to(wide) @ other_BKno.to(wide)
+    found = torch.bmm(one_BKmn.flatten(0, 1), other_BKno.flatten(0, 1), out_dtype=wide)
+    return found.unflatten(0, one_BKmn.shape[:2])

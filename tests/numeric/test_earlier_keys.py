@@ -1,0 +1,82 @@
+"""Layers that read keys of earlier ones, and embeddings of their own: recomputed or not, gradients
+are the class's own, and what is handed from layer to layer is let go of as layers go backward.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.registry import register
+from highwater.engine.models.fused import earlier_keys
+from highwater.engine.models.fused.earlier_keys import hand_over_earlier_keys
+from highwater.engine.parallel.sequence_layout import SequenceLayout
+
+KINDS = ("sliding_attention", "full_attention")
+DOCUMENTS = (9, 1, 14)
+
+
+def model_of(attention: str) -> Gemma4ForCausalLM:
+    """Six layers, of which the last two read keys of the two before them."""
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        layer_types=[*KINDS, *KINDS, *KINDS],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        sliding_window=5,
+        max_position_embeddings=64,
+    )
+    config._attn_implementation = attention
+    return Gemma4ForCausalLM(config).double()
+
+
+def run(model: Gemma4ForCausalLM, ids_T: torch.Tensor, **how: Any) -> dict[str, torch.Tensor]:
+    """Last hidden states, and every gradient of the sum of their cubes."""
+    hidden_1TE = model.model(input_ids=ids_T[None], use_cache=False, **how).last_hidden_state
+    hidden_1TE.pow(3).sum().backward()
+    gradients = {
+        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad
+        for name, parameter in model.model.named_parameters()
+        if parameter.grad is not None
+    }
+    return {"hidden": hidden_1TE.detach(), **gradients}
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "all-but-attention"])
+def test_recomputed_or_not_gradients_are_the_classs_own_and_shared_keys_are_let_go_of(
+    recompute, monkeypatch
+):
+    made: list[Any] = []
+    usual = earlier_keys._earlier_keys
+    monkeypatch.setattr(earlier_keys, "_earlier_keys", lambda: made.append(usual()) or made[-1])
+    attention = register("flash")
+    ours, theirs = model_of(attention.name), model_of("eager")
+    hand_over_earlier_keys(ours)
+    if recompute != "none":
+        keeping = attention.kept_in_recompute if recompute == "all-but-attention" else None
+        recompute_layers(ours.model.layers, keeping=keeping)
+    ids_T = torch.randint(64, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
+    positions_1T = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    layout = SequenceLayout(DOCUMENTS)
+    found = run(ours, ids_T, position_ids=positions_1T, sequence_layout=layout)
+
+    expected: dict[str, torch.Tensor] = {}
+    parts = [run(theirs, part) for part in ids_T.split(DOCUMENTS)]
+    expected = {**parts[-1], "hidden": torch.cat([part["hidden"] for part in parts], dim=1)}
+    assert found.keys() == expected.keys()
+    for name, own in expected.items():
+        # float32 inside the class's norms and positions, where ours stays in float64
+        assert torch.allclose(found[name], own, rtol=1e-5, atol=1e-5 * float(own.abs().max())), name
+    assert len(made) == 1
+    assert {*made[0]} == ({*KINDS} if recompute == "none" else set())
