@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 70_972,
+    "src_lines": 70_973,
     "src_files": 284,
     "src_small_files": 11,
     "process_starts": 1,
@@ -26,8 +26,8 @@ files: one, of whose issue 48 lines are left; list prices: 22 lines; Gemma 4, it
 what its layers share: two, 389 lines)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
-    "find": {"modules": 200, "files": 120},
-    "train": {"modules": 211, "files": 116},
+    "find": {"modules": 200, "files": 121},
+    "train": {"modules": 211, "files": 117},
 }
 
 

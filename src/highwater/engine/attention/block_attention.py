@@ -346,8 +346,9 @@ class _AsksKeeper(TorchDispatchMode):
         call = partial(func, *args, **(kwargs or {}))
         if func not in _OPERATORS:
             return call()
+        found: tuple[Any, ...] = attended(call)  # lengths and seeds, too
         # detached, as autograd makes the returned tensors its own
-        return tuple(t.detach() if isinstance(t, Tensor) else t for t in attended(call))
+        return tuple(t.detach() if isinstance(t, Tensor) else t for t in found)
 
 
 def asking_keeper() -> AbstractContextManager[Any]:
