@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from templates import environment
 
-from highwater.memory.table_accuracy import published_grid
+from highwater.nouns.study import usual_grid
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PUBLISHED = HERE.parent / "tests" / "data"
 ROW_HEIGHT, LABEL_WIDTH, BAR_WIDTH, TOP = 24, 385, 340, 78
 LEGEND_WIDTH = 250
-GRID = published_grid(40960)
+GRID = usual_grid(40960)
 FEW_FAMILIES = 3
 """Reasons that fewer families have are one bar."""
 

@@ -48,7 +48,7 @@ def test_a_study_is_shown_as_a_table_as_published_as_lines_and_as_json(highwater
     assert fields == {"model_name": "Qwen3-0.6B", "trainer_gpu_num": "1", "sp_num": "1"}
     document = json.loads(highwater("show", "--as", "json").stdout)
     assert document["path"] == "logs/m/study-1.jsonl"
-    assert len(document["trials"]) >= 6, "two a rung"
+    assert len(document["trials"]) >= 3, "two around an edge, one where lengths end"
     assert all(trial["result"]["simulated"] for trial in document["trials"])
 
 

@@ -19,13 +19,13 @@ from markup import Page, markdown_rows
 
 from highwater import guide, open_study, predict, write_guide
 from highwater.errors import UsageError
-from highwater.memory.table_accuracy import PUBLISHED_SETTINGS, published_grid
+from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.nouns.capacities import Capacity, study_capacities
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study
+from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study, usual_grid
 from highwater.pages import guide_page as guide_parts
 from highwater.pages.chooser import places
 from highwater.pages.guide import Guide, guide_tables, published_label
@@ -38,7 +38,7 @@ DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 TABLE = DATA / "published_capacity_a100_80gb.csv"
 COLUMNS = ("gpu", "gpus", "max_model_len", "model", "settings")
-GRID = published_grid(40960)
+GRID = usual_grid(40960)
 
 
 def of_rows(*rows: str, folder: Path) -> Guide:

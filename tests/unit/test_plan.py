@@ -134,7 +134,7 @@ def test_pieces_cut_a_run_evenly_into_lengths_that_kernels_treat_alike(tokens, d
 
 
 @given(st.integers(1, 1024))
-def test_every_length_of_the_published_grid_can_be_cut(steps):
+def test_every_length_of_the_usual_grid_can_be_cut(steps):
     assert pieces(4096 * steps, "cuda") is not None
     assert pieces(4096 * steps, "cpu") is not None
 

@@ -212,7 +212,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "do not divide": {"rollout_tensor_parallel": 3},
     "no rollout": {"rollout": None, "sleep_level": 2},
     "beside a formula": {"trainer": "highwater", "exact": True, "gpus": "1xH100-80GB"},
-    "another objective": {"trainer": "transformers"},
+    "predicted with `--objective`": {"trainer": "transformers"},
 }
 
 

@@ -142,7 +142,7 @@ def published(native: int, *, ceiling: int = 200_000) -> Grid:
     return grid_of(4096, ceiling, native=native, beyond=native // 4)
 
 
-def test_the_published_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it():
+def test_the_usual_grid_steps_by_4096_up_to_the_native_length_then_by_a_quarter_of_it():
     grid = published(40960)
     assert [grid.length(index) for index in (1, 2, 9, 10, 11, 12)] == [
         *(4096, 8192, 36864, 40960, 51200, 61440),

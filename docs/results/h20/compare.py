@@ -20,18 +20,18 @@ import highwater
 from highwater.memory.table_accuracy import (
     PUBLISHED_TRAINER,
     memory_limits_of,
-    published_grid,
     read_capacity_table,
     rung_name,
 )
 from highwater.memory.trainers import predict_by_formula
+from highwater.nouns.study import usual_grid
 from highwater.pages.guide_page import guide_rows
 from highwater.units import format_tokens
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[2] / "tests" / "data"
 COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
-GRID = published_grid(40960)
+GRID = usual_grid(40960)
 
 
 class Table(NamedTuple):

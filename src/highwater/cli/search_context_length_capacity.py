@@ -33,7 +33,7 @@ from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
 from highwater.nouns.declaration import SWITCH
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine
-from highwater.nouns.plan import CEILING_TOKENS, Plan, grid_of
+from highwater.nouns.plan import LONGEST_TOKENS, Plan, grid_of
 from highwater.nouns.request import DECLARED, Request, request_from, values_of
 from highwater.nouns.settings import RUNG_ROWS, Allocator, Settings
 from highwater.nouns.trial_hardware import cpu_memory
@@ -185,7 +185,7 @@ def _search(
     request = request_of(arguments, settings, place, typed, from_file)
     planned = msgspec.structs.replace(search.prepare(request), begins_shortest=starts)
     device = planned.question.device
-    unbound = place | ({} if starts or device == "cuda" else {"max_length": CEILING_TOKENS["cpu"]})
+    unbound = place | ({} if starts or device == "cuda" else {"max_length": LONGEST_TOKENS["cpu"]})
     started = request_of(arguments, settings, unbound, typed, from_file)
     longest_tokens = grid_of(started, model, device)[0].max_tokens
     here = partial(in_these_words, typed=typed, from_file=from_file)
@@ -286,11 +286,11 @@ def place_of(
     if (asked.device or usual) == "cuda":
         return {"device": "cuda", "max_length": _NO_CEILING}
     if starts:
-        start, longest = asked.start_tokens, max(CEILING_TOKENS["cpu"], asked.start_tokens)
+        start, longest = asked.start_tokens, max(LONGEST_TOKENS["cpu"], asked.start_tokens)
     else:
         start, tokens = _CPU_STEP_TOKENS, _CPU_LOGITS_PER_CORE // model.shape.vocab_size
         longest = max(2, machine.cpu_cores * tokens // start) * start
-        longest = min(longest, CEILING_TOKENS["cpu"])
+        longest = min(longest, LONGEST_TOKENS["cpu"])
     step = min(start, _START_TOKENS)
     return {"device": "cpu", "start_length": start, "max_length": longest, "resolution": step}
 

@@ -26,7 +26,7 @@ from highwater.nouns.codec import SETTINGS_BYTES, Record, read_file
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Question, counted_ranks
+from highwater.nouns.study import Cell, Question, counted_ranks, usual_grid
 from highwater.nouns.trainer import OURS, TrainerName
 
 _NOTHING_SET = Settings(
@@ -45,8 +45,6 @@ PUBLISHED_SETTINGS: Mapping[str, Settings] = {
 """The settings of each rung by its published name: Trinity-RFT's script and guide."""
 
 _COLUMNS = ("gpu", "settings", "gpus", "sp", "model", "max_model_len")
-_CEILING_TOKENS = 1024**2
-"""Longer than any published capacity: a table says that something failed above each."""
 
 _LONGEST_TOKENS = 16 * 1024**2
 """Longest capacity that a table may hold: a guide has a row for each step up to it."""
@@ -91,17 +89,6 @@ def table_capacities(path: Path) -> tuple[Capacity, ...]:
     return tuple(_capacity(row, models[row.model_name], path) for row in rows)
 
 
-def published_grid(native_length_tokens: int) -> Grid:
-    """The lengths of the published tables, for a model of this native length."""
-    return Grid(
-        start_tokens=PUBLISHED_STEP_TOKENS,
-        step_tokens=PUBLISHED_STEP_TOKENS,
-        native_length_tokens=native_length_tokens,
-        beyond_step_tokens=max(1, native_length_tokens // 4),
-        max_tokens=_CEILING_TOKENS,
-    )
-
-
 def rung_name(settings: Settings) -> str:
     """What the published tables call these settings. Raises StopIteration for others."""
     return next(name for name, known in PUBLISHED_SETTINGS.items() if known == settings)
@@ -126,7 +113,7 @@ class _Row(NamedTuple):
 
 def _capacity(row: _Row, model: Model, path: Path) -> Capacity:
     native_tokens = model.shape.native_length_tokens
-    grid = published_grid(native_tokens)
+    grid = usual_grid(native_tokens)
     next_tokens = None if row.tokens is None else grid.length(grid.index_at_most(row.tokens) + 1)
     return Capacity(
         model_name=row.model_name,
@@ -225,7 +212,7 @@ def _question(gpu: str, model_name: str, cells: Sequence[Cell]) -> Question:
         ),
         memory_budget_bytes=None,
         cells=tuple(cells),
-        grid=published_grid(native_tokens),
+        grid=usual_grid(native_tokens),
         simulated=True,
     )
 

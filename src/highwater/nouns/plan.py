@@ -32,7 +32,15 @@ from highwater.nouns.plan_notes import (
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope, Settings
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK
-from highwater.nouns.study import PUBLISHED_STEP_TOKENS, Cell, Grid, Proof, Question
+from highwater.nouns.study import (
+    CEILING_TOKENS,
+    PUBLISHED_STEP_TOKENS,
+    Cell,
+    Grid,
+    Proof,
+    Question,
+    usual_grid,
+)
 from highwater.nouns.trainer import (
     FOREIGN,
     OURS,
@@ -50,19 +58,17 @@ from highwater.nouns.trial_hardware import (
 )
 from highwater.units import format_seconds, format_tokens
 
-CEILING_TOKENS: dict[Device, int] = {"cuda": 1024**2, "cpu": 8192}
+LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
 """Longest length to try unless one is named; on the CPU attention's square is felt."""
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
     """The lengths to try, and why they end where nobody asked for an end."""
-    native = model.shape.native_length_tokens
     longest, notes = _longest(request, model, device)
-    grid = Grid(
+    grid = usual_grid(
+        model.shape.native_length_tokens,
         start_tokens=request.start_tokens,
-        step_tokens=request.resolution_tokens or PUBLISHED_STEP_TOKENS,
-        native_length_tokens=native,
-        beyond_step_tokens=request.resolution_tokens or max(1, native // 4),
+        resolution_tokens=request.resolution_tokens,
         max_tokens=longest,
     )
     return grid, notes
@@ -71,7 +77,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
 def _longest(request: Request, model: Model, device: Device) -> tuple[int, tuple[str, ...]]:
     """The longest length to try, and why it is that one: native where nothing scales past it."""
     native = model.shape.native_length_tokens
-    longest, notes = request.max_tokens or CEILING_TOKENS[device], ()
+    longest, notes = request.max_tokens or LONGEST_TOKENS[device], ()
     if request.max_tokens is None and device == "cpu":
         longest = max(longest, request.start_tokens)
         notes = (

@@ -17,6 +17,7 @@ from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, T
 from highwater.units import GIB, format_tokens
 
 PUBLISHED_STEP_TOKENS = 4096
+CEILING_TOKENS = 1024**2
 
 
 class Grid(Record, frozen=True, kw_only=True):
@@ -95,6 +96,25 @@ RANK_WORDS: dict[Device, tuple[str, str]] = {
     "cpu": ("process", "processes"),
 }
 """A user's words for a rank, and several, on each device."""
+
+
+def usual_grid(
+    native_length_tokens: int,
+    *,
+    start_tokens: int = PUBLISHED_STEP_TOKENS,
+    resolution_tokens: int | None = None,
+    max_tokens: int = CEILING_TOKENS,
+) -> Grid:
+    """The lengths of the published tables, or as fine and as far as was asked, for a model of this
+    native length, past which steps are a quarter of it.
+    """
+    return Grid(
+        start_tokens=start_tokens,
+        step_tokens=resolution_tokens or PUBLISHED_STEP_TOKENS,
+        native_length_tokens=native_length_tokens,
+        beyond_step_tokens=resolution_tokens or max(1, native_length_tokens // 4),
+        max_tokens=max_tokens,
+    )
 
 
 def counted_ranks(count: int, device: Device) -> str:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 from highwater.api.prediction import predict
 from highwater.errors import StudyError, UsageError
 from highwater.memory.capacity import MemoryLimit, Prediction, predicted_capacities
-from highwater.memory.table_accuracy import published_grid, table_capacities
+from highwater.memory.table_accuracy import table_capacities
 from highwater.nouns.capacities import Capacity, Source, may_be_simpler, simplest, study_capacities
 from highwater.nouns.codec import record_in
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.recommendation import Query
 from highwater.nouns.settings import Settings, other_training
-from highwater.nouns.study import Cell, counted_ranks
+from highwater.nouns.study import Cell, counted_ranks, usual_grid
 from highwater.nouns.trainer import (
     FOREIGN,
     OURS,
@@ -204,7 +204,7 @@ def _table(capacities: tuple[Capacity, ...]) -> GuideTable:
         name: tuple(each for each in capacities if each.model_name == name)
         for name in in_natural_order(each.model_name for each in capacities)
     }
-    grid = published_grid(first.native_length_tokens)
+    grid = usual_grid(first.native_length_tokens)
     last = max(grid.index_at_most(each.capacity_tokens) for each in capacities)
     return GuideTable(
         device_name=first.device_name,

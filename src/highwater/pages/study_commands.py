@@ -16,7 +16,6 @@ from highwater.errors import HighwaterError
 from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, LineRules
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
 from highwater.memory.snapshot.snapshot import Frame
-from highwater.memory.table_accuracy import published_grid
 from highwater.model.model import Model, load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
@@ -24,7 +23,7 @@ from highwater.nouns.environment import coordinates
 from highwater.nouns.layout import Layout, flags_of
 from highwater.nouns.request import DECLARED, setting_flags
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import CellAnswer, Question, Study
+from highwater.nouns.study import CellAnswer, Question, Study, usual_grid
 from highwater.nouns.trainer import FOREIGN, ForeignTrainer
 from highwater.nouns.trial import AliveMemory, Outcome, TrialResult, TrialSpec
 from highwater.pages.text import plain
@@ -142,7 +141,7 @@ def try_words(spec: TrialSpec, model: Model) -> tuple[str, ...]:
 def find_words(question: Question) -> tuple[str, ...]:
     """``highwater find`` with the very question, for a study that was asked from Python."""
     grid, limit_s = question.grid, question.timeout_s
-    usual = published_grid(grid.native_length_tokens)
+    usual = usual_grid(grid.native_length_tokens)
     steps = (grid.step_tokens, grid.beyond_step_tokens)
     is_published = steps == (usual.step_tokens, usual.beyond_step_tokens)
     proof = _with_its_proof(question, ())
