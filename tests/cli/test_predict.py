@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,16 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     assert searched[:2] == ["find", "Qwen3-4B"]
     assert "--loss" not in searched
     assert {"--trainer", "--objective"} <= set(searched)
+
+
+def test_the_next_trial_is_held_to_the_memory_that_was_asked_about(highwater):
+    small = ("Qwen3-0.6B", "--gpus", "1", "--gpu-memory", "24GiB", "--host-memory", "64GiB")
+    for asked, then in (
+        (("predict", *small, "--explain"), "find"),
+        (("predict", *small, "--length", "32k", "--explain"), "try"),
+        (("recommend", *small, "--length", "32k"), "try"),
+    ):
+        words = following(highwater(*asked))
+        assert words[0] == then
+        limits = dict(pairwise(words))
+        assert (limits["--memory"], limits["--host-memory"]) == ("24GiB", "64GiB")

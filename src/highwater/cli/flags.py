@@ -436,6 +436,15 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
 
 
+def trial_limits(arguments: argparse.Namespace) -> list[str]:
+    """Words that hold a trial to the memory of GPUs and host that was asked about."""
+    limits = {
+        "memory": arguments.gpu_memory,
+        "host_memory": typed_values(arguments).get("host_memory"),
+    }
+    return words_of({name: size for name, size in limits.items() if size is not None})
+
+
 def words_without(words: Sequence[str], *flags: str) -> list[str]:
     """The words that were typed, without a flag, by any of its spellings, and its value."""
     kept = list(words)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from highwater.api.prediction import predict as predicted
 from highwater.api.prediction import predict_against
 from highwater.cli import console
-from highwater.cli.flags import named_model, typed_limits, typed_values, words_again, words_without
+from highwater.cli.flags import (
+    named_model,
+    trial_limits,
+    typed_limits,
+    typed_values,
+    words_again,
+    words_without,
+)
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
@@ -234,10 +241,11 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return _alternatives(arguments, prediction)
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
-        return shlex.join(("highwater", "try", model, *flags))
+        return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     refused = {"model", *(FOREIGN[foreign].refused(DECLARED) if foreign else ())}
     typed = {n: value for n, value in typed_values(arguments).items() if n not in refused}
     typed |= {"trainer": foreign} if foreign else {}
+    typed |= {} if arguments.gpu_memory is None else {"memory": arguments.gpu_memory}
     of_the_mark: dict[str, object] = {}
     if foreign or any(name in typed for name in OF_THE_GRID):  # else a search tries the mark itself
         of_the_mark |= prediction.explained.cell.layout.degree_settings

@@ -11,7 +11,13 @@ from pathlib import Path
 import msgspec
 
 from highwater.cli import console
-from highwater.cli.flags import named_model, typed_limits, typed_values, words_again
+from highwater.cli.flags import (
+    named_model,
+    trial_limits,
+    typed_limits,
+    typed_values,
+    words_again,
+)
 from highwater.cli.predict import is_tried
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, HighwaterError, ModelError, UsageError
 from highwater.model.model import load_model
@@ -124,7 +130,7 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and has_trial and not arguments.list_:
         flags = trial_flags(found.chosen.cell, found.length_tokens, foreign)
-        return shlex.join(("highwater", "try", model, *flags))
+        return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     if is_emitted and not arguments.list_:
         words = words_again(arguments, drop=("--trainer",))
         return shlex.join(("highwater", "emit", "--for", trainer.targets[0], model, *words))
