@@ -391,6 +391,9 @@ def handed_bytes(step: Step, layers: int) -> int:
         of_norm = element * table.rows + NUMBER_BYTES * every
         found = element * table.rows
         found += 0 if step.is_frozen else element * behind + of_norm
+        # what is projected is the first layer's input, which stays here whatever goes to the host
+        if step.settings.activation_plan(every).layers_on_host and not step.is_frozen:
+            found += element * step.shape.hidden_size
     for own, reader, keys in _earlier_keys(step.shape.runs):
         is_kept = step.settings.recompute != "none" and own < layers - 1
         found += element * keys * (is_kept + (own <= layers - 1 < reader))
