@@ -457,6 +457,8 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = layer.learned_bytes(*learned.moments) - there
     is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
+    if layer.is_unlike:  # what its attention returned is kept in one order, and needed in another
+        is_copied = step.settings.recompute == "all-but-attention"
     if step.layout.ulysses_degree > 1 and is_copied:
         most += step.tokens * step.element * layer.query
     if step.layout.ring_degree > 1:
