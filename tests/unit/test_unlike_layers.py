@@ -15,6 +15,7 @@ from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_matrices, refuse_no_target
 from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.recommendation.recommend import recommend
 from tiny_models import write_model
 
@@ -122,6 +123,9 @@ def test_memory_is_predicted_and_no_time_of_a_step_made_up(name):
     with pytest.raises(UsageError, match="how fast heads of 512") as refusal:
         recommend(name, gpus="8xH100-80GB", length=32_768, aim="fastest")
     assert "--lightest" in str(refusal.value.hint)
+    for trainer in {*TRAINERS} - {OURS}:
+        with pytest.raises((ModelError, UsageError), match="gemma4_text"):
+            predict(name, gpus="8xH100-80GB", length=32_768, trainer=trainer)
 
 
 def test_layers_of_a_form_that_no_trace_had_are_refused(tmp_path):

@@ -430,7 +430,9 @@ def kept_bytes(layer: Layer) -> int:
     if settings.recompute != "none":
         return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
     if layer.learned is not None:
-        return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
+        is_copied = layer.is_unlike and layer.step.layout.ulysses_degree > 1
+        copy = element * layer.query if is_copied else 0  # of what attention returned
+        return layer.learned_bytes(layer.learned.kept) // layer.step.tokens + copy
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
     experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
     experts = 0 if layer.has_expert_tiles else experts
@@ -457,10 +459,11 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = layer.learned_bytes(*learned.moments) - there
     is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
-    if layer.is_unlike:  # what its attention returned is kept in one order, and needed in another
-        is_copied = step.settings.recompute == "all-but-attention"
-    if step.layout.ulysses_degree > 1 and is_copied:
-        most += step.tokens * step.element * layer.query
+    copied = layer.query if is_copied else 0
+    if layer.is_unlike:  # its own keys are traded once; those of earlier layers by each reader
+        copied = 2 * layer.attended_key if layer.kind.attention.reads_earlier_keys else 0
+    if step.layout.ulysses_degree > 1:
+        most += step.tokens * step.element * copied
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
     if step.settings.activations == "host" and step.shape.delta is not None:
