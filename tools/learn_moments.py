@@ -35,10 +35,10 @@ from highwater.memory.formula.moments import (
     FILE,
     SHARED,
     bytes_of_sums,
-    capped_products,
     columns,
     kind_name,
     products,
+    score_products,
 )
 from highwater.model.families import EXPERT_COUNTS, EXPERTS_PER_TOKEN, family_row
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind, slides
@@ -337,7 +337,7 @@ def sizes_of(kind: LayerKind, spec: TrialSpec, family: str, *, has_tiles: bool) 
 
 def of_scores(attention: AttentionKind, tokens: int) -> Mapping[str, int]:
     """Products of what a document's capped scores take at a time, on one rank."""
-    return capped_products(
+    return score_products(
         attention,
         documents=1,
         length_tokens=tokens,

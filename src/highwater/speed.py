@@ -18,7 +18,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_builtins
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
 from highwater.nouns.objective import adapter_parameters_of_layer
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
@@ -195,12 +195,15 @@ def predicted_step(
     device_name: str,
     micro_batches: int | None = None,
     attention_depth: int | None = None,
+    is_compared: bool = False,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
-    of a memory-only trial, whose other layers attend within short pieces.
+    """Predict the time of a step; None for a GPU kind of unknown rates, and for heads that no fused
+    kernel takes, whose rate nobody measured, unless steps of one model are only ``is_compared``.
+    ``attention_depth`` is that of a memory-only trial, whose other layers attend within short
+    pieces.
     """
     rates = rates_of(device_name)
-    if rates is None:
+    if rates is None or (shape.widest_head > WIDEST_FUSED_HEAD and not is_compared):
         return None
     if micro_batches is None:
         micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1

@@ -9,6 +9,7 @@ import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from highwater.engine.activations.recompute import recompute_layers
+from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.registry import register
 from highwater.engine.models.fused import earlier_keys
 from highwater.engine.models.fused.earlier_keys import hand_over_earlier_keys
@@ -64,7 +65,7 @@ def test_recomputed_or_not_gradients_are_the_classs_own_and_shared_keys_are_let_
     ours, theirs = model_of(attention.name), model_of("eager")
     hand_over_earlier_keys(ours)
     if recompute != "none":
-        keeping = attention.kept_in_recompute if recompute == "all-but-attention" else None
+        keeping = kept_in_recompute if recompute == "all-but-attention" else None
         recompute_layers(ours.model.layers, keeping=keeping)
     ids_T = torch.randint(64, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
     positions_1T = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]

@@ -59,6 +59,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA),
     "seed_oss": {"attention_dropout": 0.0},
     "qwen2_moe": {"use_sliding_window": True},
+    "gemma4_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 64,
+        "vocab_size_per_layer_input": 512,
+    },
 }
 SMALL_MLP = {"head_dim": 256, "intermediate_size": 384, "moe_intermediate_size": 384}
 """Beside which the attention is the peak, of capped scores too: of 4,096 tokens some rows at a
@@ -112,6 +117,58 @@ DELTA_CASES: dict[str, dict[str, Any]] = {
     "odd": {"length_tokens": 5000},
 }
 
+_E4B = {
+    "head_dim": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 2,
+    "final_logit_softcapping": 30.0,
+}
+_E2B = {**_E4B, "num_key_value_heads": 1, "use_double_wide_mlp": True}
+_31B = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+}
+_MANY_WORDS = {"vocab_size": 40_000, "vocab_size_per_layer_input": 20_000}
+_WHOLE = {"loss": "chunked", "recompute": "none"}
+GEMMA4_CASES: dict[str, dict[str, Any]] = {
+    "E4B": {"config": _E4B},
+    "31B, attention kept": {"config": _31B, "settings": Settings(**KEPT)},
+    "E2B, two shards": {"config": _E2B, "settings": Settings(**KEPT), "layout": Layout(gpus=2)},
+    "E4B, attention kept": {"config": _E4B, "settings": Settings(**KEPT)},
+    "E2B, all kept": {"config": _E2B, "settings": Settings(**_WHOLE)},
+    "31B, all kept": {"config": _31B, "settings": Settings(**_WHOLE)},
+    "31B, full loss": {"config": {**_31B, "vocab_size": 40_000}, "settings": Settings()},
+    "E4B, full loss": {
+        "config": _E4B | _MANY_WORDS,
+        "settings": Settings(),
+        "layout": Layout(gpus=2),
+        "length_tokens": 2048,
+    },
+    "E2B, many words": {"config": _E2B | _MANY_WORDS, "length_tokens": 1024},
+    "E4B, activations on the host": {
+        "config": _E4B,
+        "settings": Settings(loss="chunked", activations="host"),
+    },
+    "31B, three documents": {
+        "config": _31B,
+        "settings": Settings(loss="chunked", sequences_per_micro_batch=3),
+    },
+    "the catalog's E2B": {
+        "config": json.loads(
+            Path(load_model("gemma-4-E2B-text").directory, "config.json").read_text()
+        ),
+        "settings": Settings(**KEPT),
+    },
+}
+"""Layers that share keys, have embeddings of their own and heads of 512: as the three models have
+them, and one model whole."""
+
 BY_HAND = ("granite_swa", "ministral3")
 """Families that have the formula's own terms, and no traces elsewhere."""
 
@@ -140,6 +197,13 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
 def test_a_step_with_a_delta_rule_peaks_there_too(family, case, tmp_path):
     """Its layers are learned divided, and frozen."""
     compare(family, DELTA_CASES[case], tmp_path, TOLERANCE)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", deep(*GEMMA4_CASES) or [*GEMMA4_CASES][:3])
+def test_a_step_of_unlike_layers_peaks_there_too(case, tmp_path):
+    """They hand keys, values and embeddings to each other."""
+    compare("gemma4_text", GEMMA4_CASES[case], tmp_path, TOLERANCE)
 
 
 def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -> None:

@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
+from highwater.api.prediction import predict
 from highwater.errors import ModelError, UsageError
+from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.layers import Step, handed_bytes
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
+from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_matrices, refuse_no_target
+from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import OURS, TRAINERS
+from highwater.recommendation.recommend import recommend
 from tiny_models import write_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -105,3 +112,40 @@ def test_layers_without_keys_have_no_adapters_on_them(tmp_path):
     assert counts == [2] * 4 + [0] * 2
     with pytest.raises(UsageError, match="projection of embeddings for its layers"):
         refuse_no_target(shape, Lora(rank=4, alpha=8.0))
+
+
+@pytest.mark.parametrize("name", ["gemma-4-E2B-text", "gemma-4-E4B-text", "gemma-4-31B-text"])
+def test_memory_is_predicted_and_no_time_of_a_step_made_up(name):
+    found = predict(name, gpus="8xH100-80GB", length=32_768)
+    assert any(cell.capacity_tokens for cell in found.cells)
+    assert all(cell.step is None for cell in found.cells)
+    assert any("blocks of matrix products" in note for note in found.notes)
+    with pytest.raises(UsageError, match="how fast heads of 512") as refusal:
+        recommend(name, gpus="8xH100-80GB", length=32_768, aim="fastest")
+    assert "--lightest" in str(refusal.value.hint)
+    for trainer in {*TRAINERS} - {OURS}:
+        with pytest.raises((ModelError, UsageError), match="gemma4_text"):
+            predict(name, gpus="8xH100-80GB", length=32_768, trainer=trainer)
+
+
+def test_layers_of_a_form_that_no_trace_had_are_refused(tmp_path):
+    ties = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 512}
+    model = load_model(str(write_model(tmp_path, **{**GEMMA, **ties})))
+    with pytest.raises(ModelError, match="no trace was read of their form"):
+        refuse_unknown_family(model)
+
+
+def test_keys_are_held_until_their_layer_is_recomputed_and_gradients_from_the_last_reader(tmp_path):
+    """Six layers, of which the last two read keys of the third and fourth: 2 heads of 16 and 48."""
+    shape = shape_of(tmp_path)
+    step = Step(shape, Settings(), Layout(), length_tokens=64)
+    windowed, full = 2 * 2 * 2 * 16, 2 * 2 * 2 * 48
+    embeddings = [2 * 48 + 2 * 48 + 4 * 6 + 2 * 8 * behind for behind in range(6)]
+    assert [handed_bytes(step, layers) - embeddings[6 - layers] for layers in range(6, 0, -1)] == [
+        windowed + full,
+        windowed + 2 * full,
+        2 * windowed + full,
+        windowed,
+        0,
+        0,
+    ]

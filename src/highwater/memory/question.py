@@ -23,14 +23,21 @@ from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
-from highwater.nouns.trainer import TRAINERS, TrainerName, trainer_title
+from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
 from highwater.speed import MEASURED, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
+
+WIDE_HEADS_NOTE = (
+    "heads of {} numbers attend by blocks of matrix products, as no fused kernel takes them, and "
+    "how long a step takes is not predicted: measured were 1.73 s forward and backward of 65,537 "
+    "tokens with 8 heads of 512 on an H100 (docs/results/families)"
+)
+"""What predictions say of heads wider than ``WIDEST_FUSED_HEAD``, by their numbers."""
 
 
 def predicted_question(
@@ -57,6 +64,9 @@ def predicted_question(
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
     notes += tuple(_hardware_notes(where, cells))
+    widest = plans[0].question.model.shape.widest_head
+    if widest > WIDEST_FUSED_HEAD and trainer == OURS:
+        notes += (WIDE_HEADS_NOTE.format(widest),)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 
@@ -286,6 +296,7 @@ def _token_s(question: Question, cell: Cell) -> float:
         *(question.model.shape, cell.settings, cell.layout),
         length_tokens=question.grid.native_length_tokens,
         device_name=name,
+        is_compared=True,
     )
     assert step is not None, "its rates are known"  # noqa: S101
     return step.time_s / step.step_tokens

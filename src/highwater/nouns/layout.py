@@ -203,7 +203,9 @@ DELTA_GROUP_TOKENS = 1024
 is computed with is in float32, some hundreds of KiB a token of a 9B."""
 SCORES_AT_HAND = 2**23
 """Scores that plain attention computes at once over documents and heads; a row at least."""
-
+WIDE_SCORES_AT_HAND = 2**26
+"""The same of heads wider than fused kernels take: products of some hundred rows, which keep a GPU
+busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
 
 WIDEST_FUSED_HEAD = 256
 """Largest head size that a fused kernel takes."""

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from highwater.engine.attention.plain_block import PlainBlock, RowsAtHand
+from highwater.nouns.layout import WIDE_SCORES_AT_HAND as SCORES_AT_HAND
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, stretch
-
-SCORES_AT_HAND = 2**26
-"""Scores computed at once over documents and heads: products of some hundred rows, which keep a GPU
-busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
 
 
 def is_wide(tensor_BXSD: Tensor) -> bool:

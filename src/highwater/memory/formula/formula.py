@@ -30,6 +30,7 @@ from highwater.memory.formula.layers import (
     Backward,
     Step,
     backwards,
+    handed_bytes,
     host_activation_bytes,
     kept_bytes_before,
     working_set_bytes,
@@ -79,8 +80,8 @@ def refuse_unknown_family(model: Model) -> None:
     known, kinds = sorted({*FAMILIES, *learned}), (run.kind for run in model.shape.runs)
     if family in learned and not all(learned[family].layer(family, kind, True) for kind in kinds):
         raise ModelError(
-            f"{model.name} has layers without experts, which train, and whose memory no "
-            f"prediction knows in the family {family}",
+            f"{model.name} has layers that train, and whose memory no prediction knows in the "
+            f"family {family}: no trace was read of their form",
             hint="measure it on a GPU: highwater find needs no prediction",
         )
     if family not in known:
@@ -156,7 +157,7 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
         Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES) if is_gpu else 0),
         Term("ids, cosines and sines", _batch_bytes(step)),
     )
-    root_bytes = step.element * (_root_parameters(step) + step.positions) if step.gathers else 0
+    root_bytes = step.element * (_root_parameters(step) + step.beside_tokens) if step.gathers else 0
     beside_layers = (*always, Term("embedding and head, gathered", root_bytes))
     plan, layers = step.settings.activation_plan(step.shape.layers), step.shape.layers
     kinds, before = {run.kind for run in step.shape.runs}, kept_bytes_before(step)
@@ -165,6 +166,9 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
 
     def kept_on_gpu(first: int, end: int) -> Term:
         return _kept_term(step, max(0, before[end] - before[first]))
+
+    def handed(end: int) -> Term:
+        return Term("handed from layer to layer", step.tokens * handed_bytes(step, end))
 
     kept = kept_on_gpu(plan.layers_on_host, layers)
     kept_at_the_end = kept_on_gpu(plan.first_on_gpu(layers - 1), layers)
@@ -180,15 +184,18 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
             *states.terms(trained * each.parameters_behind // every),
             *beside_layers,
             kept_on_gpu(plan.first_on_gpu(each.kept_layers - 1), each.kept_layers),
+            handed(each.kept_layers),
             *_layer_terms(step, each, working),
             _reduction(step, _parameters_on_their_way(step, each.reduced)),
         )
         for each in others or (last,)
     )
     phases = [
-        phase(LOSS, *held, kept, *_loss_terms(step, last.kind)),
+        phase(LOSS, *held, kept, handed(layers), *_loss_terms(step, last.kind)),
         phase(
-            "backward of the last layer", *held, kept_at_the_end, *_layer_terms(step, last, working)
+            "backward of the last layer",
+            *(*held, kept_at_the_end, handed(layers)),
+            *_layer_terms(step, last, working),
         ),
         max(middle, key=lambda each: each.bytes),
         phase("reduction of embedding and head", *at_the_end, _root_reduction(step, states)),
@@ -196,7 +203,8 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     if step.is_frozen and step.layout.shard_degree > 1:
         # Several GPUs have embedding, head and the first layer as they came and as they are used:
         # a peak where no gradients of both are kept, which are larger.
-        came = step.element * (_root_parameters(step) + 2 * step.gathered(step.shape.runs[0].kind))
+        root = _root_parameters(step) + step.beside_tokens
+        came = step.element * (root + 2 * step.gathered(step.shape.runs[0].kind))
         terms = (*states.terms(), *beside_layers, Term("gathered, as it came", came))
         phases.insert(0, phase("gathering of embedding and head", *terms))
     shards = step.layout.shard_degree
@@ -345,7 +353,7 @@ def _root_reduction(step: Step, states: _States) -> Term:
     if step.is_frozen:
         return _reduction(step, 0)
     parameters = _root_parameters(step)
-    is_one, parameters = parameters == step.table, parameters + step.positions
+    is_one, parameters = parameters == step.table, parameters + step.beside_tokens
     share = parameters // step.layout.shard_degree
     before = step.element * parameters
     if is_one and not step.settings.traits.gives_scalars:

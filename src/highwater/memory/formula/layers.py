@@ -18,10 +18,11 @@ from highwater.memory.formula.moments import (
     MomentBytes,
     bytes_of,
     bytes_of_sums,
-    capped_products,
     families,
     products,
+    score_products,
 )
+from highwater.model.families import family_row
 from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
@@ -95,11 +96,14 @@ class Step:
         return self.shape.vocab_size * self.shape.hidden_size
 
     @property
-    def positions(self) -> int:
-        """Parameters of learned positions, which are embedded beside the tokens."""
+    def beside_tokens(self) -> int:
+        """Parameters of what is embedded beside the tokens: learned positions; every layer's own
+        embeddings, with their projection.
+        """
         shape = self.shape
         learned = learned_positions(shape.model_type, shape.native_length_tokens)
-        return learned * shape.hidden_size
+        own = sum(each.rows * each.row_size for each in shape.layer_tables)
+        return learned * shape.hidden_size + own
 
     @property
     def gathers(self) -> bool:
@@ -233,6 +237,11 @@ class Layer:
         return found
 
     @property
+    def is_unlike(self) -> bool:
+        """Layers of its family differ within a model, and hand keys and embeddings to others."""
+        return family_row(self.step.shape.model_type).has_unlike_layers
+
+    @property
     def _learned(self) -> FamilyMoments | None:
         return families().get(self.step.shape.model_type)
 
@@ -249,14 +258,14 @@ class Layer:
             tile=tile,
             degree=step.layout.ulysses_degree,
         )
-        of_scores = capped_products(
+        of_scores = score_products(
             self.kind.attention,
             documents=step.documents,
             length_tokens=step.length_tokens,
             attended_key=self.attended_key,
             degree=step.layout.ulysses_degree,
         )
-        if step.is_frozen and step.shape.delta is not None:
+        if step.is_frozen and (step.shape.delta is not None or self.is_unlike):
             sizes = {name: size for name, size in sizes.items() if name not in WEIGHTS}
 
         def taken(moment: MomentBytes) -> int:
@@ -369,6 +378,40 @@ def kept_bytes_before(step: Step) -> tuple[int, ...]:
     return (0, *accumulate(layers))
 
 
+def handed_bytes(step: Step, layers: int) -> int:
+    """Bytes per token that layers hand to each other, on the GPU while the last of the first
+    ``layers`` goes backward: all layers' own embeddings, with what the norm of their projection
+    keeps, and the gradients of those behind; keys and values that later layers read, until their
+    own layer is recomputed, and their gradients from the last layer that reads them on. Source:
+    engine/models/fused/earlier_keys.py, traces.
+    """
+    element, every, found = step.element, step.shape.layers, 0
+    for table in step.shape.layer_tables[1:]:
+        behind = table.rows * (every - layers) // every
+        of_norm = element * table.rows + NUMBER_BYTES * every
+        found = element * table.rows
+        found += 0 if step.is_frozen else element * behind + of_norm
+        # what is projected is the first layer's input, which stays here whatever goes to the host
+        if step.settings.activation_plan(every).layers_on_host and not step.is_frozen:
+            found += element * step.shape.hidden_size
+    for own, reader, keys in _earlier_keys(step.shape.runs):
+        is_kept = step.settings.recompute != "none" and own < layers - 1
+        found += element * keys * (is_kept + (own <= layers - 1 < reader))
+    return found
+
+
+@cache
+def _earlier_keys(runs: tuple[LayerRun, ...]) -> tuple[tuple[int, int, int], ...]:
+    """Of each kind of layers some of which read earlier keys: the layer whose keys they are, the
+    last layer that reads them, from 0, and their numbers per token, with values.
+    """
+    kinds = [run.kind.attention for run in runs for _ in range(run.count)]
+    own, readers = dict[int | None, int](), dict[int | None, int]()
+    for number, each in enumerate(kinds):
+        (readers if each.reads_earlier_keys else own)[each.window_tokens] = number
+    return tuple((own[each], last, 2 * kinds[own[each]].key_size) for each, last in readers.items())
+
+
 def host_activation_bytes(step: Step) -> int:
     """Bytes of one GPU's activations in host memory, where there is a GPU."""
     plan = step.settings.activation_plan(step.shape.layers)
@@ -387,7 +430,9 @@ def kept_bytes(layer: Layer) -> int:
     if settings.recompute != "none":
         return kept_by_recompute(layer.kind, layer.step.shape, settings, element=element)
     if layer.learned is not None:
-        return layer.learned_bytes(layer.learned.kept) // layer.step.tokens
+        is_copied = layer.is_unlike and layer.step.layout.ulysses_degree > 1
+        copy = element * layer.query if is_copied else 0  # of what attention returned
+        return layer.learned_bytes(layer.learned.kept) // layer.step.tokens + copy
     of_mlp = 0 if layer.has_tiles else 4 * mlp.width
     experts = mlp.experts_per_token * (of_mlp + 2 * hidden) if mlp.experts > 1 else of_mlp
     experts = 0 if layer.has_expert_tiles else experts
@@ -414,8 +459,11 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     there = 0 if step.settings.recompute == "none" else step.tokens * kept
     most = layer.learned_bytes(*learned.moments) - there
     is_copied = step.shape.model_type not in FUSED_HEADS and not learned.is_divided
-    if step.layout.ulysses_degree > 1 and is_copied:
-        most += step.tokens * step.element * layer.query
+    copied = layer.query if is_copied else 0
+    if layer.is_unlike:  # its own keys are traded once; those of earlier layers by each reader
+        copied = 2 * layer.attended_key if layer.kind.attention.reads_earlier_keys else 0
+    if step.layout.ulysses_degree > 1:
+        most += step.tokens * step.element * copied
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
     if step.settings.activations == "host" and step.shape.delta is not None:

@@ -20,7 +20,13 @@ from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import RESIDENT_THREADS, column_sums
-from highwater.nouns.layout import DELTA_GROUP_TOKENS, Layout, stretch
+from highwater.nouns.layout import (
+    DELTA_GROUP_TOKENS,
+    WIDE_SCORES_AT_HAND,
+    WIDEST_FUSED_HEAD,
+    Layout,
+    stretch,
+)
 from highwater.nouns.settings import Settings
 
 FILE = Path(__file__).with_name("moments.json")
@@ -59,7 +65,7 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
         """What layers of a kind take, ``is_divided`` if ranks share a sequence by Ulysses,
         ``is_frozen`` if adapters are trained alone. Where those were not learned, what others take
         that differ in this, in a window, or in an MLP beside their experts; None where there are no
-        such either.
+        such either. Of layers that differ within a model (``form_name``) each has its own.
         """
         is_windowed, mlp = kind.attention.window_tokens is not None, mlp_name(family, kind.mlp)
         name = partial(
@@ -67,11 +73,13 @@ class FamilyMoments(Record, frozen=True, kw_only=True):
             is_capped=kind.attention.soft_cap is not None,
             is_recomputed=is_recomputed,
             is_delta=kind.attention.delta is not None,
+            form=form_name(family, kind),
         )
+        is_unlike = family_row(family).has_unlike_layers
         names = (
             name(is_windowed=windowed, mlp=each, is_divided=divided, is_frozen=frozen)
             for each in (mlp, mlp or SHARED)
-            for windowed in (is_windowed, False)
+            for windowed in (is_windowed, is_windowed and is_unlike)
             for divided in (is_divided, False)
             for frozen in (is_frozen, False)
         )
@@ -105,12 +113,29 @@ def kind_name(
     is_divided: bool = False,
     is_frozen: bool = False,
     mlp: str = "",
+    form: str = "",
 ) -> str:
-    """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``."""
+    """Name of a kind of layers, recomputed or kept whole; ``mlp`` is their ``mlp_name``, ``form``
+    their ``form_name``.
+    """
     attends = "delta" if is_delta else "window" if is_windowed else "full"
     attention = f"{'capped ' if is_capped else ''}{attends}"
-    layer = f"{attention} {mlp}".rstrip() + ", divided" * is_divided + ", frozen" * is_frozen
+    layer = f"{attention} {mlp}".rstrip() + form
+    layer += ", divided" * is_divided + ", frozen" * is_frozen
     return f"{layer}, {'recomputed' if is_recomputed else 'kept'}"
+
+
+def form_name(family: str, kind: LayerKind) -> str:
+    """What a layer differs in from others of its family, where they differ within a model."""
+    attention = kind.attention
+    if not family_row(family).has_unlike_layers:
+        return ""
+    return (
+        ", wide" * (attention.head_dim > WIDEST_FUSED_HEAD)
+        + ", values are keys" * attention.values_are_keys
+        + ", earlier keys" * attention.reads_earlier_keys
+        + ", embedded" * (kind.embedding_size > 0)
+    )
 
 
 def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
@@ -118,7 +143,7 @@ def bytes_of(moment: MomentBytes, products: Mapping[str, int]) -> int:
     return sum(count * products[name] for name, count in moment.items() if name in products)
 
 
-WEIGHTS = ("E*Q", "E*K", "E*F", "E*S", "X*E*F")
+WEIGHTS = ("E*Q", "E*K", "E*F", "E*S", "E*P", "X*E*F")
 """Products that are of weights: their gradients, which a frozen model has none of."""
 
 
@@ -127,7 +152,8 @@ def products(
 ) -> Mapping[str, int]:
     """Products of the sizes of a layer, in numbers: T ``tokens``, E hidden size, Q and K numbers of
     query and key heads, G those of query heads where they share keys, H and h heads, D head size, F
-    width; k experts of a token, X experts, S width of the MLP beside them.
+    width; k experts of a token, X experts, S width of the MLP beside them; P of an embedding of the
+    layer's own.
 
     ``attended_key``: K as the attention takes them; J as they are projected. ``tile``: numbers of
     one product of the MLP that every token goes through, where it goes in tiles. ``degree``: ranks
@@ -147,6 +173,9 @@ def products(
         "T*h": attention.kv_heads,
     }
     of_weights = {"E*Q": hidden * query, "E*K": hidden * attention.key_size}
+    if kind.embedding_size:
+        per_token |= {"T*P": kind.embedding_size}
+        of_weights |= {"E*P": hidden * kind.embedding_size}
     plain = tokens * mlp.plain_width if tile is None else tile
     if mlp.is_routed:
         per_token |= {
@@ -207,17 +236,19 @@ def bytes_of_sums(moment: MomentBytes, kind: LayerKind, *, tokens: int) -> int:
     )
 
 
-def capped_products(
+def score_products(
     attention: AttentionKind, *, documents: int, length_tokens: int, attended_key: int, degree: int
 ) -> Mapping[str, int]:
-    """Products of what attention of capped scores takes at a time, in numbers, each in float32: r
-    rows of queries and l keys of every document; nothing of other attention. ``degree``: ranks
-    among which the heads are divided.
+    """Products of what attention without a fused kernel, of capped scores or wide heads, takes at a
+    time, in numbers, whatever numbers are elsewhere: r rows of queries and l keys of every
+    document; nothing of other attention. ``degree``: ranks among which the heads are divided.
     """
-    if attention.soft_cap is None:
+    is_wide = attention.head_dim > WIDEST_FUSED_HEAD
+    if attention.soft_cap is None and not is_wide:
         return {}
     heads = documents * attention.query_heads // degree
-    rows, keys = stretch(length_tokens, attention.window_tokens, heads)
+    at_hand = WIDE_SCORES_AT_HAND if is_wide and attention.soft_cap is None else None
+    rows, keys = stretch(length_tokens, attention.window_tokens, heads, at_hand=at_hand)
     return {
         "r*l": rows * keys,
         "r*l*H": rows * keys * heads,
@@ -309,6 +340,9 @@ def _of_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
 
 
 def _root(shape: ModelShape, *, has_head: bool) -> int:
-    """Parameters of embedding and head; of the embedding alone where they are tied."""
+    """Parameters of embedding and head; of the embedding alone where they are tied. Every layer's
+    own embeddings count along.
+    """
     tables = 2 if has_head and not shape.tied_embeddings else 1
-    return shape.vocab_size * shape.hidden_size * tables
+    own = sum(each.rows * each.row_size for each in shape.layer_tables)
+    return shape.vocab_size * shape.hidden_size * tables + own

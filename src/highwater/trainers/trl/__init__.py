@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
     GENERATION,
@@ -41,7 +42,9 @@ from highwater.memory.interval.residuals import Residual, unfit
 from highwater.memory.trainers import TrainerMemory
 from highwater.model.footprint import resting_state_bytes
 from highwater.model.layer_kind import LayerKind
+from highwater.model.model import ModelShape
 from highwater.nouns.codec import from_json
+from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.objective import RolloutRequest, RolloutTraits, generation_micro_batches
 from highwater.nouns.study import Study
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits, TrainerTraits
@@ -159,6 +162,17 @@ def study_edges(study: Study) -> tuple[Residual, ...]:
     return edge_residuals(study, footprint_of)
 
 
+def refuse(spec: TrialSpec, shape: ModelShape) -> None:
+    """Raise UsageError for what TRL cannot be told, and for heads that no fused kernel takes."""
+    if shape.widest_head > WIDEST_FUSED_HEAD:
+        raise UsageError(
+            f"nobody measured what TRL takes for {shape.model_type}'s heads of "
+            f"{shape.widest_head} numbers, which no fused kernel takes",
+            hint="leave `--trainer` out for this package's engine, whose own is predicted",
+        )
+    trial.refuse_unwritten(spec, shape)
+
+
 PREDICTED = TrainerTraits(
     step="TRL's trainer, which accelerate launches",
     is_run=True,
@@ -196,7 +210,7 @@ MEMORY = TrainerMemory(
         "allocator": "expandable",
         "prompt_tokens": PROMPT_TOKENS,
     },
-    refuse=trial.refuse_unwritten,
+    refuse=refuse,
 )
 FILE_WORDS = FileWords(
     length="max_length",
