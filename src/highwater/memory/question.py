@@ -35,7 +35,7 @@ from highwater.units import format_bytes, parse_memory
 WIDE_HEADS_NOTE = (
     "heads of {} numbers attend by blocks of matrix products, as no fused kernel takes them, and "
     "how long a step takes is not predicted: measured were 1.73 s forward and backward of 65,537 "
-    "tokens with 8 heads of 512 on an H100 (docs/results/families)"
+    "tokens with 8 heads of 512 on an H200 (docs/results/families)"
 )
 """What predictions say of heads wider than ``WIDEST_FUSED_HEAD``, by their numbers."""
 
