@@ -146,6 +146,16 @@ def test_accelerates_file_says_how_processes_share_and_nothing_else(tmp_path: Pa
     assert any("the script all the rest" in note for note in sharded.notes)
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_activations_on_the_host_are_those_of_accelerates_file(tmp_path: Path, is_on_host: bool):
+    own = {"fsdp_version": 2, "fsdp_activation_checkpointing_offload": is_on_host}
+    config = {"distributed_type": "FSDP", "num_processes": 1, "fsdp_config": own}
+    found = predicted(tmp_path, "accelerate", config, length="8k")
+    assert {each.cell.settings.activations == "host" for each in found.cells} >= {is_on_host}
+    if is_on_host:
+        assert all(each.cell.settings.activations == "host" for each in found.cells)
+
+
 def test_what_is_typed_goes_first(tmp_path: Path):
     found = predicted(tmp_path, "axolotl", AXOLOTL, lora=8, length="8k")
     assert settings(found).lora == 8
@@ -168,6 +178,10 @@ REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
     "adafactor": ("axolotl", AXOLOTL | {"optimizer": "adafactor"}),
     "rl: grpo": ("axolotl", AXOLOTL | {"rl": "grpo"}),
     "offload_params": ("axolotl", AXOLOTL | {"fsdp_config": {"offload_params": True}}),
+    "offload of activations": (
+        "ms-swift",
+        {"model": "x", "max_length": 8192, "gradient_checkpointing_kwargs": {"offload": True}},
+    ),
     "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
     "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
     "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),

@@ -70,7 +70,11 @@ _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"ad
 """What is predicted of an optimizer, by a pattern of its names."""
 
 
-_THEIRS = {"recompute": "gradient_checkpointing", "offload": "offload_params"}
+_THEIRS = {
+    "recompute": "gradient_checkpointing",
+    "offload": "offload_params",
+    "activations": "offload of activations",
+}
 """What files call a setting that some law has not, where nobody calls it as we do."""
 
 
@@ -103,14 +107,21 @@ def settings_of(
         if value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
     notes: list[str] = []
-    found: dict[str, Any] = _sharing(config, launcher, path, gpus, notes)
+    found = _sharing(config, launcher, path, gpus, notes)
     if words.length:
-        found |= _training(words, config, source, typed, notes)
+        found = _training(words, config, source, typed, notes) | found
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
     known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, "deepspeed", "accelerate*"}
-    known |= {"gradient_checkpointing*", "gradient_accumulation_steps", "fsdp*", "load_in_*", "rl"}
+    known |= {
+        "gradient_checkpointing*",
+        "activation_checkpointing*",
+        "gradient_accumulation_steps",
+        "fsdp*",
+        "load_in_*",
+        "rl",
+    }
     known |= {*_PASSED, *words.passed, "deepspeed_config", "distributed_type", "parallelism_config"}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
@@ -136,6 +147,8 @@ def _training(
     }
     recomputed = config.get("gradient_checkpointing")  # offload, and unsloth's, which does so, too
     is_on_host = isinstance(recomputed, str) or any(config.get(name) for name in words.on_host)
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        is_on_host |= bool(re.search(r"\boffload\W+true", str(config.get(name)).lower()))
     found["activations"] = "host" if is_on_host else "gpu"
     if not words.recomputes(config):
         found["recompute"] = "none"
@@ -177,8 +190,17 @@ def _sharing(
             raise _unknown(path.name, name, size)
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
         return {"copies": [gpus]} if gpus > 1 else {}
-    offloads = any(fsdp.get(f"{start}offload_params") for start in ("", "fsdp_"))
-    return {"offload": True} if offloads or "offload" in str(config.get("fsdp")) else {}
+    found: dict[str, Any] = {}
+    if _is_set(fsdp, "activation_checkpointing_offload"):
+        found["activations"] = "host"
+    if _is_set(fsdp, "offload_params") or "offload" in str(config.get("fsdp")):
+        found["offload"] = True
+    return found
+
+
+def _is_set(fsdp: FileFields, name: str) -> bool:
+    """Whether FSDP is told so, by a trainer's name or by accelerate's."""
+    return bool(fsdp.get(name) or fsdp.get(f"fsdp_{name}"))
 
 
 def _refuse_zero(zero: Any, path: Path) -> None:
