@@ -50,16 +50,19 @@ $(EMIT)%/.ready: tests/emit/requirements/%.txt $(EMIT)torch/.ready
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	touch $@
 
-# What the demo needs and no more: below 1 GB. `make install` adds the rest to the same environment.
+# What the demo needs and no more: below 1 GB. `make install` adds the rest to the same environment. uv takes a third of
+# pip's time; torch is the CPU's, from pip's own folders of wheels where they are named, and else from PyTorch's index.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing torch for the CPU and transformers into $(VENV): a minute or two, once"
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[train]'
+	@echo "installing torch for the CPU and transformers into $(VENV): half a minute, once"
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt torch -e '.[train]' \
+		$(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
 	touch $@
 
+# Nothing is compiled before it is imported: each of the demo's processes would compile torch if none wrote it down.
 demo: $(VENV)/.demo
-	$(BIN)/python examples/demo.py
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python examples/demo.py
 
 # What follows from code and records, below docs/: the H200 guide, a page a model, the picture, the reference, the list of decisions.
 documents: $(READY)

@@ -1,13 +1,12 @@
-"""The demo: how long a context does a tiny model train with in 1.5 GiB? On the CPU, by real
-training steps; then a training of that length, with the settings that were found. About a minute
-and a half.
+"""The demo: how long a context does a tiny model train with in 1 GiB? On the CPU, by real training
+steps; then a training of that length, with the settings that were found. About a minute, most of
+it for importing torch in each process.
 
-The operating system holds each process of a trial to 1.5 GiB: what does not fit really runs out of
-memory. The model is tried on one process, then sharded over two. Everything is written into a new
-folder, demo/1, demo/2, and so on; nothing is ever deleted. At the end the answers are checked
-against the study's record: each must be a pair of real trials, one step apart. Then the longest
-length is trained for two steps, in the same memory and with the study's settings, on texts of
-Python's own help, to a model that transformers loads.
+The operating system holds the process of a trial to 1 GiB: what does not fit really runs out of
+memory. Everything is written into a new folder, demo/1, demo/2, and so on; nothing is ever deleted.
+At the end the answer is checked against the study's record: it must be a pair of real trials, one
+step apart. Then that length is trained for two steps, in the same memory and with the study's
+settings, on texts of Python's own help, to a model that transformers loads.
 """
 
 import json
@@ -31,8 +30,10 @@ from highwater.units import counted
 
 STEP = 256
 """Tokens between two lengths that are tried."""
+MEMORY = "1GiB"
+"""Of which torch and the model take half; a length more and the logits do not fit."""
 TINY = (
-    f"examples/tiny --device cpu --gpus 1 2 --memory 1536MiB --loss full --start-length {STEP} "
+    f"examples/tiny --device cpu --gpus 1 --memory {MEMORY} --loss full --start-length {STEP} "
     f"--resolution {STEP} --timeout 2m"
 )
 """A vocabulary of 151,936 makes its logits large: half a GiB for a thousand tokens, the whole loss
@@ -80,7 +81,7 @@ def train(folder: Path, study: Path) -> int:
     )
     data.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     words = (
-        f"train examples/tiny --device cpu --memory 1536MiB --settings {study} --data {data} "
+        f"train examples/tiny --device cpu --memory {MEMORY} --settings {study} --data {data} "
         f"--length {longest.capacity_tokens} --rows {cell.layout.gpus} --steps {STEPS} "
         f"--output {run}"
     )

@@ -191,15 +191,15 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     )
     assert done.returncode == 0, done.stdout + done.stderr
     capacities = re.findall(
-        r"^model_name = tiny, trainer_gpu_num = ([12]), sp_num = 1, max_model_len = (\d+)$",
+        r"^model_name = tiny, trainer_gpu_num = 1, sp_num = 1, max_model_len = (\d+)$",
         done.stdout,
         re.M,
     )
-    assert [gpus for gpus, _ in capacities] == ["1", "2"]
-    assert all(1000 <= int(tokens) <= 3000 for _, tokens in capacities)
+    assert len(capacities) == 1
+    assert 256 <= int(capacities[0]) <= 1024
     assert re.search(r"^checked: .* demo/2/study\.jsonl: one fit, ", done.stdout, re.MULTILINE)
     assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
-    assert re.search(r"^checked: demo/2/run was trained on [12] process", done.stdout, re.MULTILINE)
+    assert re.search(r"^checked: demo/2/run was trained on 1 process", done.stdout, re.MULTILINE)
     losses = [
         json.loads(line)["loss"]
         for line in (tmp_path / "demo/2/run/statistics.jsonl").read_text().splitlines()
