@@ -50,7 +50,7 @@ $(EMIT)%/.ready: tests/emit/requirements/%.txt $(EMIT)torch/.ready
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
 	touch $@
 
-# What the demo needs and no more: below 1 GB. `make install` adds the rest to the same environment. uv takes a third of
+# What the demo needs and no more: below 1.2 GB. `make install` adds the rest to the same environment. uv takes a third of
 # pip's time; torch is the CPU's, from pip's own folders of wheels where they are named, and else from PyTorch's index.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -49,7 +49,8 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         is_its_own = target != "torchtitan"
         said = "# Not predicted for this trainer: nobody measured what "
         if is_its_own:
-            where = f"4 x H20-96GB for {trainer_title(target)}'s trainer"
+            trained = "scripts" if target == "accelerate" else "trainer"
+            where = f"4 x H20-96GB for {trainer_title(target)}'s {trained}"
             said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where} with "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")

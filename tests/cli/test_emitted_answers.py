@@ -51,7 +51,7 @@ def recorded() -> list[tuple[str, ...]]:
 def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target, capsys):
     """Over every recorded cell; what is not predicted as its own has no word of a verdict."""
     own = TARGETS[target].predicted_for
-    title = trainer_title(own)
+    trained = "accelerate's scripts" if own == "accelerate" else f"{trainer_title(own)}'s trainer"
     kinds: set[str] = set()
     for words in recorded():
         rollout = ("--rollout-gpus", "1") * (target == "areal")
@@ -66,7 +66,7 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
             assert re.search("not predicted for|nothing fits|does not fit", said.err)
             kinds.add("nothing")
         elif not first.startswith(("# Not predicted for this trainer: ", '"""Not predicted')):
-            assert f" for {title}'s trainer" in first
+            assert f" for {trained}" in first
             assert first.startswith(("# Yes: ", "# Likely: ", "# Tight: "))
             by = predicted_as(own)
             assert first.endswith(f". P{by[1:]}.")

@@ -74,6 +74,8 @@ class Registered(NamedTuple):
     """What is known of runs of it beside that law; empty: no run was measured."""
     lacks: frozenset[str] = frozenset()
     """Settings of that step that its own configuration has no words for."""
+    trained: str = ""
+    """What is trained with it, where it has no trainer itself."""
 
 
 REGISTRY: Mapping[str, Registered] = {
@@ -82,6 +84,7 @@ REGISTRY: Mapping[str, Registered] = {
     "accelerate": Registered(
         *("accelerate", "accelerate", "transformers"),
         "the one search with accelerate that was measured held more",
+        trained="accelerate's scripts",
     ),
     "trl": Registered("TRL", "trl"),
     "transformers": Registered("Hugging Face", "hugging_face"),

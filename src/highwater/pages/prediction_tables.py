@@ -28,7 +28,7 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import OURS, predicted_as, predicted_traits, trainer_title
+from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits
 from highwater.pages.page import template_lines
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
@@ -77,7 +77,8 @@ def _answered(
         return _nothing(prediction, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
-    by = _first_upper(predicted_as(prediction.trainer))
+    how = predicted_as(prediction.trainer)
+    by = how[:1].upper() + how[1:]
 
     def trained(each: CellPrediction, length_tokens: int) -> str:
         settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
@@ -129,20 +130,16 @@ def recommendation_answer(found: Recommendation) -> str:
     after = f": {figures}" if figures else ""
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
-        f"{_first_upper(by)}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
+        f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
-
-
-def _first_upper(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def _where(found: Prediction | Recommendation) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    title = trainer_title(found.trainer)
-    is_watched = predicted_traits(found.trainer) is None
-    trainer = f" with {title}" if is_watched else f" for {title}'s trainer"
-    trainer = "" if found.trainer == OURS else trainer
+    row = REGISTRY[found.trainer]
+    trained = row.trained or f"{row.title}'s trainer"
+    by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
+    trainer = "" if found.trainer == OURS else by
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
         return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
@@ -604,7 +601,7 @@ def _missed(miss: Miss) -> str:
 
 
 def _title(prediction: Prediction) -> str:
-    asked, title = prediction.length_tokens, trainer_title(prediction.trainer)
+    asked, title = prediction.length_tokens, REGISTRY[prediction.trainer].title
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
     where = f"{prediction.gpus} x {plain(prediction.device_name)}"
