@@ -1,6 +1,6 @@
-"""The demo: how long a context does a tiny model train with in 864 MiB? On the CPU, by real training
-steps; then a training of that length, with the settings that were found. About a minute, most of
-it for importing torch in each process.
+"""The demo: how long a context does a tiny model train with in 864 MiB? On the CPU, by real
+training steps; then a training of that length, with the settings that were found. About a minute,
+most of it for importing torch in each process.
 
 The operating system holds the process of a trial to 864 MiB: what does not fit really runs out of
 memory. Everything is written into a new folder, demo/1, demo/2, and so on; nothing is ever deleted.
