@@ -30,6 +30,7 @@ from highwater.nouns.plan_notes import (
     memory_notes,
     offload_notes,
     own_code_notes,
+    placement_notes,
     weights_notes,
     yarn_notes,
 )
@@ -126,6 +127,7 @@ def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
     model = load_model(request.model)
     return (
+        *placement_notes(request, spec.settings),
         *lossy_notes(spec.settings),
         *offload_notes(spec.settings, spec.device),
         *own_code_notes(model),

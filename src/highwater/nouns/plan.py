@@ -364,7 +364,8 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     question = plan(alone(request, length_tokens), machine).question
     cell, *others = question.cells
     degrees = ("ulysses", "ring", "copies")
-    if others or any(len(getattr(request, name) or ()) > 1 for name in degrees):
+    is_alone = all(each.layout == cell.layout for each in others)  # `auto` places activations
+    if not is_alone or any(len(getattr(request, name) or ()) > 1 for name in degrees):
         several = [name for name in degrees[1:] if len(getattr(request, name) or ()) > 1]
         words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(

@@ -87,6 +87,13 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     return ()
 
 
+def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
+    """Say where one trial has the activations that may be anywhere."""
+    if request.activations != "auto":
+        return ()
+    return (f"`--activations auto` is `--activations {settings.activations}` here",)
+
+
 def own_code_notes(model: Model) -> tuple[str, ...]:
     """Say that code which came with a model is not run."""
     if not has_own_code(read_config(Path(model.directory, "config.json"))):
