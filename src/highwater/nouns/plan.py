@@ -22,12 +22,8 @@ from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
     foreign_notes,
-    lossy_notes,
     memory_notes,
-    offload_notes,
-    own_code_notes,
-    weights_notes,
-    yarn_notes,
+    step_notes,
 )
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope, Settings
@@ -294,10 +290,7 @@ def plan(
         *of_memory,
         *(*skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
-        *lossy_notes(settings),
-        *(*offload_notes(settings, device), *own_code_notes(model)),
-        *yarn_notes(model, request.max_tokens, request.settings.rope),
-        *weights_notes(model, settings, simulated=request.dry_run),
+        *step_notes(model, request, settings, device, request.max_tokens),
     )
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 

@@ -94,6 +94,17 @@ def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
     return (f"`--activations auto` is `--activations {settings.activations}` here",)
 
 
+def step_notes(
+    model: Model, request: Request, settings: Settings, device: Device, longest_tokens: int | None
+) -> tuple[str, ...]:
+    """Say all that a user should know of a step of our engine before trials make it."""
+    return (
+        *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
+        *yarn_notes(model, longest_tokens, settings.rope),
+        *weights_notes(model, settings, simulated=request.dry_run),
+    )
+
+
 def own_code_notes(model: Model) -> tuple[str, ...]:
     """Say that code which came with a model is not run."""
     if not has_own_code(read_config(Path(model.directory, "config.json"))):

@@ -27,6 +27,8 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.layers import (
+    NUMBER_BYTES,
+    OUTPUT_NORMS,
     Backward,
     Step,
     backwards,
@@ -261,7 +263,8 @@ def _batch_bytes(step: Step) -> int:
     head_sizes = sum(head_dim for head_dim, _ in kinds)
     if row.delta is not None:  # other families that rotate a part have the rest in what was learned
         head_sizes = round(head_sizes * row.defaults["partial_rotary_factor"])
-    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * head_sizes)
+    element = NUMBER_BYTES if step.shape.model_type in OUTPUT_NORMS else step.element
+    return step.tokens * (_IDS * _ID_BYTES + 2 * element * head_sizes)
 
 
 def _root_parameters(step: Step) -> int:
