@@ -329,8 +329,7 @@ def placed(question: Question, machine: Machine) -> Cell:
     try:
         refuse_unknown_family(question.model)
     except ModelError as error:
-        gpu, host = "`--activations gpu`", "`--activations host`"
-        error.hint = f"`--activations auto` is by prediction: use {gpu} or {host}"
+        error.hint = "use `--activations gpu` or `--activations host`: `auto` is by prediction"
         raise
     margin_bytes = question.margin_bytes or default_headroom_bytes(memory_bytes)
     question = msgspec.structs.replace(question, margin_bytes=margin_bytes)

@@ -355,10 +355,9 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
     question = plan(alone(request, length_tokens), machine).question
-    cell, *others = question.cells
+    cell, layouts = question.cells[0], {each.layout for each in question.cells}
     degrees = ("ulysses", "ring", "copies")
-    is_alone = all(each.layout == cell.layout for each in others)  # `auto` places activations
-    if not is_alone or any(len(getattr(request, name) or ()) > 1 for name in degrees):
+    if len(layouts) > 1 or any(len(getattr(request, name) or ()) > 1 for name in degrees):
         several = [name for name in degrees[1:] if len(getattr(request, name) or ()) > 1]
         words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(
