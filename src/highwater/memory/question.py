@@ -320,8 +320,8 @@ def at_native(
 
 
 def placed(question: Question, machine: Machine) -> Cell:
-    """The fastest of a question's cells that fit its only length by prediction, and where none
-    does, the one that lacks least of a GPU: of one trial what ``--activations auto`` stands for.
+    """The fastest of a question's cells that fit by prediction (a dry run, in the host memory that
+    it names), else the one that lacks least of a GPU: in one trial what ``auto`` stands for.
     """
     memory_bytes = question.memory_bytes
     if len(question.cells) == 1 or memory_bytes is None:
@@ -333,9 +333,9 @@ def placed(question: Question, machine: Machine) -> Cell:
         raise
     margin_bytes = question.margin_bytes or default_headroom_bytes(memory_bytes)
     question = msgspec.structs.replace(question, margin_bytes=margin_bytes)
-    limit = MemoryLimit(device_bytes=memory_bytes, host_bytes=machine.host_bytes)
-    known = calibration_of(question, OURS)
-    found = predict_by_formula(question, limit, OURS, known, asked="fit")
+    host_bytes = (question.simulated and question.host_memory_bytes) or machine.host_bytes
+    limit = MemoryLimit(device_bytes=memory_bytes, host_bytes=host_bytes)
+    found = predict_by_formula(question, limit, OURS, calibration_of(question, OURS), asked="fit")
     fits = [each for each in found if each.capacity_tokens]
     if fits:
         return min(fits, key=lambda each: each.step.time_s if each.step else 0.0).cell
