@@ -120,11 +120,8 @@ def cells_of(
         whys = {why: each for each, why in reversed(skipped.items())}
         problem = "; ".join(f"{whys[why].label_on(device)}: {why}" for why in reversed(whys))
         raise UsageError(problem, hint=f"use {works}")
-    cells = tuple(
-        Cell(layout=layout, settings=rung)
-        for rungs in ladders
-        for layout, rung in product(layouts, rungs)
-    )
+    every = (place for rungs in ladders for place in product(layouts, rungs))
+    cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in every)
     return cells, tuple(
         f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()
     )

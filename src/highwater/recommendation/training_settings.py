@@ -91,8 +91,9 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     elif asked.settings == RECOMMENDED or not how:
         cell = training.of_each(nodes).recommended()
     else:
-        named = plan(alone(request, spec.length_tokens), machine).question.cells
-        cell = placed(training.of_each(nodes).question(*named), machine)
+        cell, *others = plan(alone(request, spec.length_tokens), machine).question.cells
+        if others:
+            cell = placed(training.of_each(nodes).question(cell, *others), machine)
     before = TrainingFolder(asked.output).spec() if request.activations == "auto" else None
     if before is not None:  # which goes on as it began
         cell = cell.changed(activations=before.trial.settings.activations)
