@@ -112,7 +112,7 @@ def test_host_memory_has_the_size_of_what_lies_there(model):
     training = trained(model, "layer", host)
     backward_of(training, [row(16_384)])
     wanted = (LAYERS - 1) * 16_384 * HIDDEN * 2
-    assert wanted <= host.mapped_bytes <= wanted + LAYERS * 2 * MIB
+    assert wanted <= host.memory.mapped_bytes <= wanted + LAYERS * 2 * MIB
 
 
 def test_the_allocator_leaves_room_for_the_page_tables_of_host_memory(model):
@@ -127,7 +127,7 @@ def test_the_allocator_leaves_room_for_the_page_tables_of_host_memory(model):
         backward_of(training, [row(16_384 * 8)])
     total = torch.cuda.mem_get_info(device)[1]
     assert len(fractions) > 1
-    assert (fractions[0] - fractions[-1]) * total >= host.mapped_bytes / 512 - 4 * MIB
+    assert (fractions[0] - fractions[-1]) * total >= host.memory.mapped_bytes / 512 - 4 * MIB
 
 
 @pytest.mark.skipif("TORCH_CUDA_SANITIZER" in os.environ, reason="this is what it starts")

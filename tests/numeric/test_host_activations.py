@@ -108,7 +108,7 @@ def test_passes_without_a_gradient_and_abandoned_ones_change_nothing(recompute):
         disturb()
         for mine, theirs in zip(gradients(ours, batch(24)), wanted, strict=True):
             assert torch.equal(mine, theirs)
-        mapped.add(host.mapped_bytes)
+        mapped.add(host.memory.mapped_bytes)
     first, *later = sorted(mapped)
     assert len(later) == 1, "places of the abandoned pass are used again"
     assert first < later[0]
@@ -148,7 +148,7 @@ def test_memory_is_mapped_once_for_steps_of_one_size_and_anew_for_longer_ones():
     mapped = []
     for length in (8, 64, 64, 16, 64, 128):
         gradients(model, batch(length))
-        mapped.append(host.mapped_bytes)
+        mapped.append(host.memory.mapped_bytes)
     on_host, number = LAYERS - 1, 4
     each = [on_host * length * SHAPE["hidden_size"] * number for length in (8, 64, 64, 64, 64, 128)]
     assert mapped == each
@@ -243,7 +243,7 @@ def test_a_step_takes_no_more_host_memory_than_is_named(tmp_path):
         train_step(tight, [pack([Document(ids, ids)])])
     train_step(roomy, [pack([Document(ids, ids)])])
     assert roomy.host is not None
-    assert 1024 < roomy.host.mapped_bytes < GIB
+    assert 1024 < roomy.host.memory.mapped_bytes < GIB
 
 
 def assembled(directory: Path, **spec: Any) -> Training:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from highwater.errors import UsageError
+from highwater.memory.question import placed
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import Plan, alone, plan, plan_trial
 from highwater.nouns.request import Request, request_from
@@ -118,6 +119,9 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     machine, _ = where_trials_run(request)
     check_request(request, machine, steps=request.steps)
     spec = plan_trial(request, machine, parse_tokens(str(length)))
+    if request.activations == "auto":
+        cell = placed(plan(alone(request, spec.length_tokens), machine).question, machine)
+        spec = msgspec.structs.replace(spec, settings=cell.settings)
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)
     _check_host_memory(spec)

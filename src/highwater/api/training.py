@@ -30,6 +30,7 @@ from highwater.nouns.hardware import Machine
 from highwater.nouns.hyperparameters import ADAPTERS_RATE
 from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import gpus_hint
+from highwater.nouns.plan_notes import placement_notes
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import OURS
 from highwater.nouns.training import (
@@ -152,6 +153,7 @@ def prepare_training(
         expected_s=_expected_s(spec, trial, chosen.predicted),
         notes=(
             *(machines.notes if machines else ()),
+            *placement_notes(request, trial.settings),
             *training_notes(load_model(request.model), chosen, corpus, asked),
             *(f"held out: {note}" for note in (evaluation.notes if evaluation else ())),
         ),

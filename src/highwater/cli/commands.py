@@ -26,12 +26,9 @@ from highwater.nouns.plan import Plan
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     foreign_notes,
-    lossy_notes,
     memory_notes,
-    offload_notes,
-    own_code_notes,
-    weights_notes,
-    yarn_notes,
+    placement_notes,
+    step_notes,
 )
 from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
@@ -124,14 +121,8 @@ def try_(arguments: argparse.Namespace) -> int:
 def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
     if spec.foreign is not None:
         return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
-    model = load_model(request.model)
-    return (
-        *lossy_notes(spec.settings),
-        *offload_notes(spec.settings, spec.device),
-        *own_code_notes(model),
-        *yarn_notes(model, spec.length_tokens, request.settings.rope),
-        *weights_notes(model, spec.settings, simulated=request.dry_run),
-    )
+    of_step = load_model(request.model), request, spec.settings, spec.device, spec.length_tokens
+    return (*placement_notes(request, spec.settings), *step_notes(*of_step))
 
 
 def show(arguments: argparse.Namespace) -> int:

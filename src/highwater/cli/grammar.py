@@ -545,9 +545,6 @@ def _help(row: Setting, command: str) -> str:
     if named is None and (default in (None, False, 0, "0", (), REQUIRED) or "default" in said):
         shown = ""
     else:
-        shown = f" (default: {named or _spelled(default)})"
+        values = default if isinstance(default, tuple) else (default,)
+        shown = f" (default: {named or ' '.join(map(str, values))})"
     return f"{said}{shown}".replace("%", "%%")
-
-
-def _spelled(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

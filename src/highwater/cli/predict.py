@@ -243,7 +243,8 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
     refused = {"model", *(FOREIGN[foreign].refused(DECLARED) if foreign else ())}
-    typed = {n: value for n, value in typed_values(arguments).items() if n not in refused}
+    typed = typed_values(arguments).items()  # of which a search without a word is `auto`, too
+    typed = {n: value for n, value in typed if n not in refused and value != "auto"}
     typed |= {"trainer": foreign} if foreign else {}
     typed |= {} if arguments.gpu_memory is None else {"memory": arguments.gpu_memory}
     of_the_mark: dict[str, object] = {}

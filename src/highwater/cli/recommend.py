@@ -226,8 +226,8 @@ def _predicting(
     trains says nothing of what is asked, it is this engine, to compare with.
     """
     own = TARGETS[arguments.for_].predicted_for
-    is_on_host = settings.get("activations") == "host"  # which no law but the engine's foresees
-    if REGISTRY[own].trains_by is None and not is_on_host:
+    may_be_on_host = settings.get("activations") in ("auto", "host")
+    if REGISTRY[own].trains_by is None and not may_be_on_host:  # which few laws foresee
         return own
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)

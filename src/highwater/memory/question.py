@@ -6,14 +6,16 @@ from typing import Any
 
 import msgspec
 
-from highwater.errors import UsageError
+from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
+from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.trainers import (
     MEMORY,
     accuracy,
     by_replay,
+    calibration_of,
     predict_by_formula,
     refused_settings,
 )
@@ -22,7 +24,7 @@ from highwater.model.rope import yarn
 from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.hardware import THIS_MACHINE, default_host, runs_trials
+from highwater.nouns.hardware import THIS_MACHINE, Machine, default_host, runs_trials
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
@@ -60,7 +62,8 @@ def predicted_question(
         machines=where.machines,
     )
     plans = list(map(plan_here, _requests(model, where, trainer, settings)))
-    cells = tuple(cell for each in plans for cell in each.question.cells)
+    every = (cell for each in plans for cell in each.question.cells)
+    cells = tuple(sorted(every, key=lambda cell: cell.settings.activations == "host"))
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
     notes += tuple(_hardware_notes(where, cells))
@@ -126,10 +129,8 @@ def _requests(
         has_states = TRAINERS[trainer].offloads_states and settings.get("lora") is None
         kinds = ("states", True) if has_states and is_sharded else (True,)
         ladders += [{**common, **offloaded, "offload": what, **settings} for what in kinds]
-    is_fixed = "activations" in settings or settings.get("recompute") == "none" or is_native
-    if not is_fixed and not TRAINERS[trainer].refused(["activations"]):
-        placed = {"allocator": "expandable", "activations": "host"}
-        ladders += [{**each, **placed, **settings} for each in ladders]
+    if not is_native and not TRAINERS[trainer].refused(["activations"]):
+        ladders = [{"activations": "auto", **each} for each in ladders]
     return [request_from(fields, keywords=True) for fields in ladders]
 
 
@@ -316,6 +317,30 @@ def at_native(
         if found.capacity_tokens:
             return found
     return None
+
+
+def placed(question: Question, machine: Machine) -> Cell:
+    """The fastest of a question's cells that fit by prediction (a dry run, in the host memory that
+    it names), else the one that lacks least of a GPU: in one trial what ``auto`` stands for.
+    """
+    memory_bytes = question.memory_bytes
+    if len(question.cells) == 1 or memory_bytes is None:
+        return question.cells[0]
+    try:
+        refuse_unknown_family(question.model)
+    except ModelError as error:
+        error.hint = "use `--activations gpu` or `--activations host`: `auto` is by prediction"
+        raise
+    margin_bytes = question.margin_bytes or default_headroom_bytes(memory_bytes)
+    question = msgspec.structs.replace(question, margin_bytes=margin_bytes)
+    host_bytes = (question.simulated and question.host_memory_bytes) or machine.host_bytes
+    limit = MemoryLimit(device_bytes=memory_bytes, host_bytes=host_bytes)
+    found = predict_by_formula(question, limit, OURS, calibration_of(question, OURS), asked="fit")
+    fits = [each for each in found if each.capacity_tokens]
+    if fits:
+        return min(fits, key=lambda each: each.step.time_s if each.step else 0.0).cell
+    lacking = [each for each in found if each.binding != "host"] or found
+    return max(lacking, key=lambda each: each.headroom_bytes).cell
 
 
 def with_usual_host(limit: MemoryLimit, where: Cluster) -> MemoryLimit:

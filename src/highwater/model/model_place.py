@@ -151,7 +151,8 @@ def fetched_directory(hub_id: str) -> Path:
     Raises ModelError if the Hub must not be asked or does not give the file: the hint is the
     command that fetches it, or what the Hub requires.
     """
-    switch = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(name)), "")
+    switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    switch = next((it for it in switches if os.environ.get(it, "").lower() in _TRUE), "")
     if switch:
         raise ModelError(
             f"{hub_id} is not in the Hub's cache, and {switch} is set: the Hub is not asked",
@@ -169,6 +170,7 @@ def fetched_directory(hub_id: str) -> Path:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
+    page = f"{_endpoint()}/{hub_id}"
     try:
         # asked first, because a download retries for minutes if nobody answers
         url = huggingface_hub.hf_hub_url(hub_id, CONFIG, endpoint=_endpoint())
@@ -177,12 +179,12 @@ def fetched_directory(hub_id: str) -> Path:
     except errors.GatedRepoError as error:
         raise ModelError(
             f"{hub_id} is gated: the Hub gives its files to accounts that its owner has let in",
-            hint=f"ask for access at {_page(hub_id)}, then {_LOGIN}",
+            hint=f"ask for access at {page}, then {_LOGIN}",
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"the Hub has no model {hub_id!r}, or it is private and not yours",
-            hint=f"check its spelling at {_page(hub_id)}; for a private one {_LOGIN}",
+            hint=f"check its spelling at {page}; for a private one {_LOGIN}",
         ) from error
     except errors.EntryNotFoundError as error:
         raise ModelError(
@@ -204,10 +206,6 @@ def fetch_command(hub_id: str) -> str:
     return f"hf download {hub_id} {CONFIG}"
 
 
-def _is_on(name: str) -> bool:
-    return os.environ.get(name, "").lower() in _TRUE
-
-
 def _timeout_s() -> float:
     said = os.environ.get("HF_HUB_ETAG_TIMEOUT", "")
     return float(said) if said.isdecimal() else _ANSWER_S
@@ -215,10 +213,6 @@ def _timeout_s() -> float:
 
 def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
-
-
-def _page(hub_id: str) -> str:
-    return f"{_endpoint()}/{hub_id}"
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,8 @@ The ladder: rungs from the cheapest to the most memory-saving, cells from the si
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -93,9 +95,12 @@ def cells_of(
             "`--device cpu` and `--allocator expandable` exclude each other",
             hint="leave `--allocator` out",
         )
-    rungs = default_ladder(
-        device=device, base=request.settings, allocator=request.allocator, loss=request.loss
-    )
+    ladder = partial(default_ladder, device=device, loss=request.loss)
+    ladders = [ladder(base=request.settings, allocator=request.allocator)]
+    if request.activations == "auto" and device == "cuda":
+        with suppress(UsageError):  # where no layer keeps its input, nothing moves
+            on_host = msgspec.structs.replace(request.settings, activations="host")
+            ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
     degrees = dict.fromkeys(product(counts, request.ulysses or (1,), request.ring, request.copies))
     asked = [_Degrees(*each, machines=machines) for each in degrees]
     pattern = request.settings.pattern
@@ -115,7 +120,8 @@ def cells_of(
         whys = {why: each for each, why in reversed(skipped.items())}
         problem = "; ".join(f"{whys[why].label_on(device)}: {why}" for why in reversed(whys))
         raise UsageError(problem, hint=f"use {works}")
-    cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in product(layouts, rungs))
+    every = (place for rungs in ladders for place in product(layouts, rungs))
+    cells = tuple(Cell(layout=layout, settings=rung) for layout, rung in every)
     return cells, tuple(
         f"{each.label_on(device)} is skipped: {why}" for each, why in skipped.items()
     )

@@ -190,7 +190,7 @@ class _Declaring(msgspec.StructMeta):
                 name=rows[each.name].name or each.name,
                 rung_field=rows[each.name].rung_field or each.name,
                 type=each.type,
-                choices=tuple(dict.fromkeys(map(str, _literals(each.type)))),
+                choices=choices_of(each.type),
             )
             for each in msgspec.structs.fields(noun)
             if each.name in rows
@@ -205,10 +205,11 @@ class DeclaredRecord(Record, frozen=True, kw_only=True, metaclass=_Declaring):
     """The settings that stand at the fields of the noun, without those of its bases."""
 
 
-def _literals(kind: Any) -> list[Any]:
+def choices_of(kind: Any) -> tuple[str, ...]:
+    """The values that a type lists, as they are typed."""
     if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [value for inner in get_args(kind) for value in _literals(inner)]
+        return tuple(map(str, get_args(kind)))
+    return tuple(dict.fromkeys(name for inner in get_args(kind) for name in choices_of(inner)))
 
 
 def flag_of(name: str) -> str:

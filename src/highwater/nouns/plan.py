@@ -22,12 +22,8 @@ from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
     foreign_notes,
-    lossy_notes,
     memory_notes,
-    offload_notes,
-    own_code_notes,
-    weights_notes,
-    yarn_notes,
+    step_notes,
 )
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Rope, Settings
@@ -294,10 +290,7 @@ def plan(
         *of_memory,
         *(*skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
-        *lossy_notes(settings),
-        *(*offload_notes(settings, device), *own_code_notes(model)),
-        *yarn_notes(model, request.max_tokens, request.settings.rope),
-        *weights_notes(model, settings, simulated=request.dry_run),
+        *step_notes(model, request, settings, device, request.max_tokens),
     )
     return Plan(question=question, notes=notes, budget_s=budget_s, timeout_s=timeout_s)
 
@@ -362,9 +355,9 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
     if request.trainer not in FOREIGN:
         refuse_past_native(model, request.settings.rope, length_tokens, flag="--length")
     question = plan(alone(request, length_tokens), machine).question
-    cell, *others = question.cells
+    cell, layouts = question.cells[0], {each.layout for each in question.cells}
     degrees = ("ulysses", "ring", "copies")
-    if others or any(len(getattr(request, name) or ()) > 1 for name in degrees):
+    if len(layouts) > 1 or any(len(getattr(request, name) or ()) > 1 for name in degrees):
         several = [name for name in degrees[1:] if len(getattr(request, name) or ()) > 1]
         words = words_of({"gpus": 1, "ulysses": 1, **dict.fromkeys(several, 1)})
         raise UsageError(

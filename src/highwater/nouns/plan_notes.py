@@ -87,6 +87,24 @@ def offload_notes(settings: Settings, device: Device) -> tuple[str, ...]:
     return ()
 
 
+def placement_notes(request: Request, settings: Settings) -> tuple[str, ...]:
+    """Say where one trial has the activations that may be anywhere."""
+    if request.activations != "auto":
+        return ()
+    return (f"`--activations auto` is `--activations {settings.activations}` here",)
+
+
+def step_notes(
+    model: Model, request: Request, settings: Settings, device: Device, longest_tokens: int | None
+) -> tuple[str, ...]:
+    """Say all that a user should know of a step of our engine before trials make it."""
+    return (
+        *(*lossy_notes(settings), *offload_notes(settings, device), *own_code_notes(model)),
+        *yarn_notes(model, longest_tokens, settings.rope),
+        *weights_notes(model, settings, simulated=request.dry_run),
+    )
+
+
 def own_code_notes(model: Model) -> tuple[str, ...]:
     """Say that code which came with a model is not run."""
     if not has_own_code(read_config(Path(model.directory, "config.json"))):

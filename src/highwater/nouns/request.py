@@ -30,6 +30,7 @@ from highwater.nouns.declaration import (
     Setting,
     Spelling,
     Topic,
+    choices_of,
     in_file,
     nearest,
     setting,
@@ -167,7 +168,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     loss: Loss | None = None
     allocator: Allocator | None = None
     offload: Offload | None = None
-    activations: Activations | None = None
+    activations: Activations | Literal["auto"] | None = None
     sequences_per_micro_batch: int | None = None
     learning_rate: float | None = None
 
@@ -388,7 +389,8 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         """What all rungs have in common; the ladder sets the others."""
         fields = (field for field in Settings.__struct_fields__ if field not in _OF_THE_LADDER)
         named = ((field, getattr(self, field)) for field in fields)
-        values = {field: value for field, value in named if value is not None}
+        # what is "auto" is the default, or said by the cells that are made
+        values = {field: value for field, value in named if value not in (None, "auto")}
         if self.token_budget is None:
             together = TRAITS[values["objective"]].documents_together
             values.setdefault("sequences_per_micro_batch", together)
@@ -480,7 +482,7 @@ _ROWS = {
 }
 DECLARED: Mapping[str, Setting] = {
     each.name: replace(
-        _ROWS[each.name], default=each.default, choices=tuple(sorted(_ROWS[each.name].choices))
+        _ROWS[each.name], default=each.default, choices=tuple(sorted(choices_of(each.type)))
     )
     for each in msgspec.structs.fields(Request)
 }

@@ -205,7 +205,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     faster, the more so the longer the sequence, for one more number per token and query channel."""
     activations: Activations = setting(
         "gpu",
-        "where recomputed layers keep what their backward pass needs: gpu, or host memory",
+        "where recomputed layers keep what their backward pass needs: gpu, host memory, or auto: "
+        "either; one trial or training takes the fastest that is predicted to fit",
         labels={"host": "activations-on-host"},
         told={"host": ("activations on host", "the layers' activations in host memory")},
     )

@@ -2,7 +2,9 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from highwater.errors import UsageError
 from highwater.model.model import Model
@@ -132,6 +134,11 @@ class Cell(Record, frozen=True, kw_only=True):
 
     layout: Layout
     settings: Settings
+
+    def changed(self, **settings: Any) -> "Cell":
+        """The cell with some of its settings changed."""
+        changed = msgspec.structs.replace(self.settings, **settings)
+        return msgspec.structs.replace(self, settings=changed)
 
     @property
     def words(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Literal
 
 import msgspec
@@ -148,30 +149,18 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 def first_fit(goal: Goal) -> Candidate | None:
     """The simplest candidate that fits; its longest length is not looked for."""
-    questions = [
-        goal.question(sequences, length_tokens=goal.length_tokens)[0] for sequences in goal.budgets
-    ]
-    known = [goal.known(question) for question in questions]
-    cells = [
-        (
-            order(cell, is_lowered=cell.settings.sequences_per_micro_batch < goal.sequences),
-            budget,
-            cell,
-        )
-        for budget, question in enumerate(questions)
+    every = [
+        (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
+        for sequences in goal.budgets
+        for question, _ in (goal.question(sequences, length_tokens=goal.length_tokens),)
+        for known in (goal.known(question),)
         for cell in question.cells
     ]
-    for _, budget, cell in sorted(cells, key=lambda each: each[0]):
-        question = questions[budget]
-        (predicted,) = predict_by_formula(
-            msgspec.structs.replace(question, cells=(cell,)),
-            goal.memory_limit,
-            goal.trainer,
-            known[budget],
-            asked="fit",
-        )
-        if predicted.capacity_tokens:
-            return candidate_of(goal, question, predicted)
+    for _, question, known, cell in sorted(every, key=itemgetter(0)):
+        one = msgspec.structs.replace(question, cells=(cell,))
+        (found,) = predict_by_formula(one, goal.memory_limit, goal.trainer, known, asked="fit")
+        if found.capacity_tokens:
+            return candidate_of(goal, question, found)
     return None
 
 

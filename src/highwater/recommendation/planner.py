@@ -120,13 +120,13 @@ class _PlanSearch(NamedTuple):
             for recompute in _RECOMPUTED:
                 if recompute != cell.settings.recompute:
                     with suppress(UsageError):
-                        yield _with(cell, recompute=recompute)
+                        yield cell.changed(recompute=recompute)
 
     def best(self, cell: Cell, aim: Aim) -> _PlannedCell:
         """The best of a cell's head groups and last layers on the GPU; else the roomiest."""
         plans: list[_PlannedCell] = []
         for groups in self._head_groups(cell):
-            plans.append(self._placed(_with(cell, attention_head_groups=groups), aim))
+            plans.append(self._placed(cell.changed(attention_head_groups=groups), aim))
             if aim == "fastest" and plans[-1].fits:
                 break
         return min(plans, key=lambda plan: plan.key(aim))
@@ -166,7 +166,7 @@ class _PlanSearch(NamedTuple):
 
         def at(layers: int) -> _PlannedCell:
             if layers not in known:
-                known[layers] = self._predicted(_with(cell, layers_on_gpu=layers))
+                known[layers] = self._predicted(cell.changed(layers_on_gpu=layers))
             return known[layers]
 
         return at
@@ -182,8 +182,3 @@ class _PlanSearch(NamedTuple):
         )
         is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
         return _PlannedCell(question, msgspec.structs.replace(found, step=step), is_lowered)
-
-
-def _with(cell: Cell, **settings: Any) -> Cell:
-    changed = msgspec.structs.replace(cell.settings, **settings)
-    return msgspec.structs.replace(cell, settings=changed)

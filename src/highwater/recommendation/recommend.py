@@ -25,7 +25,6 @@ from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import memory_limit_of, predicted_question
 from highwater.memory.trainers import accuracy, replayed_cells
 from highwater.model.model import load_model
-from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.objective import RolloutRequest
@@ -278,21 +277,13 @@ def drafted(
     """
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     tokens = parse_tokens(str(length))
+    limit = MemoryLimit(device_bytes=where.device_bytes)
+    goal = goal_of(model, tokens, where, limit, trainer, settings, rollout_gpus)
     question, notes = predicted_question(model, where, trainer, tokens, dict(settings))
     cells = sorted(question.cells, key=simplicity)
-    return Recommendation(
-        model_name=question.model.name,
-        native_length_tokens=question.grid.native_length_tokens,
-        trainer=trainer,
-        length_tokens=tokens,
-        gpus=where.gpus,
+    return recommendation_of(
+        *(goal, question, tuple(unknown_candidate(cell, tokens) for cell in cells)),
         rollout_gpus=rollout_gpus,
-        device_name=where.device_name,
-        device_bytes=where.device_bytes,
-        default_sequences=cells[0].settings.sequences_per_micro_batch,
-        chosen=None,
-        candidates=tuple(unknown_candidate(cell, tokens) for cell in cells),
-        yarn=yarn(question.model, length_tokens=tokens, rope=cells[0].settings.rope),
         accuracy="not predicted yet",
         notes=notes,
     )

@@ -14,6 +14,7 @@ from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.predictor import FormulaPredictor, predict_cell
+from highwater.memory.question import placed
 from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
@@ -21,7 +22,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.corpus import Corpus, missing_files
 from highwater.nouns.declaration import MOST_GPUS
 from highwater.nouns.hardware import Machine
-from highwater.nouns.plan import plan, plan_trial
+from highwater.nouns.plan import alone, plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
 from highwater.nouns.request import DECLARED, TOPICS, Request
 from highwater.nouns.settings import Settings
@@ -30,6 +31,7 @@ from highwater.nouns.trainer import OURS
 from highwater.nouns.training import RECOMMENDED, TrainingRequest, refuse_uneven
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.recommend import recommend
+from highwater.store.directory import TrainingFolder
 from highwater.store.journal import read_study
 from highwater.units import MIB, format_bytes, format_tokens
 
@@ -89,7 +91,12 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     elif asked.settings == RECOMMENDED or not how:
         cell = training.of_each(nodes).recommended()
     else:
-        cell = Cell(layout=spec.layout, settings=spec.settings)
+        cell, *others = plan(alone(request, spec.length_tokens), machine).question.cells
+        if others:
+            cell = placed(training.of_each(nodes).question(cell, *others), machine)
+    before = TrainingFolder(asked.output).spec() if request.activations == "auto" else None
+    if before is not None:  # which goes on as it began
+        cell = cell.changed(activations=before.trial.settings.activations)
     if nodes > 1:
         cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
     spec = msgspec.structs.replace(spec, prompt_tokens=prompt_tokens)
@@ -123,7 +130,7 @@ def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, .
     return tuple(
         row.name
         for row in TOPICS["trial"]
-        if getattr(request, row.name) != getattr(usual, row.name)
+        if getattr(request, row.name) not in (getattr(usual, row.name), "auto")
         and (
             row.says_what
             if says_what
@@ -150,14 +157,14 @@ class _Training:
         rows = max(1, self.asked.rows // nodes)
         return replace(self, asked=msgspec.structs.replace(self.asked, rows=rows))
 
-    def question(self, cell: Cell) -> Question:
-        """The question of one cell at the training's length, with a rank's rows as micro-batches:
-        a study's, or the usual ones, where no rows are named.
+    def question(self, cell: Cell, *others: Cell) -> Question:
+        """The question of cells of a layout at the training's length, with a rank's rows as
+        micro-batches: a study's, or the usual ones, where no rows are named.
         """
         own = self.request.micro_batches if cell.settings.accumulates else 1
         if self.asked.rows is not None:
             own = max(1, self.asked.rows // cell.layout.data_parallel_degree)
-        alone = msgspec.structs.replace(
+        asked = msgspec.structs.replace(
             self.request,
             gpus=(self.spec.layout.gpus,),
             memory=self.spec.memory_budget_bytes or self.request.memory,
@@ -165,9 +172,8 @@ class _Training:
             max_length=self.spec.length_tokens,
             micro_batches=1 if own == 1 else max(2, self.request.micro_batches),
         )
-        settings = msgspec.structs.replace(cell.settings, accumulates=own > 1)
-        cell = msgspec.structs.replace(cell, settings=settings)
-        return msgspec.structs.replace(plan(alone, self.machine).question, cells=(cell,))
+        cells = tuple(each.changed(accumulates=own > 1) for each in (cell, *others))
+        return msgspec.structs.replace(plan(asked, self.machine).question, cells=cells)
 
     def predicted(self, question: Question) -> CellPrediction:
         """Predict the memory of a question's cell."""
@@ -356,8 +362,7 @@ def _of_study(
     measured = format_tokens(answer.reach_tokens or 0)
     cell = answer.cell
     if spec.settings.lora_merged:  # of the export alone: what was measured is the same
-        merged = msgspec.structs.replace(cell.settings, lora_merged=True, save_hf="last")
-        cell = msgspec.structs.replace(cell, settings=merged)
+        cell = cell.changed(lora_merged=True, save_hf="last")
     label = answer.cell.label_on(spec.device)
     return cell, question, (f"settings of {path}: {label}, measured up to {measured}",)
 

@@ -333,8 +333,7 @@ def unpredicted(
 
 def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
     """Say what a chunked loss buys, where whole logits are predicted, too."""
-    settings = msgspec.structs.replace(chosen.cell.settings, loss="full")
-    cell = msgspec.structs.replace(chosen.cell, settings=settings)
+    cell = chosen.cell.changed(loss="full")
     whole = next((each for each in found.candidates if each.cell == cell != chosen.cell), None)
     if whole is None or whole.headroom_bytes is None or chosen.headroom_bytes is None:
         return []

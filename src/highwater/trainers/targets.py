@@ -106,6 +106,8 @@ def refuse_unknown_settings(
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
     refused += [name for name in RolloutRequest.__struct_fields__ if name in settings]
+    if settings.get("activations") == "auto" and "activations" not in TARGETS[target].knows:
+        refused.append("activations")
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})
 

@@ -35,10 +35,9 @@ from highwater.nouns.secrets import kept
 from highwater.nouns.trial import Device
 from highwater.trials.job import Job, end_reaper, start
 from highwater.trials.probe import (
-    INSTALL_HINT,
-    package_obstacles,
     probe,
     refuse_busy_gpus,
+    refuse_package_obstacles,
     refuse_torch_without_gpu,
 )
 from highwater.trials.ranks import RankExit, RankShare, read_left
@@ -62,9 +61,7 @@ _ROOM_BYTES = 64 * MIB
 def read_constants(gpus: int) -> Constants:
     """Constants of ``gpus`` GPUs, read in half a minute; MachineError where nothing is read."""
     machine = probe()
-    obstacles = package_obstacles(machine)
-    if obstacles:
-        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    refuse_package_obstacles(machine)
     refuse_torch_without_gpu(machine)
     refuse_busy_gpus(machine, count=gpus)
     job = Job(
@@ -86,9 +83,7 @@ def bench_lines(order: BenchOrder, *, measures: str = _MEASURES) -> Generator[It
     """Each result of a benchmark as it is known, while the block runs; nothing of it runs
     afterwards. ``measures``: the module that measures. MachineError: nothing can be.
     """
-    obstacles = package_obstacles(probe())
-    if obstacles:
-        raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+    refuse_package_obstacles(probe())
     with private_folder() as folder, closing(_lines(order, folder, measures)) as lines:
         yield lines
 

@@ -157,6 +157,13 @@ def package_obstacles(machine: Machine) -> tuple[str, ...]:
     return tuple(obstacles)
 
 
+def refuse_package_obstacles(machine: Machine, *, before: str = "") -> None:
+    """Raise MachineError for obstacles in the packages, ``before`` which it says what cannot be."""
+    obstacles = package_obstacles(machine)
+    if obstacles:
+        raise MachineError(f"{before}{'; '.join(obstacles)}", hint=INSTALL_HINT)
+
+
 def refuse_torch_without_gpu(machine: Machine) -> None:
     """Raise MachineError when torch cannot use the driver's GPUs; asking it takes 2 to 3 s."""
     done = answered([sys.executable, "-P", "-c", _ASK_TORCH])

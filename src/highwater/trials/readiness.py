@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from highwater.errors import MachineError, UsageError
+from highwater.errors import UsageError
 from highwater.model.footprint import checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
@@ -25,11 +25,11 @@ from highwater.nouns.trial import REPORTERS, Device
 from highwater.nouns.trial_hardware import used_gpus
 from highwater.store.directory import check_checkpoint_directory, check_log_directory
 from highwater.trials.probe import (
-    INSTALL_HINT,
     OLDEST,
     package_obstacles,
     refuse_busy_gpus,
     refuse_missing_package,
+    refuse_package_obstacles,
     refuse_torch_without_gpu,
     refuse_unreadable_gpus,
     release_of,
@@ -70,9 +70,7 @@ def check_machine(
             refuse_missing_package(settings, machine.versions)
         return
     if request.trainer == OURS:
-        obstacles = package_obstacles(machine)
-        if obstacles:
-            raise MachineError("; ".join(obstacles), hint=INSTALL_HINT)
+        refuse_package_obstacles(machine)
         if request.data is not None:
             _refuse_no_function(request.data)
         refuse_missing_package(settings)

@@ -17,7 +17,6 @@ from typing import Self
 
 import msgspec
 
-from highwater.errors import MachineError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import LIKELY_FILLED_SHARE
 from highwater.memory.interval.calibration import Calibration, Factors
@@ -40,10 +39,9 @@ from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialEndedError, TrialSpec
 from highwater.trials.job import Job
 from highwater.trials.probe import (
-    INSTALL_HINT,
-    package_obstacles,
     probe,
     refuse_missing_package,
+    refuse_package_obstacles,
     versions_of,
 )
 from highwater.trials.trial_process import private_folder, trial_environment
@@ -186,11 +184,7 @@ class CachedTracer:
         """Keep traces of a trainer's step in ``directory``; ``on_trace`` hears each trial that has
         to be traced.
         """
-        obstacles = package_obstacles(probe())
-        if obstacles:
-            raise MachineError(
-                f"nothing can be traced here: {'; '.join(obstacles)}", hint=INSTALL_HINT
-            )
+        refuse_package_obstacles(probe(), before="nothing can be traced here: ")
         self._directory = directory
         self._kernel: Kernel = kernel
         self._trainer: TrainerName = trainer

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,26 +72,12 @@ class HostActivations:
         """
         assert layers_on_gpu > 0, "nothing comes back ahead of the last layer"
         self._layers_on_gpu = layers_on_gpu
-        self._memory = PinnedPlaces(device, budget_bytes=budget_bytes)
+        self.memory = PinnedPlaces(device, budget_bytes=budget_bytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiting: list[_KeptOnHost] = []
         """Layers whose backward pass is to come, the first one's first."""
         self._leaving: list[Tensor] = []
         """Tensors of the device whose copies may still run."""
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of host memory that are mapped."""
-        return self._memory.mapped_bytes
-
-    def follow_mapping(self, mapped: Callable[[], object]) -> None:
-        """Have ``mapped`` called whenever more host memory is mapped."""
-        self._memory.mapped = mapped
-
-    @property
-    def preparing_s(self) -> float:
-        """Seconds that mapping host memory has taken so far, which later steps do not take."""
-        return self._memory.preparing_s
 
     def checkpoint(
         self,
@@ -142,7 +128,7 @@ class HostActivations:
         """Begin a layer's forward pass: what the one before it sent has left by now."""
         self._release()
         while is_first and self._waiting:  # of a pass whose backward pass never came
-            self._waiting.pop().forget(self._memory)
+            self._waiting.pop().forget(self.memory)
         kept = _KeptOnHost(self) if is_on_host else _KeptOnHost(None)
         self._waiting.append(kept)
         return kept
@@ -170,7 +156,7 @@ class HostActivations:
         """Copy a tensor to host memory; it stays on the device until the next layer."""
         if not _is_dense(tensor):
             tensor = tensor.contiguous()
-        place = self._memory.take(tensor.numel() * tensor.element_size())
+        place = self.memory.take(tensor.numel() * tensor.element_size())
         with _after_computation(self._stream):
             place.of(tensor).copy_(_flat(tensor), non_blocking=True)
         self._leaving.append(tensor)
@@ -182,7 +168,7 @@ class HostActivations:
         tensor = torch.empty_strided(sent.shape, sent.stride, dtype=sent.dtype, device=sent.device)
         with _after_computation(self._stream):
             _flat(tensor).copy_(sent.place.of(tensor), non_blocking=True)
-        self._memory.give(sent.place)  # what is sent there next is copied after this
+        self.memory.give(sent.place)  # what is sent there next is copied after this
         return tensor
 
 
@@ -232,19 +218,14 @@ class _Pinned:
         return self.memory[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
-class _OnHost:
+class _OnHost(NamedTuple):
     """A tensor in host memory."""
 
-    def __init__(
-        self,
-        place: _Pinned,
-        dtype: torch.dtype,
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        device: torch.device,
-    ) -> None:
-        self.place, self.dtype, self.shape = place, dtype, shape
-        self.stride, self.device = stride, device
+    place: _Pinned
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
 
 
 class PinnedPlaces:
@@ -256,6 +237,7 @@ class PinnedPlaces:
         self._free: list[_Pinned] = []
         self.mapped_bytes = 0
         self.preparing_s = 0.0
+        """Seconds that mapping has taken so far, which later steps do not take."""
         self.mapped: Callable[[], object] = lambda: None
         """Called whenever more is mapped."""
 

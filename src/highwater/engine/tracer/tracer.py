@@ -131,7 +131,7 @@ def trace(order: TraceOrder) -> EventLog:
         operators=tuple(recorder.operators),
         modules=tuple(recorder.modules),
         events=tuple(recorder.events),
-        host_bytes=0 if training.host is None else training.host.mapped_bytes,
+        host_bytes=0 if training.host is None else training.host.memory.mapped_bytes,
     )
 
 

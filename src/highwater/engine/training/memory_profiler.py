@@ -257,7 +257,7 @@ def divide_budget(
     if budget_bytes is not None:
         bound()
         if host is not None:
-            host.follow_mapping(bound)
+            host.memory.mapped = bound
     return MemoryBudget(
         budget_bytes=budget,
         context_bytes=context_bytes,

@@ -278,7 +278,7 @@ class RankRun(ABC):
 
 def _preparing_s(training: Training) -> float:
     """Return the seconds that host memory has been mapped for so far, which is done once."""
-    return 0.0 if training.host is None else training.host.preparing_s
+    return 0.0 if training.host is None else training.host.memory.preparing_s
 
 
 def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:

@@ -91,6 +91,11 @@ def _as_keywords(flags: re.Match[str]) -> str:
 
 def _refuse_what_is_no_steps(settings: Mapping[str, Any]) -> None:
     """Raise UsageError for a setting that only searches or trials have."""
+    if settings.get("activations") == "auto":
+        raise UsageError(
+            "activations are placed by predictions of a whole trial, and a Trainer makes none",
+            hint="use `--activations gpu`, or `--activations host`",
+        )
     for name in settings:
         if name == "gpus":
             raise UsageError(

@@ -27,6 +27,8 @@ from highwater.memory.formula.constants import (
     present,
 )
 from highwater.memory.formula.layers import (
+    NUMBER_BYTES,
+    OUTPUT_NORMS,
     Backward,
     Step,
     backwards,
@@ -163,9 +165,11 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     kinds, before = {run.kind for run in step.shape.runs}, kept_bytes_before(step)
     working = {kind: working_set_bytes(step.layer(kind)) for kind in kinds}
     held = (*states.terms(), *beside_layers)
+    is_whole = step.settings.recompute == "none"
+    keeps = "activations of all layers" if is_whole else "kept by recompute"
 
     def kept_on_gpu(first: int, end: int) -> Term:
-        return _kept_term(step, max(0, before[end] - before[first]))
+        return Term(keeps, step.tokens * max(0, before[end] - before[first]))
 
     def handed(end: int) -> Term:
         return Term("handed from layer to layer", step.tokens * handed_bytes(step, end))
@@ -259,19 +263,14 @@ def _batch_bytes(step: Step) -> int:
     head_sizes = sum(head_dim for head_dim, _ in kinds)
     if row.delta is not None:  # other families that rotate a part have the rest in what was learned
         head_sizes = round(head_sizes * row.defaults["partial_rotary_factor"])
-    return step.tokens * (_IDS * _ID_BYTES + 2 * step.rotation_element * head_sizes)
+    element = NUMBER_BYTES if step.shape.model_type in OUTPUT_NORMS else step.element
+    return step.tokens * (_IDS * _ID_BYTES + 2 * element * head_sizes)
 
 
 def _root_parameters(step: Step) -> int:
     """Parameters of embedding and head: V x E each, once if tied or without a vocabulary's head."""
     has_own_head = not step.shape.tied_embeddings and not step.settings.traits.gives_scalars
     return step.table * (2 if has_own_head else 1)
-
-
-def _kept_term(step: Step, bytes_per_token: int) -> Term:
-    """The term of what layers keep until their backward pass, by its bytes per token."""
-    name = "activations of all layers" if step.settings.recompute == "none" else "kept by recompute"
-    return Term(name, step.tokens * bytes_per_token)
 
 
 def _loss_terms(step: Step, last: LayerKind) -> tuple[Term, ...]:

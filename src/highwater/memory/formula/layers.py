@@ -86,11 +86,6 @@ class Step:
         return ELEMENT_BYTES[self.device]
 
     @property
-    def rotation_element(self) -> int:
-        """Bytes of a cosine or a sine."""
-        return NUMBER_BYTES if self.shape.model_type in OUTPUT_NORMS else self.element
-
-    @property
     def table(self) -> int:
         """Parameters of the embedding, or of the head: V x E."""
         return self.shape.vocab_size * self.shape.hidden_size
