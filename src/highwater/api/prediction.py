@@ -81,10 +81,12 @@ def predict(
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    if exact and trainer != OURS and where.gpus > 1:
+    if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):
+        how = "on one GPU" if where.gpus > 1 else "without trials"
+        instead = "name one GPU" if where.gpus > 1 else "`--calibrate`"
         raise UsageError(
-            f"{TRAINERS[trainer].step} is traced on one GPU",
-            hint="leave `--exact` out, or name one GPU",
+            f"{TRAINERS[trainer].step} is traced {how}",
+            hint=f"leave `--exact` out, or {instead}",
         )
     own_readings, own = None, ()
     if constants is not None:
@@ -120,7 +122,7 @@ def predict(
     if calibrate_with:
         from highwater.recommendation.user_measurements import own_residuals
 
-        own = own_residuals(
+        own, of_studies = own_residuals(
             calibrate_with,
             method,
             own_readings,
@@ -128,6 +130,7 @@ def predict(
             on_calibrate=on_calibrate,
             on_trace=on_trace,
         )
+        said += of_studies
     known = calibration_of(question, trainer, method=method, own=own)
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
     told |= {"notes": (*said, *notes)}

@@ -22,6 +22,7 @@ from highwater.nouns.declaration import Spelling
 from highwater.nouns.objective import Objective, RolloutTraits
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
+from highwater.units import counted
 
 TrainerName = Literal[
     "highwater",
@@ -212,18 +213,22 @@ def trainer_title(name: AnyTrainer | Target) -> str:
     return REGISTRY[name].title
 
 
-def known_runs(name: str) -> str:
-    """What is known of runs of a trainer that composes another's step."""
+def known_runs(name: str, own_trials: int = 0) -> str:
+    """What is known of runs of a trainer that composes another's step: of the reader's own trials,
+    if there are some, alone.
+    """
+    if own_trials:
+        return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
     return row.runs or f"no run of {row.title} was measured"
 
 
-def predicted_as(name: str) -> str:
+def predicted_as(name: str, own_trials: int = 0) -> str:
     """``predicted``; and by whose step, where that is another's, with what is known of runs."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"
-    return f"predicted as {trainer_title(other)}'s step; {known_runs(name)}"
+    return f"predicted as {trainer_title(other)}'s step; {known_runs(name, own_trials)}"
 
 
 def step_in_words(name: AnyTrainer) -> str:

@@ -77,7 +77,7 @@ def _answered(
         return _nothing(prediction, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
-    by = _first_upper(predicted_as(prediction.trainer))
+    by = _first_upper(_by(prediction))
 
     def trained(each: CellPrediction, length_tokens: int) -> str:
         settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
@@ -133,6 +133,11 @@ def recommendation_answer(found: Recommendation) -> str:
     )
 
 
+def _by(prediction: Prediction) -> str:
+    known = prediction.calibration
+    return predicted_as(prediction.trainer, known.own_trials if known else 0)
+
+
 def _first_upper(words: str) -> str:
     return words[:1].upper() + words[1:]
 
@@ -173,7 +178,7 @@ def _nothing(
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     where, native = _where(prediction), prediction.native_length_tokens
-    by = predicted_as(prediction.trainer)
+    by = _by(prediction)
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:

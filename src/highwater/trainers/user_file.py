@@ -10,12 +10,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from highwater.errors import UsageError
+from highwater.memory.interval.residuals import unfit
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.foreign_request import file_content
+from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
-from highwater.nouns.settings import RUNG_ROWS
-from highwater.nouns.trainer import TRAINERS, TrainerName, TrainerParts
+from highwater.nouns.settings import RUNG_ROWS, Settings
+from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
+from highwater.nouns.trial import TrialSpec
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
@@ -135,6 +140,66 @@ def settings_of(
     settings = {name: value for name, value in taken.items() if name not in refused}
     length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
+
+
+_OWN_RECOMPUTATION = re.compile(rb"(disable_gradient|activation)_checkpointing\b")
+"""Fields of a trial's file that decide whether layers are recomputed; else FSDP does so."""
+
+
+def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
+    """A study of this trainer with its trials that are predicted, each with what the user's file
+    had set of it, on which ``notes`` get notes; another trainer's study as it is.
+
+    Raises UsageError where that file is not as it was, and where no trial is predicted.
+    """
+    foreign, refuse = study.question.foreign, MEMORY[trainer].refuse
+    if foreign is None or foreign.trainer != trainer or refuse is None:
+        return study
+    try:
+        content = base_config(foreign)
+    except UsageError as error:
+        said = f"is of trials whose settings are not known any more: {error.problem}"
+        raise unfit(study, said, f"put {foreign.base_config_path} back as it was") from error
+    if FOREIGN[foreign.trainer].is_launched:
+        notes[f"trials in {study.path} are taken to hold whole logits: the script says it"] = None
+    kept: list[RecordedTrial] = []
+    refused: list[str] = []
+    for trial in study.trials:
+        try:
+            spec = trial.spec if content is None else _as_told(trial.spec, trainer, content, notes)
+            refuse(spec, study.question.model.shape)
+        except UsageError as error:
+            refused.append(error.problem)
+        else:
+            kept.append(msgspec.structs.replace(trial, spec=spec))
+    if refused and not kept:
+        raise unfit(study, f"has no trial that is predicted: {refused[0]}")
+    return msgspec.structs.replace(study, trials=tuple(kept))
+
+
+def _as_told(
+    spec: TrialSpec, trainer: TrainerName, content: bytes, notes: dict[str, None]
+) -> TrialSpec:
+    """A trial with what its file set: all but what the trial itself does, and what was named."""
+    assert spec.foreign is not None  # noqa: S101
+    assert spec.foreign.base_config_path is not None  # noqa: S101
+    settings, usual = spec.settings, Settings()
+    named = {name for name in RUNG_ROWS if getattr(settings, name) != getattr(usual, name)}
+    named |= {"sequences_per_micro_batch", "micro_batches"}
+    named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
+    if not (FOREIGN[spec.foreign.trainer].is_launched and b"distributed_type" in content):
+        named.add("copies")
+    if not _OWN_RECOMPUTATION.search(content):
+        named.add("recompute")
+    path = Path(spec.foreign.base_config_path)
+    read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=named)
+    notes.update(dict.fromkeys(read.notes))
+    copies = read.settings.pop("copies", (spec.layout.replicate_degree,))
+    return msgspec.structs.replace(
+        spec,
+        settings=msgspec.structs.replace(settings, **read.settings),
+        layout=msgspec.structs.replace(spec.layout, replicate_degree=copies[0]),
+    )
 
 
 def _training(

@@ -18,7 +18,6 @@ from highwater.memory.formula.constants import Footprint
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    refuse_unlike,
     residual_of,
     traits_of,
     unfit,
@@ -71,7 +70,7 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     coverage: float
     factors: tuple[Factors, ...]
-    """Ends of the intervals, one entry for each allocator asked about that trials had."""
+    """Ends of the intervals, one entry for each allocator asked about."""
     own_trials: int
     """Number of the residuals that are of the user's own studies."""
     edges: int = 0
@@ -84,7 +83,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     """Words for what is predicted and no trial had: there the coverage is a hope."""
 
     def of(self, allocator: Allocator) -> Factors | None:
-        """The factors of an allocator; None: no trial had it."""
+        """The factors of an allocator; None: nobody asked about it."""
         return next((factors for factors in self.factors if factors.allocator == allocator), None)
 
 
@@ -95,7 +94,9 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
 ) -> Calibration:
-    """The intervals of a question's predictions; each trial counts once, however often named."""
+    """The intervals of a question's predictions; each trial counts once, however often named. An
+    allocator that no trial had is taken as the others, and among ``unlike``.
+    """
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
         if each.method == method:
@@ -106,11 +107,12 @@ def calibrate(
     )
 
     def learned(allocator: Allocator) -> Factors | None:
-        alike = [residual for residual in both if residual.allocator == allocator]
+        alike = [residual for residual in both if residual.allocator == allocator] or both
         least = [residual.least_factor for residual in alike]
         return factors_of([residual.factor for residual in alike], allocator, least=least)
 
-    used = [residual for residual in both if residual.allocator in allocators]
+    is_known = {residual.allocator for residual in both}.issuperset(allocators)
+    used = [each for each in both if each.allocator in allocators or not is_known]
     return Calibration(
         coverage=COVERAGE,
         factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
@@ -213,8 +215,7 @@ FootprintOf = Callable[[TrialSpec], Footprint]
 
 
 def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:
-    """Residuals of a study's bracketed cells; UsageError for other trials, and without an edge."""
-    refuse_unlike(study)
+    """Residuals of a study's bracketed cells; UsageError without an edge."""
     edges = (_edge(study, cell) for cell in study.question.cells)
     told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
