@@ -38,9 +38,7 @@ TrainerName = Literal[
 the trainer's by whose step they train."""
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
 """Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
-TriedTrainer = Literal[
-    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
-]
+TriedTrainer = Literal["highwater", ForeignName]
 """Names that ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""

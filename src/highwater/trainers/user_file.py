@@ -18,9 +18,8 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings
-from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.study import Cell, RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
-from highwater.nouns.trial import TrialSpec
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
@@ -71,6 +70,10 @@ _PASSED = (
     *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
     *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
 )
+_READ = (
+    *("gradient_checkpointing*", "activation_checkpointing*", "gradient_accumulation_steps", "rl"),
+    *("fsdp*", "load_in_*", "deepspeed*", "accelerate*", "distributed_type", "parallelism_config"),
+)
 _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
 """What is predicted of an optimizer, by a pattern of its names."""
 
@@ -118,16 +121,8 @@ def settings_of(
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, "deepspeed", "accelerate*"}
-    known |= {
-        "gradient_checkpointing*",
-        "activation_checkpointing*",
-        "gradient_accumulation_steps",
-        "fsdp*",
-        "load_in_*",
-        "rl",
-    }
-    known |= {*_PASSED, *words.passed, "deepspeed_config", "distributed_type", "parallelism_config"}
+    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused}
+    known |= {*_PASSED, *words.passed, *_READ}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
@@ -142,13 +137,9 @@ def settings_of(
     return FileSettings(settings, length_tokens, tuple(notes))
 
 
-_OWN_RECOMPUTATION = re.compile(rb"(disable_gradient|activation)_checkpointing\b")
-"""Fields of a trial's file that decide whether layers are recomputed; else FSDP does so."""
-
-
 def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
-    """A study of this trainer with its trials that are predicted, each with what the user's file
-    had set of it, on which ``notes`` get notes; another trainer's study as it is.
+    """A study of this trainer with those trials that are predicted, each with what the user's file
+    set, of which ``notes`` tell; another trainer's study as it is.
 
     Raises UsageError where that file is not as it was, and where no trial is predicted.
     """
@@ -158,15 +149,24 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
     try:
         content = base_config(foreign)
     except UsageError as error:
-        said = f"is of trials whose settings are not known any more: {error.problem}"
+        said = f"is of trials whose settings nobody knows any more: {error.problem}"
         raise unfit(study, said, f"put {foreign.base_config_path} back as it was") from error
-    if FOREIGN[foreign.trainer].is_launched:
-        notes[f"trials in {study.path} are taken to hold whole logits: the script says it"] = None
+    is_launched = FOREIGN[foreign.trainer].is_launched
+    if is_launched:
+        notes[f"the script has the loss: trials in {study.path} are taken to hold logits"] = None
     kept: list[RecordedTrial] = []
     refused: list[str] = []
     for trial in study.trials:
+        spec, path = trial.spec, Path(foreign.base_config_path or "")
         try:
-            spec = trial.spec if content is None else _as_told(trial.spec, trainer, content, notes)
+            if content is not None:
+                typed = _of_a_trial(spec.settings, content, is_launched=is_launched)
+                read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=typed)
+                notes |= dict.fromkeys(read.notes)
+                copies = read.settings.pop("copies", [spec.layout.replicate_degree])
+                layout = msgspec.structs.replace(spec.layout, replicate_degree=copies[0])
+                settings = msgspec.structs.replace(spec.settings, **read.settings)
+                spec = msgspec.structs.replace(spec, settings=settings, layout=layout)
             refuse(spec, study.question.model.shape)
         except UsageError as error:
             refused.append(error.problem)
@@ -174,32 +174,22 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
             kept.append(msgspec.structs.replace(trial, spec=spec))
     if refused and not kept:
         raise unfit(study, f"has no trial that is predicted: {refused[0]}")
-    return msgspec.structs.replace(study, trials=tuple(kept))
+    cells = (Cell(layout=trial.spec.layout, settings=trial.spec.settings) for trial in kept)
+    question = msgspec.structs.replace(study.question, cells=tuple(dict.fromkeys(cells)))
+    return msgspec.structs.replace(study, question=question, trials=tuple(kept))
 
 
-def _as_told(
-    spec: TrialSpec, trainer: TrainerName, content: bytes, notes: dict[str, None]
-) -> TrialSpec:
-    """A trial with what its file set: all but what the trial itself does, and what was named."""
-    assert spec.foreign is not None  # noqa: S101
-    assert spec.foreign.base_config_path is not None  # noqa: S101
-    settings, usual = spec.settings, Settings()
+def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set[str]:
+    """What a trial does whatever its file says: what was named, its batch, and where the file has
+    no word for them, how GPUs share states and that FSDP recomputes.
+    """
+    usual = Settings()
     named = {name for name in RUNG_ROWS if getattr(settings, name) != getattr(usual, name)}
-    named |= {"sequences_per_micro_batch", "micro_batches"}
     named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
-    if not (FOREIGN[spec.foreign.trainer].is_launched and b"distributed_type" in content):
-        named.add("copies")
-    if not _OWN_RECOMPUTATION.search(content):
-        named.add("recompute")
-    path = Path(spec.foreign.base_config_path)
-    read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=named)
-    notes.update(dict.fromkeys(read.notes))
-    copies = read.settings.pop("copies", (spec.layout.replicate_degree,))
-    return msgspec.structs.replace(
-        spec,
-        settings=msgspec.structs.replace(settings, **read.settings),
-        layout=msgspec.structs.replace(spec.layout, replicate_degree=copies[0]),
-    )
+    shares = is_launched and b"distributed_type" in content
+    recomputes = re.search(rb"(disable_gradient|activation)_checkpointing\b", content)
+    named |= {"sequences_per_micro_batch", "micro_batches"}
+    return named | (set() if shares else {"copies"}) | (set() if recomputes else {"recompute"})
 
 
 def _training(

@@ -11,14 +11,16 @@ as far off at both, so that how far lies between two numbers: such a residual is
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from highwater.memory.formula.constants import Footprint
+from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
     residual_of,
+    step_of,
     traits_of,
     unfit,
 )
@@ -26,7 +28,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name, kind_of
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question, RecordedTrial, Study
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 
 COVERAGE = 0.95
 """Share of trials that each end of an interval is to cover: those whose memory is not above the
@@ -210,14 +212,10 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
     return _distinct(unlike)
 
 
-FootprintOf = Callable[[TrialSpec], Footprint]
-"""The footprint of one trial, by formula."""
-
-
-def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:
+def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
     """Residuals of a study's bracketed cells; UsageError without an edge."""
     edges = (_edge(study, cell) for cell in study.question.cells)
-    told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
+    told = (_residual(study.question, *edge, formula) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
     if not found:
         what = "has no edge: no length that fit beside a longer one that ran out of memory"
@@ -245,17 +243,17 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 
 
 def _residual(
-    question: Question, fit: RecordedTrial, ran_out: RecordedTrial, footprint_of: FootprintOf
+    question: Question, fit: RecordedTrial, ran_out: RecordedTrial, formula: Formula
 ) -> Residual | None:
     """The residual of one edge, between least and most; None where its GPUs' memory is unknown."""
-    spec, there, beyond = fit.spec, footprint_of(fit.spec), footprint_of(ran_out.spec)
+    there, beyond = (formula(step_of(question.model.shape, each.spec)) for each in (fit, ran_out))
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)
     if most_bytes is None or given_bytes is None:
         return None
     least = Fraction(given_bytes * there.needed_bytes, beyond.needed_bytes)
     return residual_of(
-        spec,
+        fit.spec,
         method="formula",
         measured_bytes=most_bytes,
         at_least_bytes=min(most_bytes, int(least)),

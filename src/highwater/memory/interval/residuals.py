@@ -154,14 +154,13 @@ def study_residuals(
     measured there. Raises UsageError for a study of other trials, ModelError for an unknown family.
     """
     refuse_silent(study, trainer)
-    refuse_unknown_family(study.question.model)
     shape = study.question.model.shape
     told: dict[str, Residual] = {}
     for trial in study.trials:
         if trial.result is None:
             continue
         spec, result = trial.spec, trial.result
-        step, read = _step_of(shape, spec), _of_its_gpus(own, result)
+        step, read = step_of(shape, spec), _of_its_gpus(own, result)
         taken = formula(step).with_libraries(
             outside_terms_of(step, read), sum(_workspaces_bytes(read))
         )
@@ -218,12 +217,13 @@ def traced_residual(
     )
     if not replayed.fits:
         return None
-    outside = outside_terms_of(_step_of(shape, spec), read)
+    outside = outside_terms_of(step_of(shape, spec), read)
     outside_bytes = sum(term.bytes for term in outside)
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
-def _step_of(shape: ModelShape, spec: TrialSpec) -> Step:
+def step_of(shape: ModelShape, spec: TrialSpec) -> Step:
+    """The step of a trial, as formulas are asked about it."""
     settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
     return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
@@ -291,7 +291,9 @@ def _given_bytes(rank: RankReport) -> int | None:
 
 
 def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
-    """Raise UsageError for a study of other trials than predictions of a trainer are about."""
+    """Raise UsageError for a study of other trials than predictions of a trainer are about,
+    ModelError for a family that nobody knows.
+    """
     question, foreign = study.question, study.question.foreign
     theirs = OURS if foreign is None else foreign.trainer
     results = [trial.result for trial in study.trials if trial.result is not None]
@@ -318,6 +320,7 @@ def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
     for is_refused, what in refusals:
         if is_refused:
             raise unfit(study, what)
+    refuse_unknown_family(question.model)
 
 
 def tells_nothing(study: Study) -> UsageError:

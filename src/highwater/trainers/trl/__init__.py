@@ -35,7 +35,7 @@ from highwater.memory.formula.constants import (
     phase,
     present,
 )
-from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
 from highwater.memory.interval.residuals import Residual, refuse_silent
@@ -147,14 +147,7 @@ def bundled_edges() -> tuple[Residual, ...]:
 def study_edges(study: Study) -> tuple[Residual, ...]:
     """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
     refuse_silent(study, "trl")
-    shape = study.question.model.shape
-    refuse_unknown_family(study.question.model)
-
-    def footprint_of(spec: TrialSpec) -> Footprint:
-        step = Step(shape, spec.settings, spec.layout, spec.length_tokens, spec.device)
-        return footprint(step)
-
-    return edge_residuals(study, footprint_of)
+    return edge_residuals(study, footprint)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
