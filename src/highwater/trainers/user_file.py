@@ -18,7 +18,7 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings
-from highwater.nouns.study import Cell, RecordedTrial, Study
+from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
@@ -174,8 +174,8 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
             kept.append(msgspec.structs.replace(trial, spec=spec))
     if refused and not kept:
         raise unfit(study, f"has no trial that is predicted: {refused[0]}")
-    cells = (Cell(layout=trial.spec.layout, settings=trial.spec.settings) for trial in kept)
-    question = msgspec.structs.replace(study.question, cells=tuple(dict.fromkeys(cells)))
+    cells = tuple(dict.fromkeys(trial.cell for trial in kept))
+    question = msgspec.structs.replace(study.question, cells=cells)
     return msgspec.structs.replace(study, question=question, trials=tuple(kept))
 
 
