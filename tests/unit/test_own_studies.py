@@ -332,7 +332,7 @@ def test_what_nobody_predicts_is_refused_with_trials_of_its_trainer_too():
 
 
 def test_a_trace_learns_nothing_from_them():
-    with pytest.raises(UsageError, match="traced without trials"):
+    with pytest.raises(UsageError, match="without `--calibrate`"):
         highwater.predict(
             *("Qwen3-0.6B",),
             **ASKED | {"trainer": "accelerate"},

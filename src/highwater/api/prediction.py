@@ -82,11 +82,9 @@ def predict(
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
     if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):
-        how = "on one GPU" if where.gpus > 1 else "without trials"
-        instead = "name one GPU" if where.gpus > 1 else "`--calibrate`"
         raise UsageError(
-            f"{TRAINERS[trainer].step} is traced {how}",
-            hint=f"leave `--exact` out, or {instead}",
+            f"{TRAINERS[trainer].step} is traced on one GPU, and without `--calibrate`",
+            hint="leave `--exact` out, or name one GPU and no study",
         )
     own_readings, own = None, ()
     if constants is not None:

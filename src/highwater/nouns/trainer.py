@@ -212,9 +212,7 @@ def trainer_title(name: AnyTrainer | Target) -> str:
 
 
 def known_runs(name: str, own_trials: int = 0) -> str:
-    """What is known of runs of a trainer that composes another's step: of the reader's own trials,
-    if there are some, alone.
-    """
+    """What is known of runs of a trainer that composes another's step; or the reader's trials."""
     if own_trials:
         return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]

@@ -105,8 +105,7 @@ def own_residuals(
     assert learn is not None, "it is refused before"  # noqa: S101
     read = [study_as_told(read_study(Path(path)), trainer, notes) for path in studies]
     if method == "formula":
-        told = tuple(residual for study in read for residual in learn(study, constants))
-        return told, tuple(notes)
+        return tuple(each for study in read for each in learn(study, constants)), tuple(notes)
     each = [_traceable(study, on_trace) for study in read]
     if on_calibrate is not None:
         unmade = {path for one in each for path in one.tracer.unmade(one.specs)}

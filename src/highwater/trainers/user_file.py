@@ -60,7 +60,7 @@ _REFUSED = (
 )
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""
-_PASSED = (
+_KNOWN = (
     *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
     *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
     *("max_steps", "seed", "logging*", "save_*", "eval*", "val_*", "report_to", "run_name"),
@@ -69,11 +69,10 @@ _PASSED = (
     *("plugins", "packing*", "*packing", "pad_to_*", "bnb_*", "use_bnb_*", "double_quant*"),
     *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
     *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
-)
-_READ = (
     *("gradient_checkpointing*", "activation_checkpointing*", "gradient_accumulation_steps", "rl"),
     *("fsdp*", "load_in_*", "deepspeed*", "accelerate*", "distributed_type", "parallelism_config"),
 )
+"""Fields of every trainer that are read, or take no memory; ``*`` for any end."""
 _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
 """What is predicted of an optimizer, by a pattern of its names."""
 
@@ -121,8 +120,7 @@ def settings_of(
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused}
-    known |= {*_PASSED, *words.passed, *_READ}
+    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, *_KNOWN, *words.passed}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")

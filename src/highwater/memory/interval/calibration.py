@@ -11,7 +11,7 @@ as far off at both, so that how far lies between two numbers: such a residual is
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from highwater.memory.formula.constants import Footprint
@@ -113,17 +113,16 @@ def calibrate(
         least = [residual.least_factor for residual in alike]
         return factors_of([residual.factor for residual in alike], allocator, least=least)
 
-    is_known = {residual.allocator for residual in both}.issuperset(allocators)
-    used = [each for each in both if each.allocator in allocators or not is_known]
+    used = [residual for residual in both if residual.allocator in allocators] or both
     return Calibration(
         coverage=COVERAGE,
         factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
         own_trials=sum(residual not in bundled for residual in used),
         edges=sum(residual.at_least_bytes is not None for residual in used),
-        device_names=_distinct(residual.device_name for residual in used),
-        model_names=_distinct(residual.model_name for residual in used),
+        device_names=tuple(dict.fromkeys(residual.device_name for residual in used)),
+        model_names=tuple(dict.fromkeys(residual.model_name for residual in used)),
         gpus=tuple(sorted({residual.gpus for residual in used})),
-        objectives=_distinct(residual.objective for residual in used),
+        objectives=tuple(dict.fromkeys(residual.objective for residual in used)),
         unlike=_unlike(question, used),
     )
 
@@ -190,10 +189,6 @@ def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
     return math.floor(room_bytes / Fraction(factors.upper))
 
 
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
     """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
     fields = Residual.__struct_fields__
@@ -209,7 +204,7 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
     unlike = (
         words for words, field, value in asked if value is not False and (field, value) not in known
     )
-    return _distinct(unlike)
+    return tuple(dict.fromkeys(unlike))
 
 
 def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
