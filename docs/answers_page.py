@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 from answers import GPUS, MODELS, Answered, simplest_by_length, trainings
+from markupsafe import Markup
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
@@ -232,7 +233,7 @@ def page(places: Sequence[ChooserPlace]) -> str:
         "answers.html.j2",
         title=TITLE,
         prose=PROSE,
-        data=b64encode(gzip.compress(answers.encode(), mtime=0)).decode(),
+        data=Markup(b64encode(gzip.compress(answers.encode(), mtime=0)).decode()),  # noqa: S704
         script=script,
         script_digest=digest(script),
     )
