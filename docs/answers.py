@@ -108,7 +108,7 @@ def simplest_by_length(
         candidates = tuple(_candidate(asked, question, each) for each in chosen)
         found = recommendation_of(
             *(asked, question, candidates),
-            accuracy=accuracy(question, OURS, 0),
+            accuracy=accuracy(question, OURS, 0, known),
             unlike=known.unlike if known else (),
             notes=notes,
         )

@@ -6,7 +6,9 @@ the folder is a static Space of the Hub as it is.
 """
 
 import argparse
+import gzip
 import sys
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -17,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 from answers import GPUS, MODELS, Answered, simplest_by_length, trainings
+from markupsafe import Markup
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
@@ -27,7 +30,8 @@ from highwater.nouns.environment import ENV_BEFORE_IN_WORDS, ENV_IN_WORDS
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.study import RISK_IN_WORDS
 from highwater.nouns.trainer import known_runs
-from highwater.pages.chooser import Answer, ChooserPlace, answers_page, configurations
+from highwater.pages.chooser import Answer, ChooserPlace, chooser_json, configurations
+from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import caveat
 from highwater.pages.table import TextTable
 from highwater.recommendation.candidates import first_fit
@@ -223,8 +227,16 @@ def _with_more_gpus(place: ChooserPlace, every: Sequence[ChooserPlace]) -> Itera
 
 
 def page(places: Sequence[ChooserPlace]) -> str:
-    """The whole page."""
-    return answers_page(places, title=TITLE, prose=PROSE)
+    """The whole page: a chooser and nothing else, its answers compressed, above how to read it."""
+    script, answers = page_script("chooser.js"), chooser_json(places, fields=("notes",))
+    return drawn_page(
+        "answers.html.j2",
+        title=TITLE,
+        prose=PROSE,
+        data=Markup(b64encode(gzip.compress(answers.encode(), mtime=0)).decode()),  # noqa: S704
+        script=script,
+        script_digest=digest(script),
+    )
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ TABLES = (
     (SEARCHES, "lab/memory_only.py --table"),
     ("other_trainers/README.md", "other_trainers/capacities.py --table"),
     ("other_trainers/README.md", "other_trainers/reports.py"),
+    ("other_trainers/README.md", "other_trainers/step_cells.py --left-out"),
     ("other_trainers/how_far.md", "other_trainers/how_far.py --table"),
     ("concurrent/README.md", "concurrent/eight_cells.py --table"),
     ("training/README.md", "training/sft.py --table"),

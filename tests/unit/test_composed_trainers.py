@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 import highwater
-from highwater.errors import UsageError
 from highwater.memory.trainers import MEMORY, predictor_of
 from highwater.nouns.trainer import REGISTRY, TRAINERS, predicted_as
 from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
@@ -72,10 +71,8 @@ def test_its_studies_are_taken_beside_the_prediction():
     found = highwater.recommend("Qwen3-0.6B", **asked, studies=[path])
     assert predicted.chosen.cell.settings.loss == "chunked"
     assert (found.chosen.source, found.chosen.cell.settings.loss) == ("measured", "full")
-    with pytest.raises(UsageError, match="say nothing about accelerate's step"):
-        highwater.predict(
-            "Qwen3-0.6B", gpus="1xH100-80GB", trainer="accelerate", calibrate_with=[path]
-        )
+    taught = highwater.predict("Qwen3-0.6B", **asked, calibrate_with=[path])
+    assert taught.calibration.own_trials == 2
 
 
 def test_its_searches_start_without_the_law_for_their_loss_is_in_a_file():

@@ -116,7 +116,7 @@ def test_nothing_of_it_is_predicted(study):
     assert report.predictions.reason is not None
     assert all(cell.predicted is None for cell in report.cells)
     assert all(each.edge_s is None for each in outlook(study.question))
-    with pytest.raises(UsageError, match="another trainer"):
+    with pytest.raises(UsageError, match="is of trials of your command"):
         study_residuals(study)
 
 

@@ -14,7 +14,7 @@ from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import edge_residuals, factors_of
-from highwater.memory.interval.residuals import Residual
+from highwater.memory.interval.residuals import Residual, step_of
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -98,12 +98,15 @@ def test_an_interval_of_the_other_edges_reaches_what_one_allows(left_out):
 def test_an_edge_lies_between_what_it_was_given_at_both_lengths():
     recorded = study("two-gpus-ring-trl")
 
-    def told(spec: TrialSpec) -> Footprint:
-        footprint = needed("Qwen3-4B", spec.length_tokens, RING, loss="chunked")
+    def told(step: Step) -> Footprint:
+        footprint = needed("Qwen3-4B", step.length_tokens, RING, loss="chunked")
         return msgspec.structs.replace(footprint, outside=())
 
     (edge,) = edge_residuals(recorded, told)
-    by_length = {trial.spec.length_tokens: told(trial.spec) for trial in recorded.trials}
+    shape = recorded.question.model.shape
+    by_length = {
+        trial.spec.length_tokens: told(step_of(shape, trial.spec)) for trial in recorded.trials
+    }
     fit, ran_out = by_length[24_576].needed_bytes, by_length[32_768].needed_bytes
     assert edge.length_tokens == 24_576
     assert edge.predicted_bytes == fit
@@ -242,11 +245,11 @@ def test_a_study_of_trl_teaches_and_counts_once():
     assert known is not None
     assert known == again
     assert (known.edges, known.own_trials) == (3, 0)
-    with pytest.raises(UsageError, match="is of trials of this package's engine"):
+    with pytest.raises(UsageError, match="is of trials of highwater: predictions are about TRL"):
         highwater.predict(
             "Qwen3-4B", **asked, calibrate_with=[RESULTS / "studies" / "one-gpu-highwater.jsonl"]
         )
-    with pytest.raises(UsageError, match="is of trials of another trainer"):
+    with pytest.raises(UsageError, match="is of trials of TRL: predictions are about highwater"):
         highwater.predict(
             "Qwen3-4B",
             gpus="1xH200-141GB",

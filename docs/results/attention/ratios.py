@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from highwater.engine.attention.block_flex import block_mask, mask_bytes
+from highwater.engine.attention.block_flex import block_mask
 from highwater.engine.attention.block_table import block_tables
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.units import MIB
@@ -82,7 +82,8 @@ def tables(name: str, length: int) -> tuple[float, int]:
         return 0.0, 0
     (table,) = block_tables(PATTERNS[name], length, torch.device("cpu"))
     blocks = int((table.row_of_entry == table.rows - 1).sum())
-    return blocks, mask_bytes(block_mask(table))
+    tensors = filter(torch.is_tensor, block_mask(table).as_tuple())
+    return blocks, sum(each.nbytes for each in tensors)
 
 
 def tensors_bytes(row: dict[str, Any], order: dict[str, Any]) -> int:

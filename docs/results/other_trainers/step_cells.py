@@ -5,6 +5,7 @@ and off, on one GPU, on two with FSDP2 and with DDP; and the edges of four of th
     python docs/results/other_trainers/step_cells.py --predict
     python docs/results/other_trainers/step_cells.py --measure
     python docs/results/other_trainers/step_cells.py --table
+    python docs/results/other_trainers/step_cells.py --left-out
 
 ``step_cells.json`` beside this file has a row for each. ``--predict`` needs no GPU; a trace is made
 where there is one GPU. ``--measure`` gives each case GPUs of its own, so that several run side by
@@ -12,7 +13,8 @@ side, each in fresh processes; models have the catalog's shapes and random weigh
 of the second step, after Trainer has prepared everything; a step is not timed. An edge is
 a length that is predicted to fit in 24 GiB, less what lies outside the allocator by prediction, and
 the lengths 1,024 and 4,096 tokens above. Rows that are there are not predicted anew: of the first
-16 the closed form is that of before they ran, and was set right by them.
+16 the closed form is that of before they ran, and was set right by them. ``--left-out`` says how
+far the closed form of now is off, and what an interval does that other models' steps teach.
 """
 
 import argparse
@@ -125,6 +127,7 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--left-out", action="store_true")
     parser.add_argument("--small", action="store_true", help="on the CPU, to try this script")
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -151,7 +154,39 @@ def main() -> None:
             rows[name]["measured"] = found
             words.file.write_text(json.dumps(rows, indent=1) + "\n")
             print(name, json.dumps(found)[:300], flush=True)
-    print(table(rows))
+    print(left_out(rows) if words.left_out else table(rows))
+
+
+def left_out(rows: dict[str, Any]) -> str:
+    """For each model what the steps of the others teach of its own: reserved, with the context."""
+    from highwater.memory.interval.calibration import factors_of
+
+    shares: dict[str, list[float]] = {}
+    for row in rows.values():
+        if "reserved_bytes" not in row["measured"] or "predicted_to_fit" in row:
+            continue
+        case = Case(**row["case"])
+        now = row_of(case, answer([*case.asked, "--length", str(case.length_tokens)]))["predicted"]
+        took = row["measured"]["reserved_bytes"] + now["outside_bytes"]
+        said = now["reserved_bytes"] + now["outside_bytes"]
+        shares.setdefault(case.model, []).append(took / said)
+    lines = [
+        "| model | steps | took, of the prediction | more than it | interval of the others "
+        "| above it | below it |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for model, own in shares.items():
+        others = [each for name, told in shares.items() if name != model for each in told]
+        ends = factors_of(others, "expandable")
+        if ends is None:  # one model alone
+            continue
+        more = [sum(share > most for share in own) for most in (1, ends.upper)]
+        less = sum(share < ends.lower for share in own)
+        lines.append(
+            f"| {model} | {len(own)} | {min(own):.3f} to {max(own):.3f} | {more[0]} "
+            f"| {ends.lower:.3f} to {ends.upper:.3f} | {more[1]} | {less} |"
+        )
+    return "\n".join(lines)
 
 
 def predicted() -> Iterable[tuple[str, dict[str, Any]]]:

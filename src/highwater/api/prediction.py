@@ -81,10 +81,10 @@ def predict(
     _check_exact(exact=exact, timeline=timeline, is_traceable=is_traceable)
     _check_trainer(trainer, calibrate_with=calibrate_with, constants=constants)
     where = trainers_gpus(gpus_meant(gpus, gpu_memory), rollout_gpus)
-    if exact and trainer != OURS and where.gpus > 1:
+    if exact and trainer != OURS and (where.gpus > 1 or calibrate_with):
         raise UsageError(
-            f"{TRAINERS[trainer].step} is traced on one GPU",
-            hint="leave `--exact` out, or name one GPU",
+            f"{TRAINERS[trainer].step} is traced on one GPU, and without `--calibrate`",
+            hint="leave `--exact` out, or name one GPU and no study",
         )
     own_readings, own = None, ()
     if constants is not None:
@@ -120,7 +120,7 @@ def predict(
     if calibrate_with:
         from highwater.recommendation.user_measurements import own_residuals
 
-        own = own_residuals(
+        own, of_studies = own_residuals(
             calibrate_with,
             method,
             own_readings,
@@ -128,6 +128,7 @@ def predict(
             on_calibrate=on_calibrate,
             on_trace=on_trace,
         )
+        said += of_studies
     known = calibration_of(question, trainer, method=method, own=own)
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
     told |= {"notes": (*said, *notes)}

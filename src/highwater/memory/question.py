@@ -233,7 +233,7 @@ def prediction_of(
     if told["method"] == "trace":
         known = TRACED_ACCURACY
     else:
-        known = accuracy(question, trainer, replayed)
+        known = accuracy(question, trainer, replayed, told["calibration"])
         if not is_one_length:
             native = at_native(question, memory_limit, trainer, told["calibration"])
         if MEMORY[trainer].replay is not None:

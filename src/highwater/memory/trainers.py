@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import msgspec
 
@@ -13,6 +14,7 @@ from highwater.memory.interval.calibration import Calibration, calibrate
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
+    study_residuals,
 )
 from highwater.memory.predictor import (
     Asked,
@@ -83,15 +85,11 @@ class TrainerMemory:
             return self.replay.predictor(question, cell, limit)
         return self.by_formula(question, cell, limit)
 
-    @property
-    def accuracy_alone(self) -> str:
-        """``accuracy``, and that there is no interval, where there is none."""
-        return self.accuracy if self.residuals else f"{self.accuracy}; {_NO_INTERVAL}"
-
 
 def _composed(memory: TrainerMemory, name: str) -> TrainerMemory:
-    """The memory of a trainer that composes another's step, whose accuracy is not its own."""
-    return replace(memory, accuracy=f"{known_runs(name)}; that step is {memory.accuracy}")
+    """The memory of a trainer that composes another's step, and whose trials teach by its law."""
+    taught = partial(study_residuals, trainer=cast(TrainerName, name), formula=memory.formula)
+    return replace(memory, learn=taught)
 
 
 MEMORY: Mapping[TrainerName, TrainerMemory] = TrainerParts(TrainerName, "MEMORY", _composed)
@@ -151,9 +149,10 @@ def calibration_of(
     method: PredictionMethod = "formula",
     own: Sequence[Residual] = (),
 ) -> Calibration | None:
-    """What a question's intervals are learned from; None for a trainer without recorded trials."""
+    """What a question's intervals are learned from; None where there are no trials, nor ``own``."""
     residuals = MEMORY[trainer].residuals
-    return residuals and calibrate(question, method, bundled=residuals(), own=own)
+    bundled = residuals() if residuals else ()
+    return calibrate(question, method, bundled=bundled, own=own) if bundled or own else None
 
 
 def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit) -> int:
@@ -164,14 +163,19 @@ def replayed_cells(question: Question, trainer: TrainerName, limit: MemoryLimit)
     return sum(replay.covers(shape, cell) for cell in question.cells)
 
 
-def accuracy(question: Question, trainer: TrainerName, replayed: int) -> str:
+def accuracy(
+    question: Question, trainer: TrainerName, replayed: int, known: Calibration | None
+) -> str:
     """What is known of the errors where ``replayed`` of the cells are answered by replay."""
     row, cells = MEMORY[trainer], question.cells
+    alone = row.accuracy if known else f"{row.accuracy}; {_NO_INTERVAL}"
+    if REGISTRY[trainer].trains_by is not None:
+        alone = f"{known_runs(trainer, known.own_trials if known else 0)}; that step is {alone}"
     if cells[0].settings.lora is not None and row.of_adapters is not None:
-        return f"{row.accuracy_alone}; {row.of_adapters}"
+        return f"{alone}; {row.of_adapters}"
     if row.replay is None or not replayed:
-        return row.accuracy_alone
-    others = _NO_INTERVAL if replayed == len(cells) else f"the others {row.accuracy_alone}"
+        return alone
+    others = _NO_INTERVAL if replayed == len(cells) else f"the others {alone}"
     return f"{row.replay.accuracy}; {others}"
 
 

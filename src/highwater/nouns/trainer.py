@@ -22,6 +22,7 @@ from highwater.nouns.declaration import Spelling
 from highwater.nouns.objective import Objective, RolloutTraits
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import Loss
+from highwater.units import counted
 
 TrainerName = Literal[
     "highwater",
@@ -37,9 +38,7 @@ TrainerName = Literal[
 the trainer's by whose step they train."""
 ForeignName = Literal["command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"]
 """Trainers that are tried and are not this package's engine: ``TRIED`` and ``TRIAL``."""
-TriedTrainer = Literal[
-    "highwater", "command", "accelerate", "trl", "llamafactory", "axolotl", "ms-swift"
-]
+TriedTrainer = Literal["highwater", ForeignName]
 """Names that ``find --trainer`` takes: this package's engine, or a foreign trainer."""
 AnyTrainer = TrainerName | ForeignName
 """Whoever found a capacity: a trainer whose memory is predicted, or one that is tried alone."""
@@ -215,18 +214,20 @@ def trainer_title(name: AnyTrainer | Target) -> str:
     return REGISTRY[name].title
 
 
-def known_runs(name: str) -> str:
-    """What is known of runs of a trainer that composes another's step."""
+def known_runs(name: str, own_trials: int = 0) -> str:
+    """What is known of runs of a trainer that composes another's step; or the reader's trials."""
+    if own_trials:
+        return f"its interval is learned from {counted(own_trials, 'trial')} of yours"
     row = REGISTRY[name]
     return row.runs or f"no run of {row.title} was measured"
 
 
-def predicted_as(name: str) -> str:
+def predicted_as(name: str, own_trials: int = 0) -> str:
     """``predicted``; and by whose step, where that is another's, with what is known of runs."""
     other = REGISTRY[name].trains_by
     if other is None:
         return "predicted"
-    return f"predicted as {trainer_title(other)}'s step; {known_runs(name)}"
+    return f"predicted as {trainer_title(other)}'s step; {known_runs(name, own_trials)}"
 
 
 def step_in_words(name: AnyTrainer) -> str:

@@ -42,10 +42,6 @@ from highwater.pages.guide import (
     trained,
 )
 from highwater.pages.page import (
-    digest,
-    drawn_page,
-    packed,
-    page_script,
     paths_shortened,
     script_text,
     without_folders,
@@ -431,21 +427,6 @@ def _with_indices(part: Any, order: Mapping[str, int]) -> Any:
     if isinstance(part, dict):
         return {name: _with_indices(each, order) for name, each in part.items()}
     return [_with_indices(each, order) for each in part] if isinstance(part, list) else part
-
-
-def answers_page(places: Sequence[ChooserPlace], *, title: str, prose: Sequence[str]) -> str:
-    """Write a page that is a chooser and nothing else, its answers compressed, above paragraphs of
-    ``prose`` on how to read it.
-    """
-    script = page_script("chooser.js")
-    return drawn_page(
-        "answers.html.j2",
-        title=title,
-        prose=prose,
-        data=packed(chooser_json(places, fields=("notes",))),
-        script=script,
-        script_digest=digest(script),
-    )
 
 
 def chooser_json(places: Sequence[ChooserPlace], fields: Sequence[str] | None = None) -> Markup:

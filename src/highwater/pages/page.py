@@ -5,7 +5,6 @@ below the working folder, begins with ``~`` below one's home, and else has its l
 """
 
 import base64
-import gzip
 import hashlib
 import html
 import json
@@ -141,11 +140,6 @@ def script_text(text: str) -> Markup:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return _made_safe(text)
-
-
-def packed(text: str) -> Markup:
-    """A text as a page has it that unpacks it itself: gzip, the same bytes each time, in base64."""
-    return _made_safe(base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode())
 
 
 def paths_shortened(value: Any) -> Any:

@@ -72,13 +72,13 @@ def _answered(
     prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
 ) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
-    answer, asked = prediction.answer, prediction.length_tokens
+    answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
+    by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
-        return _nothing(prediction, longest, alternatives)
+        return _nothing(prediction, by, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
-    how = predicted_as(prediction.trainer)
-    by = how[:1].upper() + how[1:]
+    by = f"{by[:1].upper()}{by[1:]}"
 
     def trained(each: CellPrediction, length_tokens: int) -> str:
         settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
@@ -164,20 +164,19 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _nothing(
-    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+    prediction: Prediction, by: str, longest: Prediction | None, others: Sequence[Alternative]
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     where, native = _where(prediction), prediction.native_length_tokens
-    by = predicted_as(prediction.trainer)
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
-    would = _would_fit(alternatives, fewer, is_scaled=(asked or 0) > native)
+    would = _would_fit(others, fewer, is_scaled=(asked or 0) > native)
     return f"{said} {would or _lacking(prediction)}"
 
 

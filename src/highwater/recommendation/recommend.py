@@ -184,7 +184,7 @@ def _recommended(
         reserved_bytes=reserved_bytes,
         aim=aim,
         alternatives=others,
-        accuracy=accuracy(question, goal.trainer, replayed),
+        accuracy=accuracy(question, goal.trainer, replayed, known),
         unlike=() if known is None else known.unlike,
         notes=(*notes, *of_studies),
     )

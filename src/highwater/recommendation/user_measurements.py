@@ -37,6 +37,7 @@ from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import OURS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.store.journal import read_study
+from highwater.trainers.user_file import study_as_told
 from highwater.trials.traced import CachedTracer, fullest_rank
 from highwater.trials.trial_process import cache_directory
 
@@ -95,21 +96,21 @@ def own_residuals(
     trainer: TrainerName = OURS,
     on_calibrate: OnCalibrate | None,
     on_trace: Callable[[TrialSpec], None] | None,
-) -> tuple[Residual, ...]:
-    """Residuals of the trials in these files; by trace, of those that tell the most. Raises
-    HighwaterError, before anything is traced, for studies that teach nothing here.
+) -> tuple[tuple[Residual, ...], tuple[str, ...]]:
+    """Residuals of the trials in these files, by trace of those that tell the most; and notes on
+    what those trials are taken for. Raises HighwaterError, before anything is traced, for studies
+    that teach nothing here.
     """
-    read = [read_study(Path(path)) for path in studies]
-    learn = MEMORY[trainer].learn
-    if not read or learn is None:
-        return ()
+    learn, notes = MEMORY[trainer].learn, dict[str, None]()
+    assert learn is not None, "it is refused before"  # noqa: S101
+    read = [study_as_told(read_study(Path(path)), trainer, notes) for path in studies]
     if method == "formula":
-        return tuple(residual for study in read for residual in learn(study, constants))
+        return tuple(each for study in read for each in learn(study, constants)), tuple(notes)
     each = [_traceable(study, on_trace) for study in read]
     if on_calibrate is not None:
         unmade = {path for one in each for path in one.tracer.unmade(one.specs)}
         on_calibrate(sum(len(one.specs) for one in each), len(unmade))
-    return tuple(residual for one in each for residual in _traced_residuals(one, constants))
+    return tuple(residual for one in each for residual in _traced_residuals(one, constants)), ()
 
 
 class _Traceable(NamedTuple):

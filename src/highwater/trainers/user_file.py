@@ -10,12 +10,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from highwater.errors import UsageError
+from highwater.memory.interval.residuals import unfit
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.foreign_request import file_content
+from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
-from highwater.nouns.settings import RUNG_ROWS
-from highwater.nouns.trainer import TRAINERS, TrainerName, TrainerParts
+from highwater.nouns.settings import RUNG_ROWS, Settings
+from highwater.nouns.study import RecordedTrial, Study
+from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
@@ -56,7 +60,7 @@ _REFUSED = (
 )
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""
-_PASSED = (
+_KNOWN = (
     *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
     *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
     *("max_steps", "seed", "logging*", "save_*", "eval*", "val_*", "report_to", "run_name"),
@@ -65,7 +69,10 @@ _PASSED = (
     *("plugins", "packing*", "*packing", "pad_to_*", "bnb_*", "use_bnb_*", "double_quant*"),
     *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
     *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
+    *("gradient_checkpointing*", "activation_checkpointing*", "gradient_accumulation_steps", "rl"),
+    *("fsdp*", "load_in_*", "deepspeed*", "accelerate*", "distributed_type", "parallelism_config"),
 )
+"""Fields of every trainer that are read, or take no memory; ``*`` for any end."""
 _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
 """What is predicted of an optimizer, by a pattern of its names."""
 
@@ -113,16 +120,7 @@ def settings_of(
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, "deepspeed", "accelerate*"}
-    known |= {
-        "gradient_checkpointing*",
-        "activation_checkpointing*",
-        "gradient_accumulation_steps",
-        "fsdp*",
-        "load_in_*",
-        "rl",
-    }
-    known |= {*_PASSED, *words.passed, "deepspeed_config", "distributed_type", "parallelism_config"}
+    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, *_KNOWN, *words.passed}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
@@ -135,6 +133,61 @@ def settings_of(
     settings = {name: value for name, value in taken.items() if name not in refused}
     length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
+
+
+def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
+    """A study of this trainer with those trials that are predicted, each with what the user's file
+    set, of which ``notes`` tell; another trainer's study as it is.
+
+    Raises UsageError where that file is not as it was, and where no trial is predicted.
+    """
+    foreign, refuse = study.question.foreign, MEMORY[trainer].refuse
+    if foreign is None or foreign.trainer != trainer or refuse is None:
+        return study
+    try:
+        content = base_config(foreign)
+    except UsageError as error:
+        said = f"is of trials whose settings nobody knows any more: {error.problem}"
+        raise unfit(study, said, f"put {foreign.base_config_path} back as it was") from error
+    is_launched = FOREIGN[foreign.trainer].is_launched
+    if is_launched:
+        notes[f"the script has the loss: trials in {study.path} are taken to hold logits"] = None
+    kept: list[RecordedTrial] = []
+    refused: list[str] = []
+    for trial in study.trials:
+        spec, path = trial.spec, Path(foreign.base_config_path or "")
+        try:
+            if content is not None:
+                typed = _of_a_trial(spec.settings, content, is_launched=is_launched)
+                read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=typed)
+                notes |= dict.fromkeys(read.notes)
+                copies = read.settings.pop("copies", [spec.layout.replicate_degree])
+                layout = msgspec.structs.replace(spec.layout, replicate_degree=copies[0])
+                settings = msgspec.structs.replace(spec.settings, **read.settings)
+                spec = msgspec.structs.replace(spec, settings=settings, layout=layout)
+            refuse(spec, study.question.model.shape)
+        except UsageError as error:
+            refused.append(error.problem)
+        else:
+            kept.append(msgspec.structs.replace(trial, spec=spec))
+    if refused and not kept:
+        raise unfit(study, f"has no trial that is predicted: {refused[0]}")
+    cells = tuple(dict.fromkeys(trial.cell for trial in kept))
+    question = msgspec.structs.replace(study.question, cells=cells)
+    return msgspec.structs.replace(study, question=question, trials=tuple(kept))
+
+
+def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set[str]:
+    """What a trial does whatever its file says: what was named, its batch, and where the file has
+    no word for them, how GPUs share states and that FSDP recomputes.
+    """
+    usual = Settings()
+    named = {name for name in RUNG_ROWS if getattr(settings, name) != getattr(usual, name)}
+    named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
+    shares = is_launched and b"distributed_type" in content
+    recomputes = re.search(rb"(disable_gradient|activation)_checkpointing\b", content)
+    named |= {"sequences_per_micro_batch", "micro_batches"}
+    return named | (set() if shares else {"copies"}) | (set() if recomputes else {"recompute"})
 
 
 def _training(

@@ -87,17 +87,6 @@ def filled_mask(
     return BlockMask(lengths, BLOCK_SIZE=(size, size), mask_mod=is_seen, **cast(Any, tensors))
 
 
-def mask_bytes(mask: BlockMask) -> int:
-    """Return the bytes of a mask's tables."""
-    found = (
-        getattr(mask, f"{full}{side}_{what}")
-        for full in ("", "full_")
-        for side in ("kv", "q")
-        for what in ("num_blocks", "indices")
-    )
-    return sum(table.nbytes for table in found if table is not None)
-
-
 def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
     """True where every token of a block of queries sees every key of a block of keys."""
     size = table.block_size

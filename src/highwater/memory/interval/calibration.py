@@ -11,15 +11,16 @@ as far off at both, so that how far lies between two numbers: such a residual is
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from highwater.memory.formula.constants import Footprint
+from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.residuals import (
     PredictionMethod,
     Residual,
-    refuse_unlike,
     residual_of,
+    step_of,
     traits_of,
     unfit,
 )
@@ -27,7 +28,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.hardware import kind_name, kind_of
 from highwater.nouns.settings import Allocator
 from highwater.nouns.study import Cell, Question, RecordedTrial, Study
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import Outcome
 
 COVERAGE = 0.95
 """Share of trials that each end of an interval is to cover: those whose memory is not above the
@@ -71,7 +72,7 @@ class Calibration(Record, frozen=True, kw_only=True):
 
     coverage: float
     factors: tuple[Factors, ...]
-    """Ends of the intervals, one entry for each allocator asked about that trials had."""
+    """Ends of the intervals, one entry for each allocator asked about."""
     own_trials: int
     """Number of the residuals that are of the user's own studies."""
     edges: int = 0
@@ -84,7 +85,7 @@ class Calibration(Record, frozen=True, kw_only=True):
     """Words for what is predicted and no trial had: there the coverage is a hope."""
 
     def of(self, allocator: Allocator) -> Factors | None:
-        """The factors of an allocator; None: no trial had it."""
+        """The factors of an allocator; None: nobody asked about it."""
         return next((factors for factors in self.factors if factors.allocator == allocator), None)
 
 
@@ -95,7 +96,9 @@ def calibrate(
     bundled: Sequence[Residual],
     own: Sequence[Residual] = (),
 ) -> Calibration:
-    """The intervals of a question's predictions; each trial counts once, however often named."""
+    """The intervals of a question's predictions; each trial counts once, however often named. An
+    allocator that no trial had is taken as the others, and among ``unlike``.
+    """
     known: dict[object, Residual] = {}
     for each in (*bundled, *own):
         if each.method == method:
@@ -106,20 +109,20 @@ def calibrate(
     )
 
     def learned(allocator: Allocator) -> Factors | None:
-        alike = [residual for residual in both if residual.allocator == allocator]
+        alike = [residual for residual in both if residual.allocator == allocator] or both
         least = [residual.least_factor for residual in alike]
         return factors_of([residual.factor for residual in alike], allocator, least=least)
 
-    used = [residual for residual in both if residual.allocator in allocators]
+    used = [residual for residual in both if residual.allocator in allocators] or both
     return Calibration(
         coverage=COVERAGE,
         factors=tuple(factors for factors in map(learned, allocators) if factors is not None),
         own_trials=sum(residual not in bundled for residual in used),
         edges=sum(residual.at_least_bytes is not None for residual in used),
-        device_names=_distinct(residual.device_name for residual in used),
-        model_names=_distinct(residual.model_name for residual in used),
+        device_names=tuple(dict.fromkeys(residual.device_name for residual in used)),
+        model_names=tuple(dict.fromkeys(residual.model_name for residual in used)),
         gpus=tuple(sorted({residual.gpus for residual in used})),
-        objectives=_distinct(residual.objective for residual in used),
+        objectives=tuple(dict.fromkeys(residual.objective for residual in used)),
         unlike=_unlike(question, used),
     )
 
@@ -186,10 +189,6 @@ def most_predicted_bytes(room_bytes: int, factors: Factors) -> int:
     return math.floor(room_bytes / Fraction(factors.upper))
 
 
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
 def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...]:
     """Words for what is predicted and none of these trials had: GPU, model, traits of the cells."""
     fields = Residual.__struct_fields__
@@ -205,18 +204,13 @@ def _unlike(question: Question, residuals: Sequence[Residual]) -> tuple[str, ...
     unlike = (
         words for words, field, value in asked if value is not False and (field, value) not in known
     )
-    return _distinct(unlike)
+    return tuple(dict.fromkeys(unlike))
 
 
-FootprintOf = Callable[[TrialSpec], Footprint]
-"""The footprint of one trial, by formula."""
-
-
-def edge_residuals(study: Study, footprint_of: FootprintOf) -> tuple[Residual, ...]:
-    """Residuals of a study's bracketed cells; UsageError for other trials, and without an edge."""
-    refuse_unlike(study)
+def edge_residuals(study: Study, formula: Formula) -> tuple[Residual, ...]:
+    """Residuals of a study's bracketed cells; UsageError without an edge."""
     edges = (_edge(study, cell) for cell in study.question.cells)
-    told = (_residual(study.question, *edge, footprint_of) for edge in edges if edge is not None)
+    told = (_residual(study.question, *edge, formula) for edge in edges if edge is not None)
     found = tuple(each for each in told if each is not None)
     if not found:
         what = "has no edge: no length that fit beside a longer one that ran out of memory"
@@ -244,17 +238,17 @@ def _ended(trial: RecordedTrial, outcome: Outcome) -> bool:
 
 
 def _residual(
-    question: Question, fit: RecordedTrial, ran_out: RecordedTrial, footprint_of: FootprintOf
+    question: Question, fit: RecordedTrial, ran_out: RecordedTrial, formula: Formula
 ) -> Residual | None:
     """The residual of one edge, between least and most; None where its GPUs' memory is unknown."""
-    spec, there, beyond = fit.spec, footprint_of(fit.spec), footprint_of(ran_out.spec)
+    there, beyond = (formula(step_of(question.model.shape, each.spec)) for each in (fit, ran_out))
     most_bytes = _given_bytes(question, fit, there)
     given_bytes = _given_bytes(question, ran_out, beyond)
     if most_bytes is None or given_bytes is None:
         return None
     least = Fraction(given_bytes * there.needed_bytes, beyond.needed_bytes)
     return residual_of(
-        spec,
+        fit.spec,
         method="formula",
         measured_bytes=most_bytes,
         at_least_bytes=min(most_bytes, int(least)),

@@ -12,6 +12,7 @@ from highwater.memory.formula.constants import (
     MachineConstants,
 )
 from highwater.memory.formula.formula import (
+    Formula,
     likely_footprint,
     outside_terms_of,
     refuse_unknown_family,
@@ -27,6 +28,7 @@ from highwater.nouns.objective import Objective, OptimizerName
 from highwater.nouns.settings import (
     Allocator,
     AttentionMethod,
+    Loss,
     Offload,
     Parameters,
     Recompute,
@@ -34,6 +36,7 @@ from highwater.nouns.settings import (
     Strategy,
 )
 from highwater.nouns.study import Cell, Question, RecordedTrial, Study, counted_ranks
+from highwater.nouns.trainer import OURS, TrainerName, trainer_title
 from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
 from highwater.version import __version__
 
@@ -73,6 +76,7 @@ class Residual(Record, frozen=True, kw_only=True, omit_defaults=True):
     lora: bool = False
     optimizer: OptimizerName = "adamw"
     parameters: Parameters = "float32"
+    loss: Loss = "full"
     at_least_bytes: int | None = None
     """Of a trial that was watched from outside the least that it needs, by its edge
     (memory/interval/calibration.py): ``measured_bytes`` is then the most. None: both are one."""
@@ -101,9 +105,11 @@ class Trait(NamedTuple):
 
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
-    """Traits of one cell that residuals may depend on, besides allocator, GPU, model and length."""
+    """Traits of one cell that residuals may depend on, besides GPU, model and length."""
     offload = "offloaded states" if settings.offloads_states else "offload"
     return (
+        Trait("allocator", settings.allocator, f"{settings.allocator} segments"),
+        Trait("loss", settings.loss, f"{settings.loss} loss"),
         Trait("gpus", layout.gpus, counted_ranks(layout.gpus, "cuda")),
         Trait("ulysses", layout.ulysses_degree > 1, "Ulysses"),
         Trait("ring", layout.ring_degree > 1, "a ring"),
@@ -137,24 +143,32 @@ def bundled_residuals() -> tuple[Residual, ...]:
     return from_json(text, tuple[Residual, ...])
 
 
-def study_residuals(study: Study, own: MachineConstants | None = None) -> tuple[Residual, ...]:
-    """Residuals by formula of every trial that tells, repeats once. ``own``: constants measured
-    there. Raises UsageError for a study of other trials, ModelError for an unknown family.
+def study_residuals(
+    study: Study,
+    own: MachineConstants | None = None,
+    *,
+    trainer: TrainerName = OURS,
+    formula: Formula = likely_footprint,
+) -> tuple[Residual, ...]:
+    """Residuals by a trainer's formula of every trial that tells, repeats once. ``own``: constants
+    measured there. Raises UsageError for a study of other trials, ModelError for an unknown family.
     """
-    refuse_silent(study)
-    refuse_unknown_family(study.question.model)
+    refuse_silent(study, trainer)
     shape = study.question.model.shape
     told: dict[str, Residual] = {}
     for trial in study.trials:
         if trial.result is None:
             continue
         spec, result = trial.spec, trial.result
-        step, read = _step_of(shape, spec), _of_its_gpus(own, result)
-        taken = likely_footprint(step).with_libraries(
+        step, read = step_of(shape, spec), _of_its_gpus(own, result)
+        taken = formula(step).with_libraries(
             outside_terms_of(step, read), sum(_workspaces_bytes(read))
         )
-        needed_bytes, cached_bytes = taken.needed_bytes, taken.cached_bytes
-        found = residual(spec, result, "formula", needed_bytes, cached_bytes=cached_bytes)
+        found = residual(
+            *(spec, result, "formula", taken.needed_bytes),
+            cached_bytes=taken.cached_bytes,
+            device_name=study.question.device_name,
+        )
         if found is not None:
             told.setdefault(spec.key, found)
     if not told:
@@ -203,12 +217,13 @@ def traced_residual(
     )
     if not replayed.fits:
         return None
-    outside = outside_terms_of(_step_of(shape, spec), read)
+    outside = outside_terms_of(step_of(shape, spec), read)
     outside_bytes = sum(term.bytes for term in outside)
     return residual(spec, result, "trace", replayed.peak_reserved_bytes + outside_bytes)
 
 
-def _step_of(shape: ModelShape, spec: TrialSpec) -> Step:
+def step_of(shape: ModelShape, spec: TrialSpec) -> Step:
+    """The step of a trial, as formulas are asked about it."""
     settings, layout, prompt = spec.settings, spec.layout, spec.prompt_tokens
     return Step(shape, settings, layout, spec.length_tokens, spec.device, prompt)
 
@@ -230,6 +245,7 @@ def residual(
     needed_bytes: int,
     *,
     cached_bytes: int = 0,
+    device_name: str = "a GPU that told no name",
 ) -> Residual | None:
     """The residual of one trial; None for one that does not tell how much memory it needs. One that
     fits keeps ``cached_bytes`` besides, as far as it has them. One that ran out though predicted to
@@ -252,7 +268,7 @@ def residual(
         method=method,
         measured_bytes=measured_bytes,
         predicted_bytes=predicted_bytes,
-        device_name=result.ranks[0].device_name or "a GPU that told no name",
+        device_name=result.ranks[0].device_name or device_name,
     )
 
 
@@ -265,7 +281,6 @@ def residual_of(spec: TrialSpec, **told: Any) -> Residual:
         trial=spec.key,
         model_name=spec.model_name,
         length_tokens=spec.length_tokens,
-        allocator=spec.settings.allocator,
         **traits,
         **told,
     )
@@ -275,24 +290,22 @@ def _given_bytes(rank: RankReport) -> int | None:
     return rank.memory.device_total_bytes if rank.budget is None else rank.budget.budget_bytes
 
 
-def refuse_silent(study: Study) -> None:
-    """Raise UsageError for a study of other trials than predictions of this engine are about."""
-    if study.question.foreign is not None:
-        what = "is of trials of another trainer: predictions are about this package's engine"
-        raise unfit(study, what)
-    refuse_unlike(study)
-    ranks = [rank for trial in study.trials if trial.result for rank in trial.result.ranks]
-    versions = {rank.versions.get("highwater", "unknown") for rank in ranks if rank.versions}
-    if others := sorted(versions - {__version__}):
-        what = f"is of highwater {', '.join(others)}: this is {__version__}, another engine"
-        raise unfit(study, what)
-
-
-def refuse_unlike(study: Study) -> None:
-    """Raise UsageError for a study of trials that no prediction is about, whoever trained."""
-    question = study.question
+def refuse_silent(study: Study, trainer: TrainerName = OURS) -> None:
+    """Raise UsageError for a study of other trials than predictions of a trainer are about,
+    ModelError for a family that nobody knows.
+    """
+    question, foreign = study.question, study.question.foreign
+    theirs = OURS if foreign is None else foreign.trainer
     results = [trial.result for trial in study.trials if trial.result is not None]
+    ranks = [rank for result in results for rank in result.ranks]
+    versions = {rank.versions.get("highwater", "unknown") for rank in ranks if rank.versions}
+    others = sorted(versions - {__version__})
     refusals = (
+        (
+            theirs != trainer,
+            f"is of trials of {trainer_title(theirs)}: predictions are about "
+            f"{trainer_title(trainer)}",
+        ),
         (
             question.simulated or any(result.simulated for result in results),
             "is of simulated trials: nothing was measured",
@@ -302,10 +315,12 @@ def refuse_unlike(study: Study) -> None:
             question.data is not None,
             "is of trials on data of their own: predictions are about synthetic sequences",
         ),
+        (others, f"is of highwater {', '.join(others)}: this is {__version__}, another engine"),
     )
     for is_refused, what in refusals:
         if is_refused:
             raise unfit(study, what)
+    refuse_unknown_family(question.model)
 
 
 def tells_nothing(study: Study) -> UsageError:
@@ -313,10 +328,9 @@ def tells_nothing(study: Study) -> UsageError:
     return unfit(study, "has no trial that says how much memory it used")
 
 
-def unfit(study: Study, what: str) -> UsageError:
+def unfit(
+    study: Study, what: str, instead: str = "name a study that `highwater find` wrote on GPUs"
+) -> UsageError:
     """The error for a study that cannot teach; ``what``: why, in words about the file."""
-    hint = (
-        f"leave `--calibrate {shlex.quote(study.path or '')}` out, or name a study that "
-        "`highwater find` wrote on GPUs"
-    )
+    hint = f"leave `--calibrate {shlex.quote(study.path or '')}` out, or {instead}"
     return UsageError(f"{study.path} {what}", hint=hint)

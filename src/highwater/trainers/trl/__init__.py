@@ -35,10 +35,10 @@ from highwater.memory.formula.constants import (
     phase,
     present,
 )
-from highwater.memory.formula.formula import likely_footprint, refuse_unknown_family
+from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import NUMBER_BYTES, Step
 from highwater.memory.interval.calibration import edge_residuals
-from highwater.memory.interval.residuals import Residual, unfit
+from highwater.memory.interval.residuals import Residual, refuse_silent
 from highwater.memory.trainers import TrainerMemory
 from highwater.model.footprint import resting_state_bytes
 from highwater.model.layer_kind import LayerKind
@@ -139,9 +139,6 @@ def _prompt_numbers(kind: LayerKind) -> int:
     return _PREFILL_STREAMS * kind.hidden_size + _PREFILL_WIDTHS * width
 
 
-_TRAINER = "trl"
-
-
 def bundled_edges() -> tuple[Residual, ...]:
     """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
     return from_json(Path(__file__).with_name("trl_edges.json").read_bytes(), tuple[Residual, ...])
@@ -149,17 +146,8 @@ def bundled_edges() -> tuple[Residual, ...]:
 
 def study_edges(study: Study) -> tuple[Residual, ...]:
     """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
-    foreign, shape = study.question.foreign, study.question.model.shape
-    if foreign is None or foreign.trainer != _TRAINER:
-        title = "this package's engine" if foreign is None else foreign.title
-        raise unfit(study, f"is of trials of {title}: predictions are about TRL")
-    refuse_unknown_family(study.question.model)
-
-    def footprint_of(spec: TrialSpec) -> Footprint:
-        step = Step(shape, spec.settings, spec.layout, spec.length_tokens, spec.device)
-        return footprint(step)
-
-    return edge_residuals(study, footprint_of)
+    refuse_silent(study, "trl")
+    return edge_residuals(study, footprint)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:

@@ -1,0 +1,362 @@
+"""A user's own studies of trainers that step by transformers teach the intervals of predictions."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+import highwater
+from highwater.errors import UsageError
+from highwater.memory.capacity import Prediction
+from highwater.memory.formula.layers import Step
+from highwater.memory.interval.calibration import COVERAGE, factors_of, interval
+from highwater.memory.interval.residuals import Residual
+from highwater.memory.trainers import MEMORY
+from highwater.model.model import load_model
+from highwater.nouns.foreign_request import config_digest
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell, RecordedTrial, Study
+from highwater.nouns.trainer import ForeignName, ForeignTrainer, TrainerName
+from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.pages.prediction_tables import prediction_answer, prediction_table
+from highwater.pages.table import plain_table
+from highwater.store.journal import open_journal
+from highwater.trainers.hugging_face import footprint
+from highwater.trainers.user_file import study_as_told
+from highwater.units import GIB
+from trial_specs import grid_of, question_on
+
+OTHERS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "studies"
+SHAPE = load_model("Qwen3-0.6B").shape
+LENGTHS = tuple(range(2048, 40_960, 1024))
+PLAIN: dict[str, Any] = {"finetuning_type": "full", "bf16": True}
+LIGER = PLAIN | {"enable_liger_kernel": True}
+FULL = Settings(allocator="expandable")
+CHUNKED = Settings(allocator="expandable", loss="chunked")
+ASKED: dict[str, Any] = {
+    "gpus": "1xH100-80GB",
+    "trainer": "llamafactory",
+    "allocator": "expandable",
+    "micro_batches": 2,
+}
+
+
+def study_of(
+    shares: list[float],
+    *,
+    trainer: ForeignName = "llamafactory",
+    config: Path | None = None,
+    told: Settings = FULL,
+    layout: Layout | None = None,
+    recorded: Settings = FULL,
+) -> Study:
+    """Trials on an H100 that fit, each of which took a share of what the law says of it where its
+    settings are as ``told``; the study has them as ``recorded``.
+    """
+    foreign = ForeignTrainer(
+        trainer=trainer,
+        base_config_path=None if config is None else str(config),
+        base_config_digest=None if config is None else config_digest(config),
+    )
+    layout = layout or Layout()
+    question = question_on(
+        grid_of(1024, 262_144),
+        Cell(layout=layout, settings=recorded),
+        device_name="NVIDIA H100 80GB HBM3",
+        device_total_bytes=80 * GIB,
+        foreign=foreign,
+    )
+    study = Study(path="own.jsonl", question=question, trials=())
+    trials = tuple(
+        ended(study, length, Outcome.FIT, round(share * predicted(length, told, layout)))
+        for length, share in zip(LENGTHS, shares, strict=False)
+    )
+    return msgspec.structs.replace(study, trials=trials)
+
+
+def predicted(length: int, told: Settings, layout: Layout) -> int:
+    """What the law says of a length, with what the allocator keeps."""
+    found = footprint(Step(SHAPE, told, layout, length))
+    return found.needed_bytes + found.cached_bytes
+
+
+def ended(
+    study: Study, length: int, outcome: Outcome, used_bytes: int, given_bytes: int = 640 * GIB
+) -> RecordedTrial:
+    memory = RankMemory(device_used_bytes=used_bytes, device_total_bytes=80 * GIB)
+    given = {"budget_bytes": given_bytes, "allocator_cap_bytes": given_bytes}
+    budget = MemoryBudget(context_bytes=0, nccl_bytes=0, **given)
+    ranks = (RankReport(rank=0, memory=memory, budget=budget),)
+    result = TrialResult(outcome=outcome, reason="as it was", ranks=ranks)
+    return RecordedTrial(spec=study.question.trial(study.question.cells[0], length), result=result)
+
+
+def taught(study: Study, trainer: TrainerName = "llamafactory") -> tuple[Residual, ...]:
+    learn = MEMORY[trainer].learn
+    assert learn is not None
+    return learn(study_as_told(study, trainer, {}), None)
+
+
+def file_of(folder: Path, study: Study) -> Path:
+    """The study as its search wrote it."""
+    path = folder / "own.jsonl"
+    with open_journal(path, study.question) as journal:
+        for trial in study.trials:
+            assert trial.result is not None
+            journal.trial_started(trial.spec, attempt=1, repeat=0)
+            journal.trial_finished(trial.spec, attempt=1, repeat=0, result=trial.result)
+    return path
+
+
+def config_in(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / "own.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+SHARES = st.lists(st.floats(0.7, 1.5), min_size=1, max_size=len(LENGTHS))
+
+
+@given(SHARES)
+def test_an_interval_of_own_trials_holds_what_they_took_at_the_stated_share(shares):
+    residuals = taught(study_of(shares))
+    assert len(residuals) == len(shares)
+    factors = factors_of([each.factor for each in residuals], "expandable")
+    assert factors is not None
+    ends = [(interval(each.predicted_bytes, factors), each.measured_bytes) for each in residuals]
+    least = len(shares) if factors.is_widened else COVERAGE * len(shares)
+    assert sum(measured <= each.high_bytes for each, measured in ends) >= least
+    assert sum(measured >= each.low_bytes for each, measured in ends) >= least
+
+
+def test_a_trial_is_held_against_what_is_predicted_of_its_own_length():
+    shares = [0.8, 1.0, 1.3]
+    for share, length, residual in zip(shares, LENGTHS, taught(study_of(shares)), strict=False):
+        assert residual.predicted_bytes == predicted(length, FULL, Layout())
+        assert residual.factor == pytest.approx(share, rel=1e-9)
+        assert residual.device_name == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_trial_that_ran_out_teaches_where_it_was_predicted_to_fit():
+    study = study_of([1.0])
+    needed = predicted(49_152, FULL, Layout())
+    for given_gib, teaches in ((2 * needed / GIB, True), (needed / GIB / 2, False)):
+        late = ended(study, 49_152, Outcome.OUT_OF_MEMORY, GIB, round(given_gib * GIB))
+        found = taught(msgspec.structs.replace(study, trials=(*study.trials, late)))
+        assert [each.length_tokens for each in found] == [2048, 49_152][: 1 + teaches]
+        assert (max(each.factor for each in found) > 1.5) is teaches
+
+
+def answered(tmp_path: Path, study: Study, **asked: Any) -> Prediction:
+    path = file_of(tmp_path, study)
+    return highwater.predict("Qwen3-0.6B", **{**ASKED, **asked}, calibrate_with=[path])
+
+
+@pytest.mark.parametrize("trainer", ["llamafactory", "axolotl", "ms-swift", "accelerate"])
+def test_its_answer_says_from_how_many_trials_of_yours_its_interval_is(tmp_path, trainer):
+    asked = {**ASKED, "trainer": trainer, "loss": "full", "length": "16k"}
+    alone = highwater.predict("Qwen3-0.6B", **asked)
+    found = answered(tmp_path, study_of([1.1, 1.2], trainer=trainer), **asked)
+    assert alone.calibration is None
+    assert "without an interval" in alone.accuracy
+    known = found.calibration
+    assert known is not None
+    assert (known.own_trials, known.edges) == (2, 0)
+    assert known.factors[0].upper > 1.2
+    own = "its interval is learned from 2 trials of yours"
+    assert prediction_answer(found).endswith(f"Predicted as Hugging Face's step; {own}.")
+    assert found.accuracy.startswith(own)
+    assert "without an interval" not in found.accuracy
+    said = plain_table(prediction_table(found, is_explained=True))
+    assert "2 trials" in said
+    assert "2 of them yours" in said
+    for text in (prediction_answer(found), said):
+        assert "was measured held more" not in text
+        assert f"no run of {trainer}" not in text.lower()
+
+
+def test_own_trials_that_took_more_shorten_what_is_said_to_fit(tmp_path):
+    alone = highwater.predict("Qwen3-0.6B", **ASKED, loss="full")
+    found = answered(tmp_path, study_of([1.3, 1.3]), loss="full")
+    assert 0 < found.cells[0].capacity_tokens < alone.cells[0].capacity_tokens
+    assert found.cells[0].likely_tokens == alone.cells[0].likely_tokens
+
+
+def test_what_no_own_trial_had_has_the_others_interval_and_is_named(tmp_path):
+    found = answered(tmp_path, study_of([1.2]), allocator="native", loss="chunked", length="8k")
+    known = found.calibration
+    assert known is not None
+    assert found.cells[0].interval is not None
+    assert {"native segments", "chunked loss"} <= set(known.unlike)
+    assert "try it first" in plain_table(prediction_table(found))
+
+
+def test_a_file_with_ligers_loss_and_a_plain_one_teach_different_predictions(tmp_path):
+    plain, liger = (
+        taught(study_of([1.0], told=told, config=config_in(tmp_path, content)))
+        for content, told in ((PLAIN, FULL), (LIGER, CHUNKED))
+    )
+    assert [each.factor for each in (*plain, *liger)] == [1, 1]
+    assert plain[0].predicted_bytes > 1.05 * liger[0].predicted_bytes
+    assert (plain[0].loss, liger[0].loss) == ("full", "chunked")
+
+
+def test_adapters_and_optimizer_are_the_files_unless_the_search_named_them(tmp_path):
+    config = config_in(
+        tmp_path, {"lora_rank": 4, "lora_target": "q_proj", "optim": "adamw_torch_8bit"}
+    )
+    (said,) = study_as_told(study_of([1.0], config=config), "llamafactory", {}).question.cells
+    assert (said.settings.lora, said.settings.lora_targets) == (4, "q_proj")
+    assert said.settings.optimizer == "adamw-8bit"
+    typed = Settings(allocator="expandable", lora=16)
+    named = study_of([1.0], config=config, recorded=typed)
+    (kept,) = study_as_told(named, "llamafactory", {}).question.cells
+    assert (kept.settings.lora, kept.settings.lora_targets) == (16, "all-linear")
+    assert kept.settings.sequences_per_micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("trainer", "content", "is_kept"),
+    [
+        ("axolotl", {"bf16": True}, True),
+        ("axolotl", {"fsdp_config": {"activation_checkpointing": False}}, False),
+        ("ms-swift", {"tuner_type": "full", "gradient_checkpointing": False}, True),
+        ("llamafactory", PLAIN | {"disable_gradient_checkpointing": True}, False),
+    ],
+)
+def test_layers_that_the_file_keeps_whole_teach_nothing_and_fsdp_recomputes_the_others(
+    tmp_path, trainer, content, is_kept
+):
+    study = study_of([1.0], trainer=trainer, config=config_in(tmp_path, content))
+    if is_kept:
+        assert taught(study, trainer)[0].factor == 1
+        return
+    with pytest.raises(UsageError, match=r"own.jsonl has no trial that is predicted: own.yaml has"):
+        taught(study, trainer)
+
+
+def test_accelerates_own_copies_are_copies(tmp_path):
+    config = config_in(tmp_path, {"distributed_type": "MULTI_GPU"})
+    copies = Layout(gpus=2, replicate_degree=2)
+    study = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
+    (cell,) = study_as_told(study, "accelerate", {}).question.cells
+    assert cell.layout == copies
+    config.write_text("mixed_precision: bf16\n")  # a trial shares by FSDP then
+    again = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
+    assert study_as_told(again, "accelerate", {}).question.cells == again.question.cells
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_gone):
+    config = config_in(tmp_path, LIGER)
+    study, before = study_of([1.0], told=CHUNKED, config=config), config.read_bytes()
+    if is_gone:
+        config.unlink()
+    else:
+        config.write_bytes(before + b"learning_rate: 1.0e-4\n")
+    asked = {"loss": "chunked", "length": "8k"}
+    with pytest.raises(UsageError) as refused:
+        answered(tmp_path, study, **asked)
+    assert str(tmp_path / "own.jsonl") in refused.value.problem
+    assert str(config) in refused.value.problem
+    assert f"put {config} back as it was" in (refused.value.hint or "")
+    config.write_bytes(before)
+    found = highwater.predict(
+        "Qwen3-0.6B", **ASKED, **asked, calibrate_with=[tmp_path / "own.jsonl"]
+    )
+    assert found.calibration is not None
+    assert found.calibration.own_trials == 1
+
+
+def test_what_nobody_predicts_of_a_file_is_named_and_teaches_nothing(tmp_path):
+    config = config_in(tmp_path, PLAIN | {"use_dora": True})
+    with pytest.raises(UsageError, match="use_dora: True, with which nobody predicts"):
+        answered(tmp_path, study_of([1.0], config=config))
+
+
+def test_trials_that_share_sequences_are_left_out_and_alone_are_refused():
+    ring = study_of([1.0], layout=Layout(gpus=2), recorded=FULL)
+    shared = msgspec.structs.replace(ring.trials[0].spec, layout=Layout(gpus=2, ring_degree=2))
+    other = msgspec.structs.replace(ring.trials[0], spec=shared)
+    both = msgspec.structs.replace(ring, trials=(*ring.trials, other))
+    assert len(taught(both)) == 1
+    with pytest.raises(UsageError, match=r"no trial that is predicted: .*shared sequences"):
+        taught(msgspec.structs.replace(ring, trials=(other,)))
+
+
+def test_a_study_without_a_reading_teaches_nothing():
+    study = study_of([1.0])
+    (trial,) = study.trials
+    assert trial.result is not None
+    unread = msgspec.structs.replace(trial.result, ranks=(RankReport(rank=0),))
+    silent = msgspec.structs.replace(trial, result=unread)
+    with pytest.raises(UsageError, match="no trial that says how much memory it used"):
+        taught(msgspec.structs.replace(study, trials=(silent,)))
+
+
+@pytest.mark.parametrize(
+    ("study", "trainer", "problem"),
+    [
+        (
+            "accelerate-one-gpu",
+            "llamafactory",
+            "accelerate: predictions are about LLaMA-Factory",
+        ),
+        ("one-gpu-trl", "axolotl", "of TRL: predictions are about Axolotl"),
+        ("one-gpu-highwater", "accelerate", "of highwater: predictions are about accelerate"),
+        ("accelerate-one-gpu", "highwater", "of accelerate: predictions are about highwater"),
+        ("accelerate-one-gpu", "transformers", "say nothing about the step that Hugging Face"),
+    ],
+)
+def test_a_study_of_another_trainer_is_refused(study, trainer, problem):
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        highwater.predict(
+            *("Qwen3-0.6B",),
+            gpus="1xH100-80GB",
+            trainer=trainer,
+            calibrate_with=[OTHERS / f"{study}.jsonl"],
+        )
+
+
+def test_what_nobody_predicts_is_refused_with_trials_of_its_trainer_too():
+    with pytest.raises(UsageError, match="its step is not predicted"):
+        highwater.predict(
+            *("gemma-2-2b",), **ASKED, calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"]
+        )
+
+
+def test_a_trace_learns_nothing_from_them():
+    with pytest.raises(UsageError, match="without `--calibrate`"):
+        highwater.predict(
+            *("Qwen3-0.6B",),
+            **ASKED | {"trainer": "accelerate"},
+            exact=True,
+            calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"],
+        )
+
+
+def test_accelerates_recorded_search_is_held_by_the_interval_of_the_one_before_it():
+    """Of the same script on the same card: four trials teach, two more are in their interval."""
+    first, again = (
+        [*taught(highwater.open_study(OTHERS / f"accelerate-one-gpu{name}.jsonl"), "accelerate")]
+        for name in ("", "-again")
+    )
+    assert (len(first), len(again)) == (4, 2)
+    factors = factors_of([each.factor for each in first], "expandable")
+    assert factors is not None
+    for each in again:
+        ends = interval(each.predicted_bytes, factors)
+        assert ends.low_bytes <= each.measured_bytes <= ends.high_bytes
+
+
+def test_the_loss_of_a_script_is_said_to_be_taken(tmp_path):
+    found = answered(
+        tmp_path, study_of([1.0], trainer="accelerate"), trainer="accelerate", length="8k"
+    )
+    assert any("the script has the loss" in note for note in found.notes)
