@@ -155,6 +155,8 @@ def _become(order: dict[str, Any], environment: dict[str, str]) -> None:
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(environment)
+        own = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [folder for folder in own if folder and folder not in sys.path]
         for descriptor, path in enumerate(order["streams"]):
             how = os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY
             opened = os.open(path, how, 0o600)

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import pytest
 
 from fork_server import ForkServer
+from highwater.trials.trial_process import ON_THE_CPU
 from tiny_models import write_model
 
+TESTS = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
@@ -43,7 +45,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def fork_server() -> Iterator[ForkServer]:
     """One for all tests of this process."""
     programs = [main.partition(":")[0] for main in FORKED.values()]
-    server = ForkServer(*programs, *(f"highwater.cli.{name}" for name in COMMANDS))
+    server = ForkServer(
+        *("forked_modules", *programs, *(f"highwater.cli.{name}" for name in COMMANDS)),
+        environment={**ON_THE_CPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+    )
     yield server
     server.end()
 
@@ -74,17 +79,23 @@ def run(tmp_path: Path, forked: Run) -> Run:
     """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
     alike.
 
-    What the environment tells the interpreter itself needs one of its own.
+    What the environment tells the interpreter, or a library as it is imported, needs an interpreter
+    of its own; ``found_in`` is a folder of modules for what a command starts.
     """
 
-    def run(program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        program: str, *words: str, found_in: str | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         hidden = {
             "CUDA_VISIBLE_DEVICES": "",
             "COLUMNS": "200",
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
         everything = {**os.environ, **hidden, **environment}
-        if program in FORKED and not any(name.startswith("PYTHON") for name in environment):
+        is_told = any(name.startswith(("PYTHON", "HF_")) for name in environment)
+        if found_in is not None:
+            everything["PYTHONPATH"] = found_in
+        if program in FORKED and not is_told:
             return forked(program, *words, cwd=tmp_path, environment=everything)
         return installed(program, *words, cwd=tmp_path, environment=everything)
 

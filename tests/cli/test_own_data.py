@@ -42,10 +42,10 @@ def rewarded(*, length_tokens, **_):
 
 @pytest.fixture
 def batches(tmp_path: Path) -> dict[str, str]:
-    """The environment in which the batches above are found."""
+    """Where the batches above are found."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_batches.py").write_text(BATCHES)
-    return {"PYTHONPATH": str(tmp_path / "own")}
+    return {"found_in": str(tmp_path / "own")}
 
 
 @pytest.mark.timeout(240)

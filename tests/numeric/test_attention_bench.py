@@ -3,6 +3,8 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 """
 
 import json
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 from test_attention_modules import BLOCK, meetings
 
+from fork_server import ForkServer
 from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.bench.attention.contenders import CONTENDERS, Conditions, counts
 from highwater.engine.bench.attention.measurement import differences, naive_attention
@@ -22,8 +25,9 @@ from highwater.nouns.attention_bench import (
     BenchOrder,
     implementations_named,
 )
+from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.sparse_pattern import SparsePatternConfig
-from highwater.trials.measurements import bench_lines
+from highwater.trials.trial_process import ON_THE_CPU
 from highwater.units import GIB, MIB
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,6 +57,23 @@ ways = json.loads(os.environ["WAYS"]).items()
 main({**CONTENDERS, **{name: spoilt(CONTENDERS[name], how) for name, how in ways}})
 """
 """A module that measures as the benchmark's own does, but for attentions that are spoilt."""
+BENCHMARK = """
+import json, sys
+
+from highwater.nouns.attention_bench import BenchOrder
+from highwater.nouns.codec import from_json, to_json
+from highwater.trials.measurements import bench_lines
+
+order, named = from_json(sys.argv[1], BenchOrder), json.loads(sys.argv[2])
+with bench_lines(order, **named) as lines:
+    for line in lines:
+        print(to_json(line).replace(chr(10), " "))
+"""
+"""Prints what a benchmark tells."""
+SERVER = ForkServer(
+    *("forked_modules", "highwater.engine.bench.attention.contenders"),
+    environment={**ON_THE_CPU, "PYTHONPATH": str(Path(__file__).parents[1])},
+)
 RED = {
     "dense": ("output = output * 1.001", "output 1.0e-03"),
     "window": (
@@ -96,24 +117,28 @@ def conditions_of(name: str, **order: Any) -> Conditions:
 CPU = conditions_of("dense")
 
 
-def run(measures: Path | None = None, **order: object) -> list[BenchLine]:
+def run(
+    measures: Path | None = None, ways: dict[str, str] | None = None, **order: object
+) -> list[BenchLine]:
     """All that a benchmark tells; ``measures``: a file that measures in the place of ours."""
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        if measures is not None:
-            patch.setenv("PYTHONPATH", str(measures.parent))
-        named = {} if measures is None else {"measures": measures.stem}
-        with bench_lines(BenchOrder(**(asked | order)), **named) as lines:
-            return list(lines)
+    named = {} if measures is None else {"measures": measures.stem}
+    found = {} if measures is None else {"PYTHONPATH": str(measures.parent)}
+    words = (to_json(BenchOrder(**(asked | order))), json.dumps(named))
+    told = {**os.environ, "WAYS": json.dumps(ways), **found}
+    with tempfile.TemporaryDirectory() as folder:
+        done = SERVER.run(
+            f"-c{BENCHMARK}", *words, folder=Path(folder), within_s=280, environment=told
+        )
+    assert done.returncode == 0, done.stderr
+    return [from_json(line, BenchLine) for line in done.stdout.splitlines()]
 
 
 def spoilt(folder: Path, ways: dict[str, str], **order: object) -> list[BenchLine]:
     """The same where attentions are spoilt, each in its way."""
     measures = folder / "spoilt_attentions.py"
     measures.write_text(WITH_WRONG_ONES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WAYS", json.dumps(ways))
-        return run(measures, implementations=tuple(ways), directions=("forward",), **order)
+    return run(measures, ways, implementations=tuple(ways), directions=("forward",), **order)
 
 
 @pytest.fixture(scope="module")
