@@ -153,7 +153,8 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "They were written down before anything was changed for them, in our words; each has the "
         "address of its thread. The last ten came after all others had been answered, and were "
         "chosen among about thirty that had been asked, without those that were refused but for "
-        "one: they show what an answer looks like, and no rate. Where a thread does not say which 7B or 70B model is meant, the command names a common one. *Before* is "
+        "one: they show what an answer looks like, and no rate. Where a thread does not say "
+        "which 7B or 70B model is meant, the command names a common one. *Before* is "
         f"what the same command said at `{BEFORE}`. `python docs/results/questions/answers.py` "
         "asks again and writes this page."
     )
