@@ -66,7 +66,7 @@ def _become(
             first = kept + 1
         os.closerange(first, os.sysconf("SC_OPEN_MAX"))
         if environment is not None:
-            environment = dict(environment)
+            environment = dict(environment)  # it may be this process's own
             os.environ.clear()
             os.environ.update(environment)
         for number in signal.valid_signals():
@@ -108,11 +108,7 @@ def _run(words: list[str]) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def fork_modules() -> None:
-    """From now on this process, and what it forks, start modules of ours as forks."""
-    setattr(ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))  # noqa: B010
-
-
 for name in PRELOADED:
     importlib.import_module(name)
-fork_modules()
+# From now on this process, and what it forks, start modules of ours as forks.
+setattr(ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))  # noqa: B010
