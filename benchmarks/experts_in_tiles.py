@@ -102,11 +102,16 @@ def use_way(model: Any, tiles: int) -> None:
 
 
 def bytes_beside(config: Any) -> int:
-    """Bytes per token of the inputs of all layers, and of attention's kernel: q's gradient in
-    float32, and k's and v's for every query head.
+    """Bytes per token of the first layer's input, and of attention's kernel. The peak is of that
+    layer: gradients of the second one's experts, which lie there, outweigh its input.
     """
+    return 2 * config.hidden_size + kernel_bytes(config)
+
+
+def kernel_bytes(config: Any) -> int:
+    """Bytes per token of q's gradient in float32, and of k's and v's for every query head."""
     query = config.num_attention_heads * config.head_dim
-    return 2 * config.hidden_size * layer.LAYERS + 4 * query + 2 * 2 * query
+    return 4 * query + 2 * 2 * query
 
 
 def per_token(found: dict[tuple[int, int], Row], beside: int, *, shorter: int = 1) -> Row:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from experts_in_tiles import LONG, bytes_beside, rows
+from experts_in_tiles import LONG, kernel_bytes, rows
 from highwater.engine.models.fused.experts import AdaptedExperts
 from highwater.engine.models.fused.fused import tile_experts
 from highwater.memory.formula.layers import Step, working_set_bytes
@@ -167,8 +167,7 @@ def test_a_token_takes_as_few_bytes_of_a_layer_as_predicted():
         for tokens, _ in LONG
     )
     config = CONFIGS["qwen3_moe"].__class__.from_pretrained(load_model(MODEL).directory)
-    kernel = bytes_beside(config) - 2 * config.hidden_size * 2
-    predicted = (two - one) / (LONG[1][0] - LONG[0][0]) - kernel
+    predicted = (two - one) / (LONG[1][0] - LONG[0][0]) - kernel_bytes(config)
     tell({"case": MODEL, "predicted": predicted})
     found_bytes = sizes["layer_bytes_per_token"]["tiled"]
     assert found_bytes < MOST_BYTES
