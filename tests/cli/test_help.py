@@ -112,7 +112,7 @@ def test_an_example_of_the_published_script_is_understood(example, run):
     assert example in [line.strip() for line in shown.splitlines()]
 
 
-@pytest.mark.parametrize("command", ["find", "try", "train"])
+@pytest.mark.parametrize("command", ["predict", "recommend", "emit", "find", "try", "train"])
 def test_a_help_has_about_15_flags_and_says_how_to_see_the_others(highwater, command):
     parser = commands()[command]
     short = highwater(command, "--help").stdout

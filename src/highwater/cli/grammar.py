@@ -351,15 +351,16 @@ a report
     highwater schema | python -m json.tool --compact
 """
 """Headings of the help, the commands below each, and three examples; the first is a hint, too."""
-_PREDICTED: tuple[Topic, ...] = ("trial", "lengths", "search")
+_PREDICTED: Mapping[str, tuple[Topic, ...]] = {
+    "settings": ("trial",),
+    "lengths": ("lengths", "search"),
+}
 _NUMBERS: Mapping[str, tuple[Topic, ...]] = {
     "the optimizer, which changes no memory": ("optimizer",),
     "what --objective grpo, ppo and dpo weigh and clip, which changes no memory": ("objective",),
 }
 _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
-    "predict": {"settings and lengths": _PREDICTED},
-    "recommend": {"settings": _PREDICTED},
-    "emit": {"settings": _PREDICTED},
+    **dict.fromkeys(("predict", "recommend", "emit"), _PREDICTED),
     "find": {
         "a trial": ("trial",),
         "the search": ("lengths", "search"),
@@ -371,6 +372,12 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
 _FIRST = {
+    "predict": "json gpus gpu-memory length lora objective loss offload activations ulysses trainer "
+    "data price rollout exact explain all",
+    "recommend": "json gpus gpu-memory length lora objective loss offload activations ulysses "
+    "trainer study list fastest lightest explain",
+    "emit": "json for output gpus gpu-memory length lora objective loss offload activations ulysses "
+    "recompute rollout-gpus study",
     "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
     "budget headroom study trainer",
     "try": "config json length gpus ulysses memory device dry-run lora objective loss allocator "
