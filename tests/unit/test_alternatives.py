@@ -179,3 +179,17 @@ def test_alternatives_leave_the_gpus_for_rollout_alone():
                 ).chosen.label
                 == alternative.label
             )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flag"),
+    [("8xH20-96GB", "--rollout-tensor-parallel"), ("1xH20-96GB", "--gpu-memory-utilization")],
+)
+def test_where_vllm_has_no_room_its_own_settings_are_changed_first(gpus, flag):
+    asked: dict[str, Any] = {"gpus": gpus, "length": "4k", "lora": 16, "objective": "grpo"}
+    assert recommend("Qwen3-32B", **asked, rollout="vllm").chosen is None
+    technique = recommend("Qwen3-32B", **asked, rollout="vllm").alternatives[0]
+    assert technique.flags[0] == flag
+    name = flag.removeprefix("--").replace("-", "_")
+    value = float(technique.flags[1]) if "util" in flag else int(technique.flags[1])
+    assert recommend("Qwen3-32B", **asked, rollout="vllm", **{name: value}).chosen

@@ -372,12 +372,12 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
 _FIRST = {
-    "predict": "json gpus gpu-memory length lora objective loss offload activations ulysses trainer "
-    "data price rollout exact explain all",
+    "predict": "json gpus gpu-memory length lora objective loss offload activations ulysses "
+    "trainer data price rollout exact explain all",
     "recommend": "json gpus gpu-memory length lora objective loss offload activations ulysses "
     "trainer study list fastest lightest explain",
-    "emit": "json for output gpus gpu-memory length lora objective loss offload activations ulysses "
-    "recompute rollout-gpus study",
+    "emit": "json for output gpus gpu-memory length lora objective loss offload activations "
+    "ulysses recompute rollout-gpus study",
     "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
     "budget headroom study trainer",
     "try": "config json length gpus ulysses memory device dry-run lora objective loss allocator "

@@ -34,6 +34,8 @@ from highwater.units import GIB, format_bytes, parse_memory
 MOST_GPUS_TRIED = 64
 """GPUs tried at the most: every count of one machine, then twice as many, up to here."""
 _LORA_RANK = 32
+_SHARES = (0.6, 0.7, 0.75, 0.8, 0.9)
+"""Of a GPU, for vLLM."""
 _RESTRICTIONS = (
     *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
     "attention_head_groups",
@@ -48,6 +50,7 @@ _Change = tuple[str, tuple[str, ...], tuple[str, ...], Goal]
 def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple[Alternative, ...]:
     """Find one alternative of each kind, where there is one: its first change that fits."""
     found = (
+        _first("technique", _rollouts(goal)),
         _first("more GPUs", _more_gpus(goal, rollout_gpus)),
         _first("a larger GPU", _larger_gpus(goal, reserved_bytes, rollout_gpus)),
         _more_host_memory(goal),
@@ -180,6 +183,22 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
     if TRAINERS[goal.trainer].knows_every_setting:
         yield from _other_trainings(goal)
+
+
+def _rollouts(goal: Goal) -> Iterator[_Change]:
+    """Changes of what vLLM takes: GPUs that share its model, then its share of each GPU."""
+    asked = goal.memory_limit.rollout
+    if asked is None:
+        return
+    heads = {run.kind.attention.query_heads for run in load_model(goal.model).shape.runs}
+    gpus = asked.own_gpus or goal.where.gpus
+    degrees = [n for n in (2, 4, 8) if not any(each % n for each in (gpus, *heads))]
+    shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
+    more = [("more of each GPU for vLLM", "gpu_memory_utilization", each) for each in _SHARES]
+    for what, name, value in (*shared, *more):
+        rollout = msgspec.structs.replace(asked, **{name: value})
+        limit = msgspec.structs.replace(goal.memory_limit, rollout=rollout)
+        yield what, tuple(words_of({name: value})), (), replace(goal, memory_limit=limit)
 
 
 def _other_trainings(goal: Goal) -> Iterator[_Change]:
