@@ -12,7 +12,7 @@ from pathlib import Path
 
 from highwater.cli import console
 from highwater.cli.console import exit_code_of, heeding
-from highwater.cli.grammar import parse, usage
+from highwater.cli.grammar import grammar, parse
 from highwater.errors import EXIT_BUG, EXIT_USER, HighwaterError, MachineError, UsageError
 
 _OURS = (errno.EBADF, errno.ECHILD, errno.ESRCH, errno.EFAULT)
@@ -88,7 +88,7 @@ def _refuse_what_is_not_utf_8(words: Sequence[str]) -> None:
 def _run(words: Sequence[str]) -> int:
     arguments = parse(words)
     if arguments.command_name is None:
-        sys.stderr.write(usage())
+        sys.stderr.write(grammar().format_help())
         return EXIT_USER
     return _handler(arguments.command_name)(arguments)
 

@@ -207,7 +207,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "tokens of one sequence, for example 64k",
         LENGTH,
-        helps={"predict": "turn it round: which rungs fit this length"},
+        helps={"predict": "answer for this length: which settings train it"},
     )
     rollout_gpus: int = _flag(
         "predict recommend emit",
@@ -228,10 +228,7 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "recommend", False, "all settings that fit, with what each costs", SWITCH, name="list"
     )
     fastest: bool = _flag(
-        "recommend",
-        False,
-        "the fastest settings that train it, in the place of the simplest",
-        SWITCH,
+        "recommend", False, "the fastest settings that train it instead of the simplest", SWITCH
     )
     lightest: bool = _flag(
         "recommend", False, "the settings that take the least memory of each GPU", SWITCH
@@ -434,6 +431,13 @@ def named_model(
 def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
     """The memory that GPUs have for training, as keywords of ``predict``."""
     return {name: getattr(arguments, name) for name in ("gpu_memory", "reserved")}
+
+
+def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The GPUs, their memory, and the trainer, as keywords of ``predict`` and ``recommend``."""
+    names = {"gpus": "cluster", "trainer": "predicted_for", "rollout_gpus": "rollout_gpus"}
+    named = {name: getattr(arguments, where) for name, where in names.items()}
+    return {**named, **typed_limits(arguments)}
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:

@@ -418,11 +418,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def usage() -> str:
-    """The help of ``highwater`` itself."""
-    return grammar().format_help()
-
-
 def commands() -> Mapping[str, Parser]:
     """The grammar of each command, by its name."""
     return grammar().commands

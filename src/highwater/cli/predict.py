@@ -16,6 +16,7 @@ from highwater.cli.flags import (
     named_model,
     trial_limits,
     typed_limits,
+    typed_place,
     typed_values,
     words_again,
     words_without,
@@ -136,13 +137,7 @@ def _instead(
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
         return None, ()
     model, settings = named_model(arguments, [], example=_EXAMPLE)
-    shared = {
-        "gpus": arguments.cluster,
-        "trainer": arguments.predicted_for,
-        "rollout_gpus": arguments.rollout_gpus,
-        **typed_limits(arguments),
-    }
-    longest = None
+    shared, longest = typed_place(arguments), None
     if prediction.length_tokens is not None:
         if "trainer_config" in settings:
             shared["max_length"] = "1m"  # the file may say the length
@@ -152,8 +147,7 @@ def _instead(
         return longest, ()
     from highwater.recommendation.recommend import what_would_fit
 
-    found = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
-    return longest, found
+    return longest, what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
 
 
 def _predicted(arguments: argparse.Namespace) -> Prediction:
@@ -162,17 +156,14 @@ def _predicted(arguments: argparse.Namespace) -> Prediction:
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     return predicted(
         model,
-        gpus=arguments.cluster,
         length=arguments.length,
-        trainer=arguments.predicted_for,
-        rollout_gpus=arguments.rollout_gpus,
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,
         constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
         on_calibrate=_say_calibrated,
-        **typed_limits(arguments),
+        **typed_place(arguments),
         **settings,
     )
 

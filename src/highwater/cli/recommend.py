@@ -14,7 +14,7 @@ from highwater.cli import console
 from highwater.cli.flags import (
     named_model,
     trial_limits,
-    typed_limits,
+    typed_place,
     typed_values,
     words_again,
 )
@@ -101,12 +101,9 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     return recommended(
         model,
         length=arguments.length,
-        gpus=arguments.cluster,
-        rollout_gpus=arguments.rollout_gpus,
-        trainer=arguments.predicted_for,
         studies=arguments.studies,
         aim=aims[0] if aims else "simplest",
-        **typed_limits(arguments),
+        **typed_place(arguments),
         **settings,
     )
 
