@@ -15,7 +15,9 @@ import pytest
 from highwater.cli.doctor import diagnose
 from highwater.errors import MachineError
 from highwater.nouns.cluster import cluster
+from highwater.nouns.corpus import CorpusOrder
 from highwater.nouns.hardware import CPU_SEARCH, Machine, kind_of, refuse_unfit_gpu
+from highwater.trials import inputs
 from highwater.trials.probe import (
     _NEEDED,
     OLDEST,
@@ -232,6 +234,15 @@ def test_versions_that_cannot_run_a_trial_are_named(torch, transformers, obstacl
     assert list(package_obstacles(machine)) == obstacles
     findings = diagnose(machine).findings
     assert [each.problem for each in findings if each.stops_every_trial] == obstacles
+
+
+def test_without_the_packages_data_is_refused_before_a_process_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(inputs, "probe", lambda: msgspec.structs.replace(NO_GPU, versions={}))
+    order = CorpusOrder(data=("/data.jsonl",), objective="sft", length_tokens=64, vocab_size=256)
+    with pytest.raises(MachineError, match="tokenised here: torch is not installed") as refused:
+        inputs.tokenised(order, parent=tmp_path / "corpora")
+    assert "pip install '.[train]'" in str(refused.value.hint)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_versions_that_work_are_those_that_the_package_asks_for():

@@ -22,6 +22,7 @@ from highwater.nouns.corpus import (
 )
 from highwater.nouns.trial import OnPhase, TrialSpec, unheard
 from highwater.trials.job import Job
+from highwater.trials.probe import probe, refuse_package_obstacles
 from highwater.trials.trial_process import (
     ON_THE_CPU,
     cache_directory,
@@ -47,6 +48,7 @@ def tokenised(
     blocks until it is. Raises what the process refused, and MachineError where it failed. When
     ``ended`` is set, the process is ended and TrialEndedError raised.
     """
+    refuse_package_obstacles(probe(), before="no data can be tokenised here: ")
     elsewhere = _ELSEWHERE if parent is None else "use another `--output`"
     parent = parent or cache_directory("corpora")
     job = Job(
