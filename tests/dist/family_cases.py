@@ -42,7 +42,7 @@ ROUNDING = 1e-3
 measured by that part: an exact zero, as of a key's bias, is rounding on either side."""
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with layers of a gated delta rule."""
-GEMMA4 = ("gemma4", "gemma4_text", "gemma4_text_dense")
+GEMMA4 = ("gemma4", "gemma4_text", "gemma4_text_dense", "gemma4_text_experts")
 CANCELS = {"diffllama": 2e-5, **dict.fromkeys(GEMMA4, 5e-5), **dict.fromkeys(DELTA, 3e-4)}
 """Float32's tolerance for a family whose gradients are differences of nearly equal numbers, of two
 attentions, for their weight; whose scores have no scale, so that they are as large as heads are

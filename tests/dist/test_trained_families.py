@@ -31,8 +31,9 @@ DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
 
-UNLIKE = ("gemma4_text", "gemma4_text_dense")
-"""Of layers that share keys and have embeddings, and of a model without either."""
+UNLIKE = ("gemma4_text", "gemma4_text_dense", "gemma4_text_experts")
+"""Of layers that share keys and have embeddings, and of models without either, with experts beside
+each MLP and without."""
 HIDDEN = ("granitemoehybrid", "granitemoehybrid_dense", "hunyuan_v1_moe")
 """Families of which a config may have layers, or a form, that do not train."""
 FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")

@@ -40,6 +40,9 @@ class Experts(Record, frozen=True, kw_only=True):
     """With 0 experts the class has the shared MLP alone."""
     lists_per_token: bool = False
     """Experts of a token may be a list, a number for each layer."""
+    switch: str | None = None
+    """The field without which the class has one MLP, and with which it needs the sizes of experts,
+    that go beside this MLP."""
 
 
 class Window(Record, frozen=True, kw_only=True):
@@ -186,7 +189,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 }
 """Why a family cannot be trained exactly, in words, and a hint that works."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that families give the same thing: experts of a layer, of a token."""
 _NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_softcapping")
 """Fields where null is not the same as nothing: as the query heads, as they share the hidden size,

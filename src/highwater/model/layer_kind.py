@@ -282,6 +282,9 @@ _PARTS: Mapping[str, Callable[[LayerKind], int]] = {
     "plain_mlp_biases": _plain_mlp_biases,
     "expert_biases": lambda kind: kind.mlp.experts if kind.mlp.experts > 1 else 0,
     "lone_router": lambda kind: kind.hidden_size if kind.mlp.experts == 1 else 0,
+    "beside_mlp": lambda kind: (  # three norms, the router's scales by number and by expert
+        4 * kind.hidden_size + kind.mlp.experts if kind.mlp.experts > 1 else 0
+    ),
     "shared_gate": lambda kind: kind.hidden_size if kind.mlp.experts > 1 else 0,
     "head_gates": lambda kind: kind.hidden_size * kind.attention.query_heads,
     "wide_gates": lambda kind: kind.hidden_size * kind.attention.query_size,

@@ -321,8 +321,9 @@ def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
     doubles = has_unlike and bool(sizes.config.get("use_double_wide_mlp"))
 
     def layer(kind: LayerKind, attention: AttentionKind) -> LayerKind:
-        width = kind.mlp.width * (2 if doubles and attention.reads_earlier_keys else 1)
-        mlp = msgspec.structs.replace(kind.mlp, width=width)
+        width = kind.mlp.plain_width * (2 if doubles and attention.reads_earlier_keys else 1)
+        own = {"shared_width" if kind.mlp.is_routed else "width": width}
+        mlp = msgspec.structs.replace(kind.mlp, **own)
         return msgspec.structs.replace(kind, attention=attention, mlp=mlp, embedding_size=embedding)
 
     return runs_of(

@@ -370,8 +370,11 @@ class ConfigSizes(NamedTuple):
         width = self.optional_size(row.width_field)
         width = dense_width = width or 4 * self.size("hidden_size")
         usual = row.experts
-        if usual is None:
+        if usual is None or (usual.switch is not None and not self.config.get(usual.switch)):
             return Mixture(width, dense_width)
+        if usual.switch is not None:
+            for field in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+                whole_number(self.config.get(field), field, self.source)
         if row.dense_width_field is not None:
             dense_width = self.optional_size(row.dense_width_field) or width
         if usual.width is not None:
