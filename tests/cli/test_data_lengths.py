@@ -44,6 +44,21 @@ def test_each_length_keeps_what_its_definition_says_and_the_last_one_everything(
     assert all(each.kept_tokens < 0.95 * TOKENS for each in shorter)
 
 
+def test_conversations_without_a_tokenizer_have_the_bytes_of_what_is_said_in_them(tmp_path):
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    said = [("user", {"content": "12345"}), ("assistant", {"content": "678\u00fc"})]
+    asked = [("user", {"content": "x" * 900}), ("assistant", {"tool_calls": [call]})]
+    path = tmp_path / "chat.jsonl"
+    rows = [{"messages": [{"role": role, **each} for role, each in row]} for row in (said, asked)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = highwater.data_lengths(str(path))
+    assert (found.tokenizer, found.documents) == ("bytes", 2)
+    short, long = found.tokens - found.longest_tokens, found.longest_tokens
+    assert short == len("12345678\u00fc".encode())
+    assert 900 < long < 900 + 2 * len(json.dumps(call))
+    assert any("what is said is counted" in note for note in found.notes)
+
+
 def test_one_pass_takes_the_kept_tokens_at_the_predicted_speed_and_costs_the_gpus_hours(data):
     found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", price="2.50/h", lora=16)
     for each in found.lengths:

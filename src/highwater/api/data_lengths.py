@@ -101,6 +101,7 @@ def data_lengths(
         length_tokens=MOST_TOKENS,
         tokenizer=folder,
         vocab_size=vocab_size,
+        lengths_alone=True,
     )
     corpus = tokenised(order, on_phase=on_phase)
     offsets = array("q")

@@ -55,6 +55,8 @@ class CorpusOrder(Record, frozen=True, kw_only=True):
     """Tokens that are trained: the responses, if a document has prompts; ``all``: every token."""
     reward: str | None = None
     """``module:function`` that gives a response's reward to a prompt; None: the data has it."""
+    lengths_alone: bool = False
+    """Nothing is trained: without a tokenizer messages have the bytes of what is said in them."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for what cannot be."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from transformers import AutoTokenizer
 
@@ -18,6 +18,11 @@ BYTE_END_ID = 256
 """The id that ends a document whose tokens are bytes: the first past theirs."""
 BYTE_VOCABULARY = BYTE_END_ID + 1
 _PROBE = "a"
+_ALL_THAT_IS_SAID = (
+    "{{ tools | tojson if tools else '' }}{% for each in messages %}{% generation %}"
+    "{{ each.reasoning_content }}{{ each.content if each.content else '' }}"
+    "{{ each.tool_calls | tojson if each.tool_calls else '' }}{% endgeneration %}{% endfor %}"
+)
 
 
 class Bytes:
@@ -30,6 +35,13 @@ class Bytes:
     """The end-of-text token."""
     chat: ChatTemplate | None = None
     """None if there is no template for conversations."""
+    chat_template = _ALL_THAT_IS_SAID
+    """The stand-in for a template where lengths alone are asked for."""
+    special_tokens_map: ClassVar[dict[str, str]] = {}
+
+    def get_chat_template(self, *_: object) -> str:
+        """The stand-in, whatever it is to write."""
+        return self.chat_template
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from torch.utils.data import DataLoader
 
+from highwater.engine.data.conversations import ChatTemplate
 from highwater.engine.data.data_files import DataFile, DataFiles, bytes_digest, data_files, records
 from highwater.engine.data.record_fields import DataRecord
 from highwater.engine.data.rendering import (
@@ -128,6 +129,7 @@ def corpus_digest(order: CorpusOrder, files: Sequence[DataFile], reward: Any | N
     choices = (
         *(order.objective, order.length_tokens, order.vocab_size),
         *(order.long_documents, order.trained, order.reward),
+        *(["lengths alone"] if order.lengths_alone else []),
     )
     source = None
     with suppress(TypeError):  # a function may be in no file
@@ -241,7 +243,9 @@ def _tokens(order: CorpusOrder) -> TextTokens:
             f"the model knows {order.vocab_size}",
             hint="save its tokenizer into its folder, with `tokenizer.save_pretrained`",
         )
-    return Bytes()
+    tokens = Bytes()
+    tokens.chat = ChatTemplate(tokens) if order.lengths_alone else None
+    return tokens
 
 
 def _write(
@@ -293,7 +297,9 @@ def _notes(
             f"in {counted(writer.apart, 'document')} a token would reach from the prompt into "
             "the response: the two are tokenised by themselves, as a model sees a prompt"
         )
-    if writer.chats and tokens.chat is not None and tokens.chat.writes_the_date:
+    if writer.chats and order.lengths_alone and order.tokenizer is None:
+        notes.append("of conversations what is said is counted, and nothing that a template adds")
+    elif writer.chats and tokens.chat is not None and tokens.chat.writes_the_date:
         notes.append("the chat template writes the date: that of today is in every conversation")
     alone = writer.unit_documents.count(1)
     if TRAITS[order.objective].advantages == "groups" and alone:
