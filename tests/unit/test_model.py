@@ -278,6 +278,13 @@ def test_a_name_that_is_nearly_one_is_offered(cache):
     assert near_names("lama-3.1-8b")[0] == "Llama-3.1-8B"
     assert near_names("Qwen3-4")[0] == "Qwen3-4B"
     assert near_names("nothing-like-it") == []
+    for typed, family, first in (
+        ("Qwen/Qwen2-7B", "Qwen/Qwen2-", "Qwen/Qwen2-7B-Instruct"),
+        ("gemma4-32b", "gemma-4-", "gemma-4-31B-text"),
+        ("Qwen3.5-8B", "Qwen3.5-", "Qwen3.5-9B"),
+    ):
+        assert near_names(typed)[0] == first
+        assert all(each.startswith(family) for each in near_names(typed))
     with pytest.raises(ModelError) as refusal:
         load_model("Qwen3-8")
     assert "did you mean `Qwen3-8B`" in refusal.value.hint

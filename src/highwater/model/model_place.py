@@ -9,7 +9,6 @@ one JSON file is fetched: no code of a model is run. Source:
 https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -22,12 +21,16 @@ from typing import NamedTuple
 
 from highwater.errors import ModelError
 from highwater.model.families import REFUSED
-from highwater.nouns.codec import Record, from_builtins, read_file
+from highwater.nouns.codec import Record, from_json, read_file
 
 _OFFERED = 3
 """Number of names that an error offers in place of an unknown one."""
 _ALIKE = 0.75
 """Similarity (0 to 1) from which a name is offered for another one."""
+_VERSION = re.compile(r"([a-z]{3,})[-_]?(\d+(?:\.\d+)?)(?![\d.]*[bm]\b)")
+"""A family and its version in a name: ``qwen2.5``, ``gemma-4``, and no size."""
+_BILLIONS = re.compile(r"(\d+(?:\.\d+)?)b\b")
+"""A size in a name: ``7b``."""
 
 
 class CatalogModel(Record, frozen=True, kw_only=True):
@@ -61,8 +64,8 @@ class CatalogModel(Record, frozen=True, kw_only=True):
 @cache
 def model_catalog() -> tuple[CatalogModel, ...]:
     """Return the models whose shape ships with the package, in the order of its file."""
-    text = (files("highwater.model") / "catalog" / "models.json").read_text(encoding="utf-8")
-    return tuple(from_builtins(entry, CatalogModel) for entry in json.loads(text))
+    path = files("highwater.model") / "catalog" / "models.json"
+    return from_json(path.read_bytes(), tuple[CatalogModel, ...])
 
 
 def catalog_names() -> list[str]:
@@ -78,17 +81,32 @@ def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
 
 
 def near_names(name: str) -> list[str]:
-    """Return catalog names similar to a misspelt one, one for each model, the nearest first: ids
-    for an id, short names for a short one.
+    """Return catalog names similar to an unknown one, or of its family and version, one for each
+    model: the same family first, then the nearest version and size. Ids for an id, short names for
+    a short one.
     """
     typed = name.lower()
-    alike = [each for each in _spellings() if ("/" in each) == ("/" in typed)]
-    found = get_close_matches(typed, alike, n=len(alike), cutoff=_ALIKE)
+    known = [each for each in _spellings() if ("/" in each) == ("/" in typed)]
+    alike = get_close_matches(typed, known, n=len(known), cutoff=_ALIKE)
+    family, version, size = _told_by(typed)
+    akin = [each for each in known if family and _told_by(each)[:2] == (family, version)]
+    far = {
+        each: (own[0] != family, abs(own[1] - version), abs(own[2] - size) if size else 0)
+        for each in (*alike, *akin)
+        if (own := _told_by(each))
+    }
     by_model: dict[str, str] = {}
-    for each in found:
+    for each in sorted(far, key=far.__getitem__):
         spelled, model = _spellings()[each]
         by_model.setdefault(model.name, spelled)
     return list(by_model.values())[:_OFFERED]
+
+
+def _told_by(name: str) -> tuple[str, float, float]:
+    """Family, version and billions of parameters by a name; empty and 0 where it has none."""
+    version, size = _VERSION.search(name), _BILLIONS.search(name)
+    family = (version[1], float(version[2])) if version else ("", 0.0)
+    return (*family, float(size[1]) if size else 0.0)
 
 
 @cache
