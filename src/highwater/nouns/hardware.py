@@ -2,7 +2,6 @@
 machines that usually have them, and what their memory is spent on besides tensors.
 """
 
-import json
 import sys
 from functools import cache
 from importlib.resources import files
@@ -11,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from highwater.errors import MachineError
-from highwater.nouns.codec import Record, from_builtins
+from highwater.nouns.codec import Record, from_json
 from highwater.units import GIB
 
 Kernel = Literal["cudnn", "flash"]
@@ -112,8 +111,8 @@ class Machine(Record, frozen=True, kw_only=True):
 @cache
 def gpu_catalog() -> tuple[GpuKind, ...]:
     """Every GPU kind the package knows, as data in ``nouns/catalog/gpus.json``."""
-    text = (files("highwater.nouns") / "catalog" / "gpus.json").read_text(encoding="utf-8")
-    return tuple(from_builtins(entry, GpuKind) for entry in json.loads(text))
+    path = files("highwater.nouns") / "catalog" / "gpus.json"
+    return from_json(path.read_bytes(), tuple[GpuKind, ...])
 
 
 def kind_of(driver_name: str) -> GpuKind | None:
@@ -246,8 +245,8 @@ class HostMemory(Record, frozen=True, kw_only=True):
 @cache
 def host_catalog() -> tuple[Host, ...]:
     """Every machine whose host memory is known, by kind and number of GPUs."""
-    text = (files("highwater.nouns") / "catalog" / "hosts.json").read_text(encoding="utf-8")
-    return tuple(from_builtins(entry, Host) for entry in json.loads(text))
+    path = files("highwater.nouns") / "catalog" / "hosts.json"
+    return from_json(path.read_bytes(), tuple[Host, ...])
 
 
 def default_host(device_name: str, gpus: int) -> HostMemory | None:
