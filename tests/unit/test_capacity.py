@@ -348,6 +348,8 @@ def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):
         ("4090", 1, "RTX-4090"),
         ("2x3090", 2, "RTX-3090"),
         ("H100:8", 8, "H100-80GB"),
+        ("H100x8", 8, "H100-80GB"),
+        ("RTX 4090 x 2", 2, "RTX-4090"),
         ("4090:2", 2, "RTX-4090"),
         ("A40", 1, "A40-48GB"),
         ("4xL40", 4, "L40-48GB"),
@@ -363,6 +365,7 @@ def test_gpus_are_read_by_number_with_the_count_behind_and_by_new_names(text, gp
     ("text", "hints"),
     [
         ("A100:4", ("4xA100-80GB", "4xA100-40GB")),
+        ("A100x4", ("4xA100-80GB", "4xA100-40GB")),
         ("8xA100", ("8xA100-80GB", "8xA100-40GB")),
         ("910B", ("--gpu-memory 60GiB",)),
         ("2xAscend-910B", ("--gpus 2 --gpu-memory 60GiB",)),

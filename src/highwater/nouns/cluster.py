@@ -29,8 +29,8 @@ _OF_A_MACHINE = re.compile(r"(\d+)(?:\s*[xX×*]\s*(.+))?")
 """Text after the number of machines: the GPUs of each, and their kind."""
 _EXAMPLE = "`--gpus 4xA100-80GB`"
 _DIGITS = 9
-_COUNT_BEHIND = re.compile(r"((?!\d+[xX])\D.*|\d{4}):(\d+)")
-"""A kind and then its count, as SkyPilot has them: ``A100:4``."""
+_COUNT_BEHIND = re.compile(r"(\D.*(?=:)|\d{4}(?=:)|\D.*\d.*?)\s*[:xX×*]\s*(\d+)")
+"""A kind and then its count: ``A100:4``, as SkyPilot has them, or ``A100x4``."""
 _UNLISTED = {
     r"(nvidia )?(dgx ?spark|gb10)": ("has its host's memory, which no driver tells", "119GiB"),
     r".*\b(ascend|910[abc]|gaudi ?\d?|tpu|trainium)\b.*": (
@@ -216,6 +216,10 @@ def nameless(device_bytes: int) -> str:
 def _parse(text: str | None) -> _Named:
     if text is None:
         return _Named()
+    first, *others = re.split(r"\s*[,+]\s*", text)
+    if others:
+        problem = f"{text!r}: GPUs of two kinds are not predicted together"
+        raise UsageError(problem, hint=f"ask for each alone: `--gpus {first}`")
     behind = _COUNT_BEHIND.fullmatch(text.strip())
     text = text if behind is None else f"{behind[2]}x{behind[1]}"
     is_card = text.strip().isdecimal() and _by_number(text.strip()) is not None
