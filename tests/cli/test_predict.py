@@ -27,6 +27,16 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     assert following(done) == ["predict", "Qwen3-8B", *A100S, "--explain"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "is_told"), [([], False), (["--ulysses", "1", "2"], True), (["--all"], True)]
+)
+def test_a_layout_that_cannot_be_is_told_of_where_somebody_named_it(highwater, typed, is_told):
+    training = ("--objective", "dpo", "--lora", "16", "--trainer", "trl")
+    done = highwater("predict", "gemma-3-27b-text", *A100S, *training, *typed)
+    assert done.returncode == 0, done.stderr
+    assert ("Ulysses 2 is skipped" in done.stderr) == is_told
+
+
 def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater):
     done = highwater(
         "predict", "Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "64k", "--explain", "--all"

@@ -15,8 +15,8 @@ from highwater.nouns.declaration import (
     SWITCH,
     DeclaredRecord,
     flag_of,
-    nearest,
     setting,
+    word_hint,
     words_of,
 )
 from highwater.nouns.request import DECLARED, PACKINGS, Request, request_from
@@ -28,6 +28,7 @@ from highwater.nouns.trainer import (
     AnyTrainer,
     Target,
     TrainerName,
+    predicted_trainer,
 )
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
@@ -36,26 +37,24 @@ T = TypeVar("T")
 Shell = Literal["bash", "zsh", "fish"]
 _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
-_KIND = "[[M x] N x]KIND"
+_KIND = "[[Mx]Nx]KIND"
 TRAINING = "training_"
 """Prefix of a training's flags in a namespace: a trial has some of them too."""
 
 
 def _predicted(name: str) -> TrainerName:
     """The trainer of this name; raises UsageError for one whose memory nobody predicts."""
-    for known in TRAINERS:
-        if name == known:
-            return known
+    if (known := predicted_trainer(name)) is not None:
+        return known
     if name in FOREIGN:
         raise UsageError(
             f"the memory of {REGISTRY[name].title} is not predicted: `highwater find --trainer "
             f"{name}` finds its capacity by trials",
             hint=f"leave `--trainer {name}` out",
         )
-    near = nearest(name, tuple(TRAINERS)) or OURS
-    raise UsageError(
-        f"trainer {name!r} is not one of {', '.join(TRAINERS)}", hint=f"use `--trainer {near}`"
-    )
+    listed, names = "`highwater predict --help-all` says more", tuple(TRAINERS)
+    hint = word_hint("trainer", name, names, typed="--trainer {}".format, listed=listed)
+    raise UsageError(f"trainer {name!r} is not one of {', '.join(names)}", hint=hint)
 
 
 _NEWEST = "a study's file; default: the newest one"
@@ -438,6 +437,15 @@ def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
     names = {"gpus": "cluster", "trainer": "predicted_for", "rollout_gpus": "rollout_gpus"}
     named = {name: getattr(arguments, where) for name, where in names.items()}
     return {**named, **typed_limits(arguments)}
+
+
+def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:
+    """The notes of an answer; those on a layout that nobody named, and that none can have, only
+    where everything is asked for.
+    """
+    typed = vars(arguments)
+    is_whole = any(typed.get(name) for name in ("ulysses", "ring", "copies", "all_", "explain"))
+    return [each for each in notes if is_whole or " is skipped: " not in each]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:

@@ -7,18 +7,29 @@ Each example is run by tests/cli/test_help.py, on names that it makes: ``study.j
 """
 
 import argparse
-import json
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from highwater.cli.flags import TRAINING, CommandFlags
 from highwater.errors import UsageError
-from highwater.nouns.declaration import REQUIRED, SWITCH, Setting, Topic
+from highwater.model.model_place import catalog_model, is_hub_id
+from highwater.nouns.cluster import cluster
+from highwater.nouns.codec import Record, from_json
+from highwater.nouns.declaration import (
+    REQUIRED,
+    SWITCH,
+    Setting,
+    Topic,
+    nearest,
+    word_hint,
+    words_of,
+)
 from highwater.nouns.request import DECLARED, TOPICS
 from highwater.nouns.secrets import hidden_words
 from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
@@ -26,11 +37,13 @@ from highwater.nouns.training import TrainingRequest
 from highwater.version import __version__
 
 _WRONG_VALUE = re.compile(
-    r"argument (?P<flag>-\S+): invalid (?:(?P<kind>\w+) value: |choice: )"
-    r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?",
+    r"argument (?P<flag>-\S+): (?:expected (?:one|at least one) argument|invalid "
+    r"(?:(?P<kind>\w+) value: |choice: )"
+    r"(?P<quote>['\"])(?P<value>.*)(?P=quote)(?: \(choose from .*\))?)",
     re.DOTALL,
 )
-"""A message of argparse's about a value that is not of the flag's type, or not one of its words."""
+"""A message of argparse's about a flag without a value, or one that is not of the flag's type, or
+not one of its words."""
 _MISTYPED = 0.8
 """Similarity (0 to 1) from which a flag is offered for another one: less is another word."""
 PROGRAM = "search_context_length_capacity"
@@ -74,30 +87,26 @@ class Parser(argparse.ArgumentParser):
         return self.examples[0]
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print, in words where a flag's value is wrong."""
+        """Raise what argparse would print, in words where a flag has no value, or a wrong one."""
+        listed = f"`{self.prog} {self.whole}` lists every flag"
+        hint = f"for example `{self.example}`; {listed}"
         wrong = _WRONG_VALUE.fullmatch(message)
-        if wrong is not None:
-            raise self._wrong_value(wrong["flag"], wrong["value"], kind=wrong["kind"])
-        raise UsageError(
-            message,
-            hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
-        )
-
-    def _wrong_value(self, flag: str, value: str, *, kind: str | None) -> UsageError:
-        """``flag`` as argparse names it, ``-o/--output``; ``kind``: its type, None for words."""
-        name = flag.rpartition("/")[2]
+        if wrong is None:
+            raise UsageError(message, hint=hint)
+        name, kind, value = wrong["flag"].rpartition("/")[2], wrong["kind"], wrong["value"]
+        (action,) = (each for each in self._actions if name in each.option_strings)
+        if value is None:
+            row = DECLARED.get(action.dest)
+            if row is not None and (example := row.example or (row.kind and row.kind.example)):
+                hint = f"for example `{' '.join(words_of({row.name: example}))}`"
+            raise UsageError(f"{name} has no value", hint=hint)
         if kind is not None:
             what = _KINDS.get(kind, f"a {kind}")
-            return UsageError(
-                f"{name} takes {what}, and {value!r} is none",
-                hint=f"for example `{self.example}`; `{self.prog} {self.whole}` lists every flag",
-            )
-        (action,) = (each for each in self._actions if flag == "/".join(each.option_strings))
+            raise UsageError(f"{name} takes {what}, and {value!r} is none", hint=hint)
         words = [str(each) for each in action.choices or ()]
-        near = get_close_matches(value, words, n=1, cutoff=0.5) or words[:1]
-        return UsageError(
-            f"{name} {value!r} is not one of {', '.join(words)}", hint=f"use `{name} {near[0]}`"
-        )
+        setting, typed = name.lstrip("-").replace("-", "_"), f"{name} {{}}".format
+        hint = word_hint(setting, value, words, typed=typed, listed=listed)
+        raise UsageError(f"{name} {value!r} is not one of {', '.join(words)}", hint=hint)
 
     @property
     def arguments(self) -> list[argparse.Action]:
@@ -222,7 +231,16 @@ def parse_strictly(
 
 def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
     if not word.startswith("-"):
-        return UsageError(f"unexpected argument {word!r}", hint=f"for example `{parser.example}`")
+        gpus = " ".join(words).partition("--gpus ")[2].partition(" -")[0].split()
+        hint = f"for example `{parser.example}`"
+        if word in gpus:  # `4 x A100`, of which the flag took the first word
+            try:
+                text = re.sub(r"^(\d+)(?=[^\dxX])", r"\1x", "".join(gpus))
+                meant = cluster(text, gpu_memory_bytes=None, machine=None)
+                hint = f"use `--gpus {meant.typed}`"
+            except UsageError as error:
+                hint = error.hint
+        return UsageError(f"unexpected argument {word!r}", hint=hint)
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
     near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
     following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
@@ -237,13 +255,13 @@ def foreign_words() -> dict[str, str]:
     """What TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth call a setting, and our flag for
     it, ``{}`` for the value that was typed; or a sentence that says who does it.
     """
-    return json.loads((files("highwater.cli") / "foreign_words.json").read_text(encoding="utf-8"))
+    return from_json((files("highwater.cli") / "foreign_words.json").read_bytes(), dict[str, str])
 
 
 def _meant(word: str, value: str, flags: Collection[str]) -> str | None:
     """What is typed here for a word of others; None: nothing is known of the word."""
-    name, _, joined = word.lstrip("-").replace("_", "-").lower().partition("=")
-    said = foreign_words().get(name)
+    name, _, joined = word.lstrip("-").partition("=")
+    said = foreign_words().get(name.replace("_", "-").lower())
     if said is None or not said.startswith("--"):
         return said
     typed = said.replace("{}", joined or value).strip()
@@ -253,104 +271,22 @@ def _meant(word: str, value: str, flags: Collection[str]) -> str | None:
     return f"that is {flag} of another command: `highwater --help` lists them"
 
 
-class CommandHelp(NamedTuple):
+class CommandHelp(Record, frozen=True, kw_only=True):
     """One command, as the help has it."""
 
     group: str
     """A heading of ``highwater --help``: what people do with it."""
     help: str
     examples: tuple[str, ...]
+    """Commands for the end of the help; the first is a hint, too."""
+    first: tuple[str, ...] = ()
+    """The flags of its short help: what most people want; empty: it has one help with all."""
 
 
-_COMMANDS = """\
-answer a question, without a GPU
-  predict: how long sequences can be, and with which settings, on GPUs that need not be here
-    highwater predict Qwen3-8B --gpus 4xA100-80GB
-    highwater predict meta-llama/Llama-3.1-8B-Instruct --gpus RTX-4090 --lora 16
-    highwater predict Qwen3-32B --gpus 2x8xH100-80GB --length 64k
-  recommend: the simplest settings that train a length on some GPUs, why simpler ones do not, \
-what the next would buy
-    highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k
-    highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k --list
-    highwater recommend Qwen/Qwen2.5-7B-Instruct --gpus 8xH100-80GB --objective grpo --length \
-128k
-  data: how long the documents of a file are, and what of them each length keeps
-    highwater data data.jsonl
-    highwater data docs/
-    highwater data data.jsonl --json
-
-try on GPUs
-  find: the longest context that a model trains with here, by real trials
-    highwater find Qwen3-0.6B
-    highwater find Llama-3.1-8B --gpus 4 --lora 32
-    highwater find Qwen3-8B --device cuda --memory 80GiB --dry-run
-  try: one trial of one length
-    highwater try Qwen3-0.6B --length 32k
-    highwater try Qwen3-8B --length 64k --gpus 4 --ulysses 4 --loss chunked
-    highwater try tiny --length 4k --device cpu
-  train: train with what was found or is recommended, on your own data, to a model that loads
-    highwater train Qwen3-0.6B --data data.jsonl --length 32k --steps 200 --output ./run
-    highwater train Qwen3-8B --data data.jsonl --length 64k --steps 500 --output ./run --settings \
-study.jsonl
-    highwater train tiny --data docs/ --length 1k --steps 20 --output ./run --device cpu
-
-take away
-  guide: a page for the team: the simplest settings for each length, from studies, known \
-capacities and predictions
-    highwater guide --predict Qwen3-8B --gpus 4xA100-80GB
-    highwater guide --predict Qwen3-4B Qwen3-8B --gpus 4xA100-80GB 8xH100-80GB -o team.md
-    highwater guide study.jsonl -o guide.html
-  emit: the recommended settings as the configuration of another trainer
-    highwater emit --for trinity Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k
-    highwater emit --for trl Qwen/Qwen3-8B --gpus 8xH100-80GB --length 128k
-    highwater emit --for verl Llama-3.1-8B --gpus 4xH100-80GB --length 32k --lora 32
-
-look at
-  show: a study: as a table, in the published layout, as its final lines, or as JSON
-    highwater show
-    highwater show study.jsonl --as published
-    highwater show study.jsonl --as json
-  report: a page about one study: trials, brackets, memory, predictions, failures, commands; as \
-HTML, Markdown, CSV or JSON
-    highwater report
-    highwater report study.jsonl -o report.html
-    highwater report study.jsonl --json
-  profile: what was alive in a PyTorch memory snapshot, at its peak or when memory ran out: of \
-any program; two side by side
-    highwater profile snapshot.pickle
-    highwater profile snapshot.pickle --html profile.html
-    highwater profile before.pickle after.pickle
-  models: the models of the catalog: names, ids on the Hub, sizes, native lengths
-    highwater models qwen3
-    highwater models
-    highwater models llama --json
-  gpus: the kinds of GPUs of the catalog: memory, bf16 FLOP/s, and where each figure is from
-    highwater gpus h100
-    highwater gpus
-    highwater gpus rtx --json
-
-set up
-  doctor: what works on this machine, and what to install for the rest
-    highwater doctor
-    highwater doctor --json
-    highwater doctor --measure --json > constants.json
-  completion: the script by which a shell completes commands, flags, models and GPUs
-    highwater completion bash > ~/.local/share/bash-completion/completions/highwater
-    highwater completion zsh > "${fpath[1]}/_highwater"
-    highwater completion fish > ~/.config/fish/completions/highwater.fish
-
-developer tools
-  bench: attention: the longest sequence that each attention holds here, what it costs there, and \
-a report
-    highwater bench attention --device cpu
-    highwater bench attention --gpus 2 --memory 24GiB
-    highwater bench attention --device cpu --max-length 1k --implementations dense
-  schema: the JSON Schema of --config files
-    highwater schema
-    highwater schema > study.schema.json
-    highwater schema | python -m json.tool --compact
-"""
-"""Headings of the help, the commands below each, and three examples; the first is a hint, too."""
+COMMANDS = from_json(
+    (files("highwater.cli") / "commands.json").read_bytes(), dict[str, CommandHelp]
+)
+"""Every command by its name, in the order of the help."""
 _PREDICTED: Mapping[str, tuple[Topic, ...]] = {
     "settings": ("trial",),
     "lengths": ("lengths", "search"),
@@ -371,33 +307,6 @@ _TOPICS: Mapping[str, Mapping[str, tuple[Topic, ...]]] = {
     "train": {"the step": ("trial",), "several machines": ("machines",), **_NUMBERS},
 }
 """Headings of a command's help, with the topics of a request's settings that stand below each."""
-_FIRST = {
-    "predict": "json gpus gpu-memory length lora objective loss offload activations ulysses "
-    "trainer data price rollout exact explain all",
-    "recommend": "json gpus gpu-memory length lora objective loss offload activations ulysses "
-    "trainer study list fastest lightest explain",
-    "emit": "json for output gpus gpu-memory length lora objective loss offload activations "
-    "ulysses recompute rollout-gpus study",
-    "find": "config json gpus memory device dry-run lora objective ulysses offload loss max-length "
-    "budget headroom study trainer",
-    "try": "config json length gpus ulysses memory device dry-run lora objective loss allocator "
-    "offload activations recompute trainer",
-    "train": "config json data length steps output settings gpus device lora objective "
-    "learning-rate rows eval-data save-every resume-from",
-}
-"""The flags of a command's short help: what most people want."""
-
-
-def _read(text: str) -> Iterator[tuple[str, CommandHelp]]:
-    for block in text.strip().split("\n\n"):
-        heading, _, commands = block.partition("\n")
-        for name, what_for, examples in re.findall(r"  (\w+): (.*)((?:\n    .*)+)", commands):
-            shown = tuple(line.strip() for line in examples.strip().splitlines())
-            yield name, CommandHelp(heading, what_for, shown)
-
-
-COMMANDS: Mapping[str, CommandHelp] = dict(_read(_COMMANDS))
-"""Every command by its name, in the order of the help."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -405,17 +314,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = grammar()
     commands = parser.commands
     if words and not words[0].startswith("-") and words[0] not in commands:
-        near = get_close_matches(words[0], commands, n=1, cutoff=0.4)
-        raise UsageError(
-            f"there is no command {words[0]!r}",
-            hint=f"use `{commands[near[0] if near else 'find'].example}`",
-        )
-    arguments = parse_strictly(
-        commands[words[0]] if words and words[0] in commands else parser, words, whole=parser
-    )
+        raise UsageError(f"there is no command {words[0]!r}", hint=_with_command(words))
+    own = commands.get(words[0], parser) if words else parser
+    arguments = parse_strictly(own, words, whole=parser)
     arguments.typed = ("highwater", *words)
     arguments.command_line = hidden_words(arguments.typed)  # what is shown and recorded
     return arguments
+
+
+def _with_command(words: Sequence[str]) -> str:
+    """The hint for words without a command: the very words with the one that was meant."""
+    is_model = catalog_model(words[0]) is not None or is_hub_id(words[0])
+    near = None if is_model else nearest(words[0], tuple(COMMANDS))
+    if near is None and not is_model and not any(word.startswith("-") for word in words[1:2]):
+        return "`highwater --help` lists the commands"
+    meant = hidden_words(("highwater", *((near, *words[1:]) if near else ("predict", *words))))
+    typed = COMMANDS[near].examples[0] if near and not words[1:] else shlex.join(meant)
+    return f"use `{typed}`"
 
 
 def commands() -> Mapping[str, Parser]:
@@ -449,7 +364,7 @@ def grammar() -> Parser:
             help=command.help,
             description=described,
             examples=command.examples,
-            first=_FIRST.get(name, "").split(),
+            first=command.first,
         )
         _add_flags(own, name, _own_flags(name))
         for section, heading, rows in _sections(name):

@@ -14,6 +14,7 @@ from highwater.api.prediction import predict_against
 from highwater.cli import console
 from highwater.cli.flags import (
     named_model,
+    told_notes,
     trial_limits,
     typed_limits,
     typed_place,
@@ -72,7 +73,7 @@ def predict(arguments: argparse.Namespace) -> int:
     is_said = prediction.answer is not None  # which says what host memory is taken for there
     is_bound = not is_said and any(cell.binding == "host" for cell in prediction.cells)
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
-    console.notes((*prediction.notes, *host))
+    console.notes((*told_notes(arguments, prediction.notes), *host))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code)

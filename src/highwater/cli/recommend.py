@@ -13,6 +13,7 @@ import msgspec
 from highwater.cli import console
 from highwater.cli.flags import (
     named_model,
+    told_notes,
     trial_limits,
     typed_place,
     typed_values,
@@ -71,7 +72,7 @@ def recommend(arguments: argparse.Namespace) -> int:
     found = found_for(arguments)
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
-    console.notes((*found.notes, *host))
+    console.notes((*told_notes(arguments, found.notes), *host))
     code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(found, code)
@@ -90,9 +91,13 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     """The recommendation that was asked for."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None:
-        raise UsageError(
-            "no length is named", hint=f"add one, for example `--length 64k`: `{EXAMPLE}`"
-        )
+        what, whole = "no length is named", [*arguments.command_line, "--length", "32k"]
+        if vars(arguments).get("for_") == "areal" and not arguments.rollout_gpus:
+            what, whole = (
+                f"{what}, and no GPUs for AReaL's rollout",
+                [*whole, "--rollout-gpus", "1"],
+            )
+        raise UsageError(what, hint=f"use `{shlex.join(whole)}`")
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
@@ -184,7 +189,7 @@ def emit(arguments: argparse.Namespace) -> int:
     found = found_for(arguments)
     offloads = found.chosen is not None and found.chosen.cell.settings.uses_host
     host = assumed_host(found.host_memory_bytes, found.usual_host) if offloads else ()
-    console.notes((*found.notes, *host))
+    console.notes((*told_notes(arguments, found.notes), *host))
     again = ("highwater", "recommend", arguments.model, *words_again(arguments))
     made = configured_choice(
         arguments.for_, found, model=arguments.model, is_filled_in=arguments.output is not None
@@ -212,6 +217,7 @@ def emit(arguments: argparse.Namespace) -> int:
         console.next_command(shlex.join(("cat", str(check))))
     else:
         console.answer_exactly(emitted.text.rstrip("\n"))
+        console.notes([f"`-o DIR` writes {each}, too" for each in emitted.beside])
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED
 

@@ -9,14 +9,18 @@ multiplied and drawn: without a bound one number too long takes all memory, or n
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 
 T = TypeVar("T")
+_ALIKE = 0.75
+"""Similarity (0 to 1) from which a word is offered for another one: less is another word."""
 REQUIRED: Any = msgspec.NODEFAULT
 """The default of a setting that has to be named."""
 
@@ -265,7 +269,27 @@ def in_file(path: str) -> Spelling:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The known name that was probably meant; None where none is like it."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.5)), None)
+    return next(iter(get_close_matches(name, known, n=1, cutoff=_ALIKE)), None)
+
+
+def word_hint(
+    name: str, value: str, words: Sequence[str], *, typed: Callable[[str], str], listed: str
+) -> str:
+    """The hint for a value of setting ``name`` that is none of ``words``: the one that was meant,
+    as ``typed`` spells it, or what is said of a word of others; else ``listed``, what lists them.
+    """
+    said = foreign_values().get(name, {}).get(value.lower().replace("_", "-"), "")
+    if " " in said:
+        return said
+    meant = said if said in words else nearest(value, words)
+    return f"use `{typed(meant)}`" if meant else f"name one of them; {listed}"
+
+
+@cache
+def foreign_values() -> Mapping[str, Mapping[str, str]]:
+    """What others call the values of a setting, each with our word, or a sentence about it."""
+    path = files("highwater.nouns") / "catalog" / "foreign_values.json"
+    return from_json(path.read_bytes(), dict[str, dict[str, str]])
 
 
 def _as_flag(name: str, value: Any) -> str:

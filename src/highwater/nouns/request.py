@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
@@ -34,6 +35,7 @@ from highwater.nouns.declaration import (
     in_file,
     nearest,
     setting,
+    word_hint,
     words_of,
 )
 from highwater.nouns.environment import SETTING, Profiling, loose_profiling
@@ -582,16 +584,13 @@ def _mistyped(
             hint=f"use `{spelling.setting(name, 'command')}`; {title}'s command is in {PAGE}",
         )
     problem = f"{spelling.where}{name} {shown!r} is not"
-    near = nearest(shown, allowed)
     if row.kind is None:
-        works = spelling.setting(name, near or allowed[0])
-        any_other = (
-            row.any_other and f"; `{spelling.setting(name, row.any_other)}` stands for any other"
-        )
-        return UsageError(
-            f"{problem} one of {', '.join(allowed)}", hint=f"use `{works}`{any_other}"
-        )
-    works = spelling.setting(name, DEFAULTS.get(name, near or row.example or row.kind.example))
+        typed = partial(spelling.setting, name)
+        any_other = row.any_other and f"; `{typed(row.any_other)}` stands for any other"
+        hint = word_hint(name, shown, allowed, typed=typed, listed=_EVERY_SETTING)
+        return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"{hint}{any_other}")
+    near = nearest(shown, allowed) or row.example or row.kind.example
+    works = spelling.setting(name, DEFAULTS.get(name, near))
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 

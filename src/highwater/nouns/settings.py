@@ -135,7 +135,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "train LoRA adapters of this rank; the model is frozen, in bf16",
         metavar="RANK",
-        example=32,
+        example=16,
         other_label="LoRA-{}",
         says_what=True,
     )

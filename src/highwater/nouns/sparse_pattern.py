@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import nearest
+from highwater.nouns.declaration import word_hint
 
 PatternType = Literal[
     "local_window", "global_local", "dilated_sparse", "strided", "random", "block_top_k"
@@ -45,10 +45,9 @@ def check_word(name: str, value: object, words: tuple[str, ...]) -> None:
     """Raise UsageError for a word that is none of those that there are, with the nearest."""
     if value in words:
         return
-    raise UsageError(
-        f"{name} {value!r} is none of {', '.join(words)}",
-        hint=f'use `{name}="{nearest(str(value), words) or words[0]}"`',
-    )
+    listed = "`highwater schema` lists every setting"
+    hint = word_hint(name, str(value), words, typed=f'{name}="{{}}"'.format, listed=listed)
+    raise UsageError(f"{name} {value!r} is none of {', '.join(words)}", hint=hint)
 
 
 def is_count(value: object, *, least: int = 1) -> bool:

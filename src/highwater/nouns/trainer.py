@@ -192,7 +192,7 @@ TRAINERS: Mapping[TrainerName, TrainerTraits] = TrainerParts(TrainerName, "PREDI
 """The traits of each trainer whose memory is predicted, by the name that ``--trainer`` takes."""
 
 
-def predicted_trainer(name: AnyTrainer) -> TrainerName | None:
+def predicted_trainer(name: str) -> TrainerName | None:
     """The trainer, where its memory is predicted; None of one that is tried alone."""
     return next((known for known in TRAINERS if known == name), None)
 

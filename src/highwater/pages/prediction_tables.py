@@ -262,7 +262,7 @@ _OF_A_RISK: dict[Risk, str] = {
 }
 
 
-_UNLIKE_NAMED = 3
+_UNLIKE_NAMED = 4
 """Things that nobody has measured, of which each is named."""
 
 

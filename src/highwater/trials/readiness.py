@@ -170,7 +170,7 @@ class Feature(Record, frozen=True, kw_only=True):
 
 _FREE = "predict, recommend, guide, emit, show, report, profile"
 _TRIALS = "find, try, train, bench attention, predict --exact"
-_HUB = "models by any id of the Hub"
+_HUB = "models by any id of the Hub, where the network reaches it"
 _OF_TRIALS = (
     ("find, try and train --lora", "lora", ("peft",)),
     ("find, try and train --lora-base nf4", "qlora", ("peft", "bitsandbytes")),
