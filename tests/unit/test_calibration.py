@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import highwater
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import HighwaterError
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.memory.interval.calibration import (
     COVERAGE,
@@ -261,13 +261,6 @@ def emptied(folder: Path) -> Path:
         )
     )
     return path
-
-
-def test_another_trainer_learns_nothing_from_trials_of_this_engine():
-    with pytest.raises(UsageError, match="trials of this engine"):
-        highwater.predict(
-            "Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity"
-        )
 
 
 def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():

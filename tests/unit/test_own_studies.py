@@ -312,6 +312,9 @@ def test_a_study_without_a_reading_teaches_nothing():
         ("one-gpu-highwater", "accelerate", "of highwater: predictions are about accelerate"),
         ("accelerate-one-gpu", "highwater", "of accelerate: predictions are about highwater"),
         ("accelerate-one-gpu", "transformers", "say nothing about the step that Hugging Face"),
+        ("one-gpu-highwater", "trl", "of highwater: predictions are about TRL"),
+        ("one-gpu-trl", "highwater", "of TRL: predictions are about highwater"),
+        ("../../find/qwen3-0.6b-79gib-full", "trinity", "trials of this engine"),
     ],
 )
 def test_a_study_of_another_trainer_is_refused(study, trainer, problem):
