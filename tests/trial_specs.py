@@ -14,7 +14,15 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Grid, Question, RecordedTrial, Study
 from highwater.nouns.training import Schedule, TrainingSpec
-from highwater.nouns.trial import Outcome, RankReport, Runner, TrialResult, TrialSpec
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    Runner,
+    TrialResult,
+    TrialSpec,
+)
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
 from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import Law, SimulatedRunner
@@ -129,6 +137,19 @@ def corpus_of(**fields: Any) -> Corpus:
         "longest_tokens": length,
     }
     return Corpus(**usual | fields)
+
+
+def rank_that_used(used_bytes: int | None, of_bytes: int = 80 * GIB, **fields: Any) -> RankReport:
+    """What rank 0 says of a GPU that it used so much of, all of its budget being the
+    allocator's.
+    """
+    budget = MemoryBudget(
+        budget_bytes=of_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=of_bytes
+    )
+    memory = RankMemory(
+        peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes, device_total_bytes=80 * GIB
+    )
+    return RankReport(**{"rank": 0, "memory": memory, "budget": budget, **fields})
 
 
 def fits_up_to(tokens: int) -> Law:

@@ -40,28 +40,13 @@ def test_typed_text_becomes_numbers():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "said", "hint"),
     table("request", "a_mistake_is_told_in_the_users_words"),
 )
-def test_a_mistake_is_told_in_the_users_words(values, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_a_mistake_is_told_in_the_users_words_with_the_nearest_thing_that_works(values, said, hint):
+    with pytest.raises(UsageError, match=re.escape(said)) as refusal:
         request_from({"model": "Qwen3-0.6B", **values})
-
-
-@pytest.mark.parametrize(
-    ("values", "hint"),
-    [
-        ({"memoryy": "80GiB"}, "memory"),
-        ({"loss": "ful"}, "--loss full"),
-        ({"allocator": "expandible"}, "--allocator expandable"),
-        ({"method": "bisection"}, "--method bisect"),
-        ({"gpus": ["one"]}, "--gpus 1"),
-    ],
-)
-def test_the_hint_is_the_nearest_thing_that_works(values, hint):
-    with pytest.raises(UsageError) as refusal:
-        request_from({"model": "Qwen3-0.6B", **values})
-    assert f"`{hint}`" in refusal.value.hint
+    assert hint in refusal.value.hint
 
 
 @pytest.mark.parametrize("name", Request.__struct_fields__)

@@ -14,7 +14,7 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, RecordedTrial, Study
-from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult
 from highwater.pages.study_answer import (
     answer_table,
     published_line,
@@ -29,7 +29,7 @@ from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model
-from trial_specs import answer_of
+from trial_specs import answer_of, rank_that_used
 
 QUESTION = question_of(gpus=[1, 2])
 
@@ -75,14 +75,13 @@ def tried(
     question: Question, cell: int, outcomes: dict[int, Outcome | None]
 ) -> tuple[RecordedTrial, ...]:
     """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
-    memory = RankMemory(device_used_bytes=79 * GIB, device_total_bytes=80 * GIB)
     return tuple(
         RecordedTrial(
             spec=question.trial(
                 question.cells[cell], length, memory_only=outcome is Outcome.MEMORY_ONLY_FIT
             ),
             result=outcome
-            and TrialResult(outcome=outcome, reason="", ranks=(RankReport(rank=0, memory=memory),)),
+            and TrialResult(outcome=outcome, reason="", ranks=(rank_that_used(79 * GIB),)),
         )
         for length, outcome in outcomes.items()
     )
