@@ -91,19 +91,14 @@ def find(path: Path, **changes: Any) -> Study:
     return highwater.find(**asked)
 
 
-def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path):
+@pytest.mark.parametrize("has_intervals", [True, False])
+def test_the_first_trial_of_a_search_is_the_likely_length_in_the_file(tmp_path, has_intervals):
+    """A file from before there were intervals names it as its capacity."""
     path = predicted(tmp_path)
     told = json.loads(path.read_text())
-    told["cells"][0]["likely_tokens"] = 61_440
-    path.write_text(json.dumps(told))
-    assert find(path).trials[0].spec.length_tokens == 61_440
-
-
-def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_capacity(tmp_path):
-    path = predicted(tmp_path)
-    told = json.loads(path.read_text())
-    del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
-    told["cells"][0]["capacity_tokens"] = 61_440
+    if not has_intervals:
+        del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
+    told["cells"][0]["likely_tokens" if has_intervals else "capacity_tokens"] = 61_440
     path.write_text(json.dumps(told))
     assert find(path).trials[0].spec.length_tokens == 61_440
 
