@@ -187,9 +187,9 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     asked = goal.memory_limit.rollout
     if asked is None:
         return
-    heads = {run.kind.attention.query_heads for run in load_model(goal.model).shape.runs}
-    gpus = asked.own_gpus or goal.where.gpus
-    degrees = [n for n in (2, 4, 8) if not any(each % n for each in (gpus, *heads))]
+    shape, gpus = load_model(goal.model).shape, asked.own_gpus or goal.where.gpus
+    parts = {gpus, *(run.kind.attention.query_heads for run in shape.runs)}
+    degrees = [n for n in (2, 4, 8) if not any(part % n for part in parts)]
     shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
     more = [("more of each GPU for vLLM", "gpu_memory_utilization", each) for each in _SHARES]
     for what, name, value in (*shared, *more):
