@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from test_attention_modules import BLOCK, meetings
+from test_attention_modules import BLOCK, kept_blocks
 
 from fork_server import ForkServer
 from highwater.engine.attention.plain_block import reference_attention
@@ -29,6 +29,7 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.trials.trial_process import ON_THE_CPU
 from highwater.units import GIB, MIB
+from references.sparse_masks import meetings
 
 pytestmark = pytest.mark.timeout(300)
 WITH_WRONG_ONES = """
@@ -232,9 +233,9 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(bra
     }
     for length in (1, 37, 129):
         of_length = (branches[0] or (max(1, length // 2), length), branches[1])
-        for contender, kept in ((name, 0.4), ("dilated", 1.0)):
+        for contender, *seen in ((name, kept_blocks), ("dilated",)):
             found = counts(conditions_of(contender, **order), length)
-            assert found.equal(meetings(length, heads[0], of_length, kept).float())
+            assert found.equal(meetings(length, heads[0], of_length, *seen).float())
 
 
 def test_the_benchmarks_headline_attention_has_blocks_of_256():

@@ -2,7 +2,6 @@
 in turn, shared or kept, and nothing learned is of no family.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
+from tiny_models import config_of
 
 LENGTH = 16_384
-TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+TINY = config_of("tiny")
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
     "hidden_size": 384,
@@ -177,9 +177,7 @@ GEMMA4_CASES: dict[str, dict[str, Any]] = {
         "settings": Settings(loss="chunked", sequences_per_micro_batch=3),
     },
     "the catalog's E2B": {
-        "config": json.loads(
-            Path(load_model("gemma-4-E2B-text").directory, "config.json").read_text()
-        ),
+        "config": config_of("gemma-4-E2B-text"),
         "settings": Settings(**KEPT),
     },
 }
