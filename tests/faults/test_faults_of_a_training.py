@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
+from fork_server import ForkServer
 from highwater.engine.data.store import check_files, read_manifest, record_of, write_manifest
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.nouns.training import TrainingResult
@@ -91,7 +92,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run whose evaluation is the best after its second step: that checkpoint is kept, too."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     trained = Trained(*(folder / name for name in ("tiny", "data.jsonl", "held", "run", "cache")))
@@ -114,9 +115,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     more = ("--eval-data", str(trained.held_out), "--eval-every", "2")
-    subprocess.run(
-        trained.words(str(trained.run), *more), env=environment, check=True, timeout=WITHIN_S
-    )
+    words = trained.words(str(trained.run), *more)
+    training = fork_server.popen_of_commands(words, env=environment)
+    assert training.wait(WITHIN_S) == EXIT_ANSWERED
     assert checkpoints_of(trained.run) == [BEST, LAST]
     return trained
 
@@ -410,53 +411,32 @@ def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
     assert len(trained.train(elsewhere, learning_rate=rate, steps=3).losses) == 3
 
 
-_ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=128m none disk || exit 99
-(until test -d disk/run/checkpoints/step-000001; do sleep 0.05; done
- dd if=/dev/zero of=disk/others bs=64k 2>/dev/null) & # until it is full
-"$@" 2>said; echo $? >full
-wait; rm disk/others
-"$@"
-status=$?; cp -r disk kept; exit $status
-"""
-"""Somebody else fills the disk once there is a checkpoint."""
-
-
-def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(trained, tmp_path):
-    (tmp_path / "disk").mkdir()
-    alone = ("unshare", "--user", "--map-root-user", "--mount")
-    refused = subprocess.run(
-        [*alone, "mount", "-t", "tmpfs", "none", "disk"], capture_output=True, text=True
-    )
-    if refused.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk: {refused.stderr[:200]}")
-    done = subprocess.run(
-        [*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", *trained.words("disk/run")],
-        capture_output=True,
-        text=True,
-        timeout=2 * WITHIN_S,
-    )
-    assert done.returncode == 0, done.stderr
-    said = (tmp_path / "said").read_text()
-    assert (tmp_path / "full").read_text() == f"{EXIT_MACHINE}\n", said
+def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(trained, small_disk):
+    """Somebody else fills the disk once there is a checkpoint."""
+    disk = small_disk(128)
+    words = trained.words("disk/run")
+    training = disk.start(*words)
+    first = disk.folder / "run" / "checkpoints" / "step-000001"
+    assert wait_until(first.exists, within_s=WITHIN_S)
+    others = disk.fill("others")
+    _, said = training.communicate(timeout=WITHIN_S)
+    assert training.returncode == EXIT_MACHINE, said
     found = re.search(r"error: step-(\d+) cannot be saved in .*there is no space left", said)
     assert found is not None, said
     assert f"step-{int(found[1]) - 1:06} is still there" in said
     assert "hint: make room" in said
     assert "Traceback" not in said
+    others.unlink()
+    done = disk.run(*words)
+    assert done.returncode == 0, done.stderr
     assert f"goes on after step {int(found[1]) - 1}\n" in done.stderr
-    assert losses_of(tmp_path / "kept" / "run") == trained.losses
+    assert losses_of(disk.folder / "run") == trained.losses
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_has_it(
-    trained, tmp_path
+    trained, small_disk
 ):
-    (tmp_path / "disk").mkdir()
-    small = 'mount -t tmpfs -o size=64m none disk || exit 99\nexec "$@"'
-    words = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh")
-    done = subprocess.run([*words, *trained.words("disk/run")], capture_output=True, text=True)
-    if done.returncode == 99 or done.stderr.startswith("unshare"):
-        pytest.skip(f"this machine lets nobody mount a small disk: {done.stderr[:200]}")
+    done = small_disk(64).run(*trained.words("disk/run"))
     assert done.returncode == EXIT_MACHINE, done.stderr
     assert "a run needs" in done.stderr
     assert "2 checkpoints" in done.stderr
