@@ -246,16 +246,20 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hea
     trained, mark, tmp_path
 ):
     run = tmp_path / "closed"
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvp("highwater", trained.words(str(run), "--steps", "4000"))  # noqa: S606
+    terminal, theirs = pty.openpty()
+    _, *words = trained.words(str(run), "--steps", "4000")
+    closed = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("own_terminal.py"), *words],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+    )
+    os.close(theirs)
     reader = Thread(target=_read_on, args=(terminal,), daemon=True)
     reader.start()
     assert wait_until(lambda: latest_of(run) >= 2, within_s=WITHIN_S)
-    os.killpg(pid, signal.SIGHUP)  # as the kernel does
+    os.killpg(closed.pid, signal.SIGHUP)  # as the kernel does
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == EXIT_TERMINATED
+    assert closed.wait(WITHIN_S) == EXIT_TERMINATED
     assert marked(mark) == []
     assert len(losses_of(run)) == latest_of(run) >= 2
 
