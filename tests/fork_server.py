@@ -160,7 +160,7 @@ class ForkServer:
         """Start the process. In the main thread: where a thread ends, children are told so."""
         if self._process is None:
             self._orders, theirs = socket.socketpair()
-            self._process = _Popen(self._words, stdin=theirs.fileno(), env=self._environment)
+            self._process = Started(self._words, stdin=theirs.fileno(), env=self._environment)
             theirs.close()
 
     def _fork(self, order: Order, given: Given, prepare: Prepare) -> int:
@@ -176,8 +176,8 @@ class ForkServer:
         return child
 
 
-_Popen = subprocess.Popen
-"""As it is: a test may have replaced it."""
+Started = subprocess.Popen
+"""Starts a process from its beginning, also where a test has all others forked."""
 
 
 class _Ordered(Forked):

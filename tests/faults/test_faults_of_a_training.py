@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
-from fork_server import ForkServer
+from fork_server import ForkServer, Started
 from highwater.engine.data.store import check_files, read_manifest, record_of, write_manifest
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.nouns.training import TrainingResult
@@ -152,12 +152,11 @@ class Frozen(NamedTuple):
         return self.command.returncode, said
 
 
-def frozen(trained: Trained, mark: str, output: Path, *more: str) -> Frozen:
+def frozen(trained: Trained, mark: str, output: Path, *more: str, is_forked: bool = True) -> Frozen:
     """Start a run, or go on with it, and stop its rank after a further checkpoint."""
     before = latest_of(output)
-    command = subprocess.Popen(
-        trained.words(str(output), *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    start, pipe = subprocess.Popen if is_forked else Started, subprocess.PIPE
+    command = start(trained.words(str(output), *more), stdout=pipe, stderr=pipe, text=True)
     assert wait_until(lambda: latest_of(output) > before, within_s=WITHIN_S)
     (rank,) = (
         process
@@ -223,7 +222,9 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(trained, mark, tmp_pa
     assert f"stopped after step {impatient.step} of {STEPS}" in said
     assert marked(mark) == []
 
-    starved = frozen(trained, mark, run, "--resume-from", f"step-{latest_of(run):06}")
+    # Of the memory that a fork shares nothing is free, so that Python's own objects run out first.
+    again = ("--resume-from", f"step-{latest_of(run):06}")
+    starved = frozen(trained, mark, run, *again, is_forked=False)
     _, most = resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA)
     resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA, (MIB, most))  # 0 means nothing here
     starved.rank.resume()
