@@ -82,14 +82,18 @@ class Forked(subprocess.Popen[Any]):
         return None
 
     def _program(self, words: list[str]) -> tuple[str, list[str]] | None:
-        """What ``_run`` is told to run these words; None: they are not forked."""
-        if words[:3] == [sys.executable, "-P", "-m"]:
-            return f"-m{words[3]}", words[4:]
-        if (name := Path(words[0]).name) in COMMANDS:
-            return COMMANDS[name], words
-        if words[0] == sys.executable and Path(words[1]).is_relative_to(TESTS):
-            return words[1], words[2:]
-        return None
+        return program_of(words)
+
+
+def program_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """What ``_run`` is told to run these words; None: they are not of ours."""
+    if words[:3] == [sys.executable, "-P", "-m"]:
+        return f"-m{words[3]}", words[4:]
+    if (name := Path(words[0]).name) in COMMANDS:
+        return COMMANDS[name], words
+    if words[0] == sys.executable and Path(words[1]).is_relative_to(TESTS):
+        return words[1], words[2:]
+    return None
 
 
 def fork_here(order: Order, given: Given, prepare: Prepare) -> int:
@@ -99,6 +103,18 @@ def fork_here(order: Order, given: Given, prepare: Prepare) -> int:
     if (child := os.fork()) == 0:
         _become(order, given, prepare)
     return child
+
+
+def execute_here(path: str, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be another program, as ``os.execve`` does; one of ours without a new interpreter."""
+    if (found := program_of(list(words))) is None:
+        _execve(path, list(words), environment)
+    program, behind = found
+    order = {"program": program, "words": behind, "shown": words, "cwd": str(Path.cwd())}
+    _become(order | {"environment": dict(environment), "is_apart": False}, {0: 0, 1: 1, 2: 2}, None)
+
+
+_execve = os.execve
 
 
 class ForkServer:

@@ -4,6 +4,7 @@ that PyTorch takes to be imported.
 """
 
 import importlib
+import os
 import subprocess
 from types import SimpleNamespace
 
@@ -30,3 +31,4 @@ for name in PRELOADED:
     importlib.import_module(name)
 # From now on this process, and what it forks, start modules of ours as forks.
 setattr(ranks, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))  # noqa: B010
+os.execve = fork_server.execute_here
