@@ -4,7 +4,6 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 
 import json
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,10 +126,7 @@ def run(
     found = {} if measures is None else {"PYTHONPATH": str(measures.parent)}
     words = (to_json(BenchOrder(**(asked | order))), json.dumps(named))
     told = {**os.environ, "WAYS": json.dumps(ways), **found}
-    with tempfile.TemporaryDirectory() as folder:
-        done = SERVER.run(
-            f"-c{BENCHMARK}", *words, folder=Path(folder), within_s=280, environment=told
-        )
+    done = SERVER.run(f"-c{BENCHMARK}", *words, within_s=280, environment=told)
     assert done.returncode == 0, done.stderr
     return [from_json(line, BenchLine) for line in done.stdout.splitlines()]
 
