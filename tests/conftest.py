@@ -6,11 +6,19 @@ however many processes ran it.
 """
 
 import os
+import subprocess
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from fork_server import COMMANDS, TESTS, ForkServer
+from highwater.trials.trial_process import ON_THE_CPU
+
+FAMILIES = ("commands", "doctor", "documents", "predict", "recommend")
+"""Modules of commands that are imported before a command is forked."""
 
 settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
@@ -57,6 +65,25 @@ def long_tests() -> dict[str, int]:
         if not line.startswith("#"):
             found[test] = int(count or 0)
     return found
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """One for all tests of this process, which has imported what commands and trials do."""
+    programs = [main.partition(":")[0] for main in COMMANDS.values()]
+    server = ForkServer(
+        *("forked_modules", *programs, *(f"highwater.cli.{name}" for name in FAMILIES)),
+        environment={**ON_THE_CPU, "PYTHONPATH": str(TESTS)},
+    )
+    server.start()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def forks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every module and command of ours that is started during a test start as a fork."""
+    monkeypatch.setattr(subprocess, "Popen", fork_server.popen_of_commands)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

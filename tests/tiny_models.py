@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from highwater.model.model import load_model
+
 TINY = {
     "model_type": "qwen3",
     "vocab_size": 1000,
@@ -27,6 +29,29 @@ SMALLEST = {
     "max_position_embeddings": 32_768,
 }
 """Its training steps take no time."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+"""Of any family, where every number of a model is compared."""
+OF_OTHERS = {
+    **TINY,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 512,
+    "intermediate_size": 128,
+    "max_position_embeddings": 65_536,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000,
+    "hidden_act": "silu",
+    "eos_token_id": 1,
+}
+"""As other trainers read it: nothing is left to a default."""
 WIDE_HEADS = {
     **TINY,
     "hidden_size": 1024,
@@ -36,6 +61,11 @@ WIDE_HEADS = {
     "intermediate_size": 4096,
 }
 """With heads as large models have them."""
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """What the catalog has of a model, by its name."""
+    return json.loads(Path(load_model(model).directory, "config.json").read_text())
 
 
 def write_model(directory: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:

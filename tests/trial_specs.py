@@ -1,18 +1,30 @@
-"""Trials, and questions of one cell, that a test describes by what is special of them; and a
-simulated runner whose trials take time.
+"""Trials, questions of one cell, their answers, and trainings, which a test describes by what is
+special of them; and a simulated runner whose trials take time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from highwater.model.model import load_model
+from highwater.nouns.corpus import Corpus
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import Cell, Grid, Question
-from highwater.nouns.trial import Outcome, RankReport, TrialResult, TrialSpec
+from highwater.nouns.study import Cell, CellAnswer, Grid, Question, RecordedTrial, Study
+from highwater.nouns.training import Schedule, TrainingSpec
+from highwater.nouns.trial import (
+    MemoryBudget,
+    Outcome,
+    RankMemory,
+    RankReport,
+    Runner,
+    TrialResult,
+    TrialSpec,
+)
+from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished
+from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import Law, SimulatedRunner
 from highwater.units import GIB
 
@@ -67,6 +79,77 @@ def question_on(grid: Grid, *cells: Cell, model: str = "Qwen3-0.6B", **changes: 
         "grid": grid,
     }
     return Question(**(fields | changes))
+
+
+def answer_of(cell: Cell, fits: int | None, fails: int | None, **fields: Any) -> CellAnswer:
+    """An answer that memory ended, of the longest length that fits and the next one, which does
+    not, unless ``fields`` say otherwise.
+    """
+    usual = {"limit": "memory", "reason": "memory ran out", "trials": 2}
+    return CellAnswer(cell=cell, capacity_tokens=fits, does_not_fit_tokens=fails, **usual | fields)
+
+
+def answers_among(events: Iterable[SearchEvent]) -> list[CellAnswer]:
+    """The answers that a search gave, in their order."""
+    return [event.answer for event in events if isinstance(event, CellAnswered)]
+
+
+def trial_among(event: TrialFinished) -> RecordedTrial:
+    """The trial that ended, as a study has it."""
+    return RecordedTrial(
+        spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
+    )
+
+
+def study_found(question: Question, runner: Runner) -> Study:
+    """The study of a search that nobody interrupts."""
+    events = list(search_cells(question, runner))
+    trials = tuple(trial_among(event) for event in events if isinstance(event, TrialFinished))
+    return Study(question=question, trials=trials, answers=tuple(answers_among(events)))
+
+
+def training_of(trial: TrialSpec, **fields: Any) -> TrainingSpec:
+    """A training as this trial, on a small corpus."""
+    steps = fields.get("steps", 4)
+    usual = {
+        "corpus": corpus_of(length_tokens=trial.length_tokens),
+        "steps": steps,
+        "micro_batches": trial.micro_batches,
+        "schedule": Schedule(steps=steps),
+        "output_directory": "/run",
+        "model_directory": "/run/model",
+    }
+    return TrainingSpec(trial=trial, **usual | fields)
+
+
+def corpus_of(**fields: Any) -> Corpus:
+    """One document that fills a length and is trained but for its first token."""
+    length = fields.get("length_tokens", 64)
+    usual = {
+        "directory": "/corpus",
+        "digest": "0",
+        "objective": "sft",
+        "length_tokens": length,
+        "documents": 1,
+        "units": 1,
+        "tokens": length,
+        "trained_tokens": length - 1,
+        "longest_tokens": length,
+    }
+    return Corpus(**usual | fields)
+
+
+def rank_that_used(used_bytes: int | None, of_bytes: int = 80 * GIB, **fields: Any) -> RankReport:
+    """What rank 0 says of a GPU that it used so much of, all of its budget being the
+    allocator's.
+    """
+    budget = MemoryBudget(
+        budget_bytes=of_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=of_bytes
+    )
+    memory = RankMemory(
+        peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes, device_total_bytes=80 * GIB
+    )
+    return RankReport(**{"rank": 0, "memory": memory, "budget": budget, **fields})
 
 
 def fits_up_to(tokens: int) -> Law:

@@ -25,7 +25,7 @@ from highwater.memory.formula.moments import products
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog, TraceOrder
 from highwater.nouns.settings import Settings
-from highwater.trainers.hugging_face import FILE, VARIANTS, of_loss
+from highwater.trainers.hugging_face import FILE, of_loss
 from learn_moments import (
     LAYERS,
     ROWS,
@@ -43,6 +43,8 @@ from tiny_models import write_model
 from trial_specs import trial_of
 
 FAMILIES = ("llama", "qwen3", "qwen2")
+VARIANTS = ("lora", "lora liger", "autocast", "autocast liger", "bf16", "bf16 liger")
+"""How a step trains, and with whose kernels."""
 RANDOM_SHAPES = 5_000
 OWN_ROWS = (*ROWS, "V", "r*E", "r*F", "r*Q", "r*K")
 

@@ -26,7 +26,14 @@ sys.path[:0] = (str(Path(__file__).parent), str(TESTS / "numeric"), str(TESTS))
 import numpy as np
 from traces import trace, trial
 
-from highwater.memory.formula.moments import FILE, form_name, kind_name, products, score_products
+from highwater.memory.formula.moments import (
+    FILE,
+    form_name,
+    kind_name,
+    mlp_name,
+    products,
+    score_products,
+)
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
 from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, TraceOrder
@@ -62,9 +69,17 @@ PLAIN: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 5,
 }
+EXPERTS: dict[str, Any] = {
+    **PLAIN,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 17 * 32,
+}
 READ: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = (
     (EMBEDDED, (2, 3, 6, 7)),
     (PLAIN, (2, 3)),
+    (EXPERTS, (2, 3)),
 )
 """Models, and of each a layer of every kind: not the first, after which its cosines are gone; no
 layer whose keys later ones read, nor the last one that reads them, which adds its gradients to
@@ -98,6 +113,7 @@ def main() -> None:
                 is_windowed=kind.attention.window_tokens is not None,
                 is_capped=False,
                 is_recomputed=is_recomputed,
+                mlp=mlp_name(FAMILY, kind.mlp),
                 form=form_name(FAMILY, kind),
             )
             sys.stdout.write(f"{title}: {len(alive)} allocations, {len(moments)} moments\n")

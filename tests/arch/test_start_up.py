@@ -81,20 +81,16 @@ def test_a_command_that_trains_nothing_imports_nothing_heavy(words, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_show_imports_nothing_heavy(tmp_path):
+def test_what_is_shown_and_reported_of_a_study_imports_nothing_heavy(tmp_path):
     assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
     for form in ("table", "published", "json"):
         assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
+    for form in ("html", "md", "csv", "json"):
+        assert run(_RUN, "report", "s.jsonl", "-o", f"r.{form}", cwd=tmp_path).returncode == 0
 
 
 def test_a_profile_imports_nothing_heavy(tmp_path):
     assert run(_RUN, "profile", *SNAPSHOTS, "--html", "p.html", cwd=tmp_path).returncode == 0
-
-
-def test_a_report_imports_nothing_heavy(tmp_path):
-    assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
-    for form in ("html", "md", "csv", "json"):
-        assert run(_RUN, "report", "s.jsonl", "-o", f"r.{form}", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

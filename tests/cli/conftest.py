@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from fork_server import ForkServer
-from highwater.trials.trial_process import ON_THE_CPU
+from fork_server import COMMANDS, ForkServer
 from tiny_models import write_model
 
-TESTS = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 """Flags that make a search answer from a memory law, on any machine."""
@@ -28,13 +26,6 @@ SIMULATED_ON_THE_CPU = (
 )
 """The same of a few short lengths on processes of the CPU."""
 
-FORKED = {
-    "highwater": "highwater.cli.app:main",
-    "search_context_length_capacity": "highwater.cli.search_context_length_capacity:main",
-}
-"""Programs that are forked from a process that has imported them: as installed each costs a third
-of a second of imports, and the tests start more than a thousand."""
-COMMANDS = ("commands", "doctor", "documents", "predict", "recommend")
 TIMEOUT_S = 240
 """Of one command."""
 
@@ -42,30 +33,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """One for all tests of this process."""
-    programs = [main.partition(":")[0] for main in FORKED.values()]
-    server = ForkServer(
-        *("forked_modules", *programs, *(f"highwater.cli.{name}" for name in COMMANDS)),
-        environment={**ON_THE_CPU, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
-    )
-    yield server
-    server.end()
-
-
-@pytest.fixture(scope="session")
-def forked(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a program with the whole of its environment."""
-    streams = tmp_path_factory.mktemp("streams")
+def forked(fork_server: ForkServer) -> Run:
+    """Runs a program with the whole of its environment: as installed each costs a third of a second
+    of imports, and the tests start more than a thousand.
+    """
 
     def forked(
         program: str, *words: str, cwd: Path, environment: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
         return fork_server.run(
-            FORKED[program],
+            COMMANDS[program],
             program,
             *words,
-            folder=streams,
             within_s=TIMEOUT_S,
             cwd=cwd,
             environment=environment,
@@ -95,7 +74,7 @@ def run(tmp_path: Path, forked: Run) -> Run:
         is_told = any(name.startswith(("PYTHON", "HF_")) for name in environment)
         if found_in is not None:
             everything["PYTHONPATH"] = found_in
-        if program in FORKED and not is_told:
+        if program in COMMANDS and not is_told:
             return forked(program, *words, cwd=tmp_path, environment=everything)
         return installed(program, *words, cwd=tmp_path, environment=everything)
 
@@ -194,7 +173,7 @@ def followed(words: tuple[str, ...], problem: str, hint: str) -> Iterator[Typed]
 def _typed(
     words: tuple[str, ...], problem: str, parts: tuple[str, ...], line: str, *, is_left_out: bool
 ) -> Typed:
-    if parts[0] in FORKED:
+    if parts[0] in COMMANDS:
         return Typed(parts, parts, is_whole=True)
     if parts[0] in _SHELL:
         return Typed((line,), parts, is_shell=True)

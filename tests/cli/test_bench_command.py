@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -120,12 +119,13 @@ def refusal_after_talk(done: "subprocess.CompletedProcess[str]") -> tuple[str, s
     return error.removeprefix("error: "), hint.removeprefix("hint: ")
 
 
+@pytest.mark.usefixtures("forks")
 def test_ctrl_c_keeps_what_was_measured_and_ends_every_process(tmp_path):
     words = (*BENCH[:-3], "--implementations", "dense", "window", "dilated", "--out", "found")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "highwater", *words],
+            ["highwater", *words],
             cwd=tmp_path,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,

@@ -97,6 +97,21 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
 
 
+def test_of_data_longer_than_what_trains_the_longest_that_does_comes_first(run, data):
+    asked = {"gpus": "1xRTX-4090", "lora": 16, "activations": "gpu"}
+    found = highwater.data_lengths(data, "Qwen3-8B", **asked)
+    longest = [each for each in found.lengths if each.trained][-1]
+    assert found.enough == longest
+    assert longest.kept_tokens < 0.95 * TOKENS
+    words = ("--gpus", "1xRTX-4090", "--lora", "16", "--activations", "gpu", "--data", data)
+    done = run("highwater", "predict", "Qwen3-8B", *words)
+    first = done.stdout.splitlines()[0]
+    assert f"{longest.length_tokens:,} tokens, the longest that train here, keep" in first
+    assert f"{2 * longest.length_tokens:,} keep" in first
+    assert "and do not train here" in first
+    assert f"--length {longest.length_tokens}" in done.stderr.splitlines()[-1]
+
+
 def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwater, data):
     asked = ("predict", "Qwen3-8B", "--data", data, "--gpus")
     listed = highwater(*asked, "8xH100-80GB")

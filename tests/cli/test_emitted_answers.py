@@ -146,16 +146,19 @@ def test_activations_on_the_host_are_taken_only_where_the_trainer_has_words_for_
     [
         ("axolotl", ("--length", "32k", "--loss", "full", "--ring", "2"), 16_384),
         ("torchtitan", ("--length", "40k", "--loss", "full", "--ulysses", "2"), 20_480),
+        ("torchtitan", ("--length", "10007", "--ulysses", "1"), 10_007),
         ("accelerate", ("--length", "32k", "--loss", "full", "--ring", "4"), 8_192),
         ("ms-swift", ("--length", "32k", "--ulysses", "2"), 16_384),
     ],
 )
 def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(highwater, target, words, tokens):
+    """Also those of a length that no chunks of torchtitan's divide."""
     asked = ("emit", "--for", target, "Qwen3-8B", "--gpus", "4xH200-141GB", *words)
     document = json.loads(highwater(*asked, "--json").stdout)
     logits_bytes = 10 * VOCABULARY["Qwen3-8B"] * tokens
     assert document["logits_bytes"] == logits_bytes
     assert f"{logits_bytes / 2**30:.2f} GiB" in document["text"].splitlines()[0]
+    assert "num_chunks" not in document["text"]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +191,3 @@ def test_torchtitans_chunks_divide_a_sequence(highwater, length):
     (chunks,) = map(int, re.findall(r"num_chunks=(\d+)", document["text"]))
     assert tokens % chunks == 0
     assert 256 <= tokens // chunks <= 2048
-
-
-def test_a_length_that_no_chunks_divide_has_whole_logits_at_torchtitan(highwater):
-    words = ("Qwen3-8B", "--gpus", "4xH200-141GB", "--length", "10007", "--ulysses", "1")
-    document = json.loads(highwater("emit", "--for", "torchtitan", *words, "--json").stdout)
-    assert document["logits_bytes"] == 10 * VOCABULARY["Qwen3-8B"] * 10_007
-    assert "num_chunks" not in document["text"]

@@ -178,7 +178,10 @@ def test_a_table_of_a_gpu_that_no_catalog_has_is_compared_by_its_memory(highwate
 
 @pytest.mark.parametrize(
     "flags",
-    ["--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--headroom 2GiB", "--explain"],
+    [
+        *("--ulysses 2", "--offload", "--loss full", "--resolution 4k", "--headroom 2GiB"),
+        *("--explain", "--exact"),
+    ],
 )
 def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
     _, hint = refusal(highwater("predict", "--against", str(PUBLISHED_A100), *flags.split()), 2)
@@ -253,14 +256,6 @@ def test_a_timeline_needs_a_trace_and_a_new_file(highwater, tmp_path):
         *_, (flag, new) = offered(hint)
         assert flag == "--timeline"
         assert new.startswith("timeline")
-
-
-def test_traces_are_of_our_own_steps_and_of_no_table(highwater):
-    other = highwater("predict", "Qwen3-0.6B", *A100S, "--trainer", "trinity", "--exact")
-    table = highwater("predict", "--against", str(PUBLISHED_A100), "--exact")
-    for done in (other, table):
-        assert done.returncode == 2
-        assert "leave `--exact`" in done.stderr
 
 
 def test_what_trl_needs_is_answered_without_a_gpu(highwater):

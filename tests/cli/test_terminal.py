@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import struct
 import subprocess
 import termios
@@ -16,9 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import FORKED, SIMULATED, Run
+from conftest import SIMULATED, Run
 
-from fork_server import ForkServer
+from fork_server import COMMANDS, ForkServer
 from highwater.trainers.targets import TARGETS
 from tables import deep
 
@@ -72,24 +71,19 @@ def on_a_terminal(fork_server: ForkServer) -> Terminal:
         fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         hidden = {"CUDA_VISIBLE_DEVICES": "", "TERM": "xterm-256color"}
-        fork_server.start(
-            FORKED["highwater"],
-            ("highwater", *words),
-            [{**inherited, **hidden, **environment}],
-            streams=(os.ttyname(writer),) * 3,
+        process = fork_server.popen(
+            *(COMMANDS["highwater"], "highwater", *words),
+            **dict.fromkeys(("stdin", "stdout", "stderr"), writer),
+            env={**inherited, **hidden, **environment},
             cwd=directory,
         )
-        shown = b""
-        while not fork_server.is_over(0):
-            if select.select([reader], [], [], 0.02)[0]:
-                shown += os.read(reader, 4096)
         os.close(writer)
+        shown = b""
         with suppress(OSError):  # how Linux says that the other end is closed
             while chunk := os.read(reader, 4096):
                 shown += chunk
         os.close(reader)
-        (status,) = fork_server.statuses()
-        assert status in ((0, 1) if code is None else (code,))
+        assert process.wait() in ((0, 1) if code is None else (code,))
         return shown.decode().replace("\r\n", "\n")
 
     return on_a_terminal

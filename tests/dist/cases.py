@@ -18,7 +18,6 @@ from rank_steps import (
     Fields,
     Place,
     Step,
-    built,
     deviations,
     each,
     first_step,
@@ -29,10 +28,10 @@ from rank_steps import (
 from reference import Documents, reference_gradients, reference_training
 from torch import nn
 
-from highwater.engine.attention.registry import register
+from engine_models import built, on_meta
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models import random_weights
-from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.weights import name_in_files
@@ -218,14 +217,8 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
     """FSDP1's random model against the unsharded one; and the most bytes that a rank held, in units
     of its shards and one unit.
     """
-
-    def on_meta() -> LanguageModel:
-        config = read_config(str(directory), length_tokens=64, rope="auto")
-        return build_on_meta(
-            config, attention=register("flash"), loss="full", master_dtype=torch.float32
-        )
-
-    plain, model = on_meta(), on_meta()
+    config = read_config(str(directory), length_tokens=64, rope="auto")
+    plain, model = on_meta(config), on_meta(config)
     Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
     fill = Fill(model, None, device=torch.device("cpu"), seed=7)
     layers, held = list(model.layers), []
@@ -265,9 +258,7 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
         ("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None)
     ):
         config = read_config(str(weights / name), length_tokens=64, rope="auto")
-        plain = build_on_meta(
-            config, attention=register("flash"), loss=loss, master_dtype=torch.float32
-        )
+        plain = on_meta(config, loss=loss)
         Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
         expected = {
             name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()

@@ -1,5 +1,5 @@
-"""One process of a group that saves, or goes on from what another group saved. Started by
-``rank_groups.py`` or torchrun with a mode and a folder.
+"""One process of a group that saves, or goes on from what another group saved: by a mode and a
+folder.
 
 ``save``     trains a step, saves the shards, trains another; writes the end of it as
 ``went-on-<case>-<processes>``. ``resume N`` loads the shards that N processes saved into a fresh
@@ -13,33 +13,24 @@ what N processes saved, by the same strategy and by the other; writes what was l
 this project.
 """
 
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from cases import documents
 from logits import TOKENS
+from rank_steps import load_by_torch, place_of, states, values
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from highwater.engine.attention.registry import register
+from engine_models import built
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.models import pretrained
-from highwater.engine.models.build import build, read_config
+from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
-from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import load_sharded, save_pretrained, save_sharded
@@ -62,61 +53,47 @@ NARROW = 24 * 1024
 """Bytes of a weights file: several for each model."""
 
 
-def main() -> None:
-    mode, folder, rest = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    process_mesh.join(device)
+def results(mode: str, folder: str, *rest: str) -> None:
     mode, _, copied = mode.partition("-")
     layout = Layout(gpus=dist.get_world_size(), replicate_degree=2 if copied else 1)
-    mesh = process_mesh.shard_mesh(layout, device)
+    mesh, _ = place_of(layout)
     for case in COPIED if copied else CASES:
         {"save": save, "resume": resume, "load": load, "hf": hf}[mode](
-            case, folder, mesh, *map(int, rest)
+            case, Path(folder), mesh, *map(int, rest)
         )
-    process_mesh.leave()
 
 
 def save(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
-    model = built(case, folder / "weights", mesh, torch.float64, length=64, recompute="layer")
+    model = model_of(case, folder / "weights", mesh)
     optimizer = make_optimizer(model, Hyperparameters())
     train(model, optimizer, mesh)
     save_sharded(model, optimizer, folder / f"sharded-{case}-{mesh.size()}", mesh=mesh)
-    write_state(model, optimizer, folder / f"saved-{case}-{mesh.size()}", mesh)
+    write(model, optimizer, folder / f"saved-{case}-{mesh.size()}", mesh)
     train(model, optimizer, mesh)
-    write_state(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
+    write(model, optimizer, folder / f"went-on-{case}-{mesh.size()}", mesh)
 
 
 def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     """A model with other weights, and without recompute: neither is in what was saved."""
-    model = built(case, folder / "configs", mesh, torch.float64, length=64, recompute="none")
+    model = model_of(case, folder / "configs", mesh, recompute="none")
     optimizer = make_optimizer(model, Hyperparameters())
-    weights = get_model_state_dict(model)
-    tied = case.startswith("tied")
-    if tied:
-        del weights["causal_lm.lm_head.weight"]
-    state: dict[str, Any] = {
-        "model": weights,
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=folder / f"sharded-{case}-{saved_by}", no_dist=mesh.size() == 1)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not tied))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    tied = "causal_lm.lm_head.weight" if case.startswith("tied") else ""
+    load_by_torch(model, optimizer, folder / f"sharded-{case}-{saved_by}", without=tied)
     train(model, optimizer, mesh)
-    write_state(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
+    write(model, optimizer, folder / f"resumed-{case}-{saved_by}-{mesh.size()}", mesh)
 
 
 def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     name = case.partition("-")[0]
     for strategy in STRATEGIES if mesh.ndim == 1 else ("fsdp2",):
         own = f"{name}-{strategy}"
-        model = built(own, folder / "configs", mesh, torch.float64, length=64, recompute="none")
+        model = model_of(own, folder / "configs", mesh, recompute="none")
         optimizer = make_optimizer(model, Hyperparameters())
         places = storages(model, optimizer)
         load_sharded(model, optimizer, folder / f"sharded-{case}-{saved_by}", mesh=mesh)
         assert storages(model, optimizer) == places, "nothing is allocated anew"
         target = folder / f"loaded-{case}-{strategy}-{saved_by}-{mesh.size()}"
-        write_state(model, optimizer, target, mesh)
+        write(model, optimizer, target, mesh)
 
 
 def storages(model: Decoder, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -131,15 +108,12 @@ def storages(model: Decoder, optimizer: torch.optim.Optimizer) -> list[int]:
 def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     source, target = folder / "weights" / case.partition("-")[0], folder / f"hf-{case}"
     pretrained.FILE_BYTES = NARROW
-    model = built(case, folder / "weights", mesh, torch.float32, length=LENGTH, recompute="layer")
+    model = model_of(case, folder / "weights", mesh, torch.float32, length_tokens=LENGTH)
     train(model, make_optimizer(model, Hyperparameters()), mesh)
     for _ in range(2):  # the second overwrites the first
         save_pretrained(model, target, mesh=mesh, dtype=torch.float32, source=source)
     # Before a forward pass without a backward pass, which leaves what it gathered.
-    weights = {
-        name_in_files(name): whole(parameter.detach(), mesh)
-        for name, parameter in model.named_parameters()
-    }
+    weights = values(model, copies=process_mesh.copies(mesh))
     told = engine_told(model)
     if dist.get_rank() == 0:
         logits = logits_of(weights, source, gives_scalars=model.gives_scalars)
@@ -172,32 +146,17 @@ def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) 
         return plain(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
 
 
-def built(
+def model_of(
     case: str,
     directories: Path,
     mesh: dist.DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    length: int,
-    recompute: Any,
+    dtype: torch.dtype = torch.float64,
+    **how: Any,
 ) -> Decoder:
     name, _, strategy = case.partition("-")
-    directory = str(directories / name)
-    return build(
-        read_config(directory, length_tokens=length, rope="auto"),
-        directory=directory,
-        mesh=mesh,
-        attention=register("flash"),
-        strategy=strategy,
-        loss=None if name == REWARD else "full",
-        recompute=recompute,
-        mlp_tiles=None
-        if name == "moe"
-        else 1,  # by default recomputation changes the order of the MLP's sums
-        compute_dtype=dtype,
-        master_dtype=dtype,
-        seed=1,
-    )
+    # by default recomputation changes the order of the MLP's sums
+    how |= {"mlp_tiles": None if name == "moe" else 1, "loss": None if name == REWARD else "full"}
+    return built(directories / name, mesh, dtype, strategy=strategy, seed=1, **how)
 
 
 def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh) -> None:
@@ -211,31 +170,9 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMes
     train_step(Training(policy=model, optimizer=optimizer, mesh=mesh, objective=objective), own)
 
 
-def write_state(
+def write(
     model: Decoder, optimizer: torch.optim.Optimizer, path: Path, mesh: dist.DeviceMesh
 ) -> None:
-    """Every parameter and moment, whole, and the step that all its ranks are at; read without
-    torch's state dicts.
-    """
-    state = {}
-    for name, parameter in model.named_parameters():
-        state[name_in_files(name)] = whole(parameter.detach(), mesh)
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            gathered = whole(optimizer.state[parameter].get(key), mesh)
-            state[f"{name_in_files(name)} {key}"] = gathered.unique() if key == "step" else gathered
+    found = states(model, optimizer, mesh)
     if dist.get_rank() == 0:
-        save_file(state, path)
-
-
-def whole(own: Tensor | None, mesh: dist.DeviceMesh) -> Tensor:
-    """Put together from the ranks of the first copy, flat: either sharding cuts what lies one after
-    the other; FSDP1 leaves some ranks nothing.
-    """
-    parts: list[Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, None if own is None else local_shard(own).flatten())
-    of_one = parts[: mesh.size() // process_mesh.copies(mesh)]
-    return torch.cat([part for part in of_one if part is not None])
-
-
-if __name__ == "__main__":
-    main()
+        save_file(found, path)

@@ -29,8 +29,10 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rank_steps import built, each, of_all, on_host, place_of
+from rank_steps import each, of_all, on_host, place_of
+from reference import EXPERTS, SHAPE
 
+from engine_models import built
 from highwater.engine.attention.registry import register
 from highwater.engine.data import batches as data
 from highwater.engine.models.build import read_config
@@ -270,38 +272,20 @@ def save_models(folder: Path) -> None:
     """Tiny models with random float64 weights: what is trained, what it is held to, and what judges
     it.
     """
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": LENGTH_TOKENS,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-    }
-    experts = {
-        "moe_intermediate_size": 24,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.1,
-    }
-    balanced = {**experts, "output_router_logits": True}
+    balanced = {**EXPERTS, "output_router_logits": True}
     one = {"num_labels": 1}
     torch.manual_seed(20)
     models = {
-        "dense": Qwen3ForCausalLM(Qwen3Config(**shape)),
-        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)),
-        "moe-balanced": Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **balanced)),
-        "reference": Qwen3ForCausalLM(Qwen3Config(**shape)),
-        "scalar dense": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
-        "scalar moe": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**shape, **experts, **one)),
+        "dense": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+        "moe-balanced": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **balanced)),
+        "reference": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+        "scalar dense": Qwen3ForSequenceClassification(Qwen3Config(**SHAPE, **one)),
+        "scalar moe": Qwen3MoeForSequenceClassification(Qwen3MoeConfig(**SHAPE, **EXPERTS, **one)),
         "scalar moe-balanced": Qwen3MoeForSequenceClassification(
-            Qwen3MoeConfig(**shape, **balanced, **one)
+            Qwen3MoeConfig(**SHAPE, **balanced, **one)
         ),
-        "critic": Qwen3ForSequenceClassification(Qwen3Config(**shape, **one)),
+        "critic": Qwen3ForSequenceClassification(Qwen3Config(**SHAPE, **one)),
     }
     for name, model in models.items():
         model.double().save_pretrained(folder / name)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rank_steps import (
     Fields,
     Step,
-    built,
     deviations,
     each,
     first_step,
@@ -24,26 +23,15 @@ from rank_steps import (
     place_of,
     plain_step,
 )
-from reference import load_textbook
+from reference import SHAPE, load_textbook
 from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
 
+from engine_models import built
 from highwater.nouns.layout import Layout
 
-VOCABULARY = 97
 BORDER_TOKENS = 16
 """Documents up to here have one set of frequencies, longer ones another: for ``dynamic``, one for
 each length."""
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.1, 1.2, 1.3],
@@ -113,7 +101,6 @@ def cases_for(processes: int, extent: str) -> list[Case]:
 
 
 _BORDER = {"rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS}
-_LONG = {"max_position_embeddings": 64}
 _OF_LAYERS = {
     "full_attention": {**LONGROPE, **_BORDER},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -122,14 +109,13 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "phi3": (
         Phi3ForCausalLM,
         {
-            **_LONG,
             "original_max_position_embeddings": BORDER_TOKENS,
             "rope_parameters": {**LONGROPE, "rope_theta": 1e4},
         },
     ),
     "llama": (
         LlamaForCausalLM,
-        {**_LONG, "rope_parameters": {**LONGROPE, **_BORDER, "attention_factor": 1.3}},
+        {"rope_parameters": {**LONGROPE, **_BORDER, "attention_factor": 1.3}},
     ),
     "dynamic": (
         LlamaForCausalLM,
@@ -142,7 +128,6 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "olmo3": (
         Olmo3ForCausalLM,
         {
-            **_LONG,
             "layer_types": list(_OF_LAYERS),
             "sliding_window": 64,
             "rope_parameters": _OF_LAYERS,
@@ -151,7 +136,6 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "llama3": (
         LlamaForCausalLM,
         {
-            **_LONG,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "factor": 8.0,
@@ -163,7 +147,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     ),
     "yarn": (
         LlamaForCausalLM,
-        {**_LONG, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_BORDER}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **_BORDER}},
     ),
 }
 
@@ -172,7 +156,8 @@ def save_models(folder: Path) -> None:
     """Each model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     for name, (kind, own) in MODELS.items():
-        kind(kind.config_class(**SHAPE, **own)).double().save_pretrained(folder / name)
+        config = kind.config_class(**{**SHAPE, "pad_token_id": 0, **own})
+        kind(config).double().save_pretrained(folder / name)
 
 
 def results(folder: str, extent: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import built, gradients, place_of, values, whole
+from rank_steps import gradients, place_of, values, whole
 
+from engine_models import built
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step

@@ -12,25 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from rank_steps import of_all
+from rank_steps import load_by_torch, of_all, same_states, state_bytes
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine_models import assembled
 from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_sharded
-from highwater.engine.training.host_states import MOMENTS, HostStateAdamW
-from highwater.engine.training.rank_context import RankContext
-from highwater.engine.training.rank_run import assemble
+from highwater.engine.training.host_states import HostStateAdamW
 from highwater.engine.training.step import Training, train_step
 from highwater.model.footprint import device_state_bytes, update_bytes
 from highwater.model.model import load_model
@@ -81,7 +70,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         "optimizers": [type(optimizer).__name__ for _, optimizer in on_host.trained],
         "same norms": norms[0] == norms[1],
         "clipped": all(norm > NUMBERS.max_grad_norm for step in norms[0] for norm in step),
-        "same": same(resident, on_host),
+        "same": same_states(resident, on_host),
     }
     saved = dict(zip(WAYS, (resident, on_host), strict=True))
     where = {way: folder / f"{way}-{name}-{dist.get_world_size()}" for way in saved}
@@ -92,39 +81,24 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         resumed = fresh[f"{way}, then {other}"] = training(
             name, folder, on_host=WAYS[other], seed=1 if name == "LoRA" else 2
         )
-        load(resumed, where[way])
-    found["loaded"] = {way: same(resident, each, models=1) for way, each in fresh.items()}
+        load_by_torch(resumed.policy, resumed.optimizer, where[way], strict=False)
+    found["loaded"] = {way: same_states(resident, each, models=1) for way, each in fresh.items()}
     found["goes on"] = {}
     if resident.critic is None:  # which is saved by itself
         norms_of(resident, STEPS)
         for way, each in fresh.items():
             norms_of(each, STEPS)
-            found["goes on"][way] = same(resident, each)
+            found["goes on"][way] = same_states(resident, each)
     return found | memory(name, folder)
 
 
 def training(name: str, folder: Path, *, on_host: bool, seed: int = 1) -> Training:
-    device = torch.device("cpu")
     copies = dist.get_world_size() if name == "copies" else 1
     settings = settings_of(name, on_host=on_host)
     layout = Layout(gpus=dist.get_world_size(), replicate_degree=copies)
-    trained = assemble(
-        trial_in(
-            folder,
-            layout=layout,
-            settings=settings,
-            micro_batches=2 if settings.accumulates else 1,
-            hyperparameters=NUMBERS,
-            seed=seed,
-        ),
-        RankContext(
-            device=device,
-            kernel="flash",
-            mesh=process_mesh.shard_mesh(layout, device),
-            shared=None,
-            nccl_bytes=0,
-        ),
-    )
+    fields = {"layout": layout, "settings": settings, "hyperparameters": NUMBERS, "seed": seed}
+    micro_batches = 2 if settings.accumulates else 1
+    trained = assembled(trial_in(folder, micro_batches=micro_batches, **fields))
     for _, optimizer in trained.trained:
         if isinstance(optimizer, HostStateAdamW):
             optimizer._piece = PIECE
@@ -148,34 +122,6 @@ def batch(number: int) -> Batch:
     return pack([Document(ids, ids, reward=float(number % 3))])
 
 
-def load(trained: Training, directory: Path) -> None:
-    """Load what is trained of the policy, and its optimizer, by torch alone."""
-    model, optimizer = trained.policy, trained.optimizer
-    options = StateDictOptions(ignore_frozen_params=True, strict=False)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.load(state, checkpoint_id=directory, no_dist=trained.mesh.size() == 1)
-    set_model_state_dict(model, state["model"], options=options)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-
-
-def same(one: Training, other: Training, *, models: int | None = None) -> bool:
-    """Whether trained parameters, moments and steps are the same, bit by bit."""
-    pairs = list(zip(one.trained, other.trained, strict=True))[:models]
-    for (model, optimizer), (other_model, other_optimizer) in pairs:
-        for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
-            if not mine.requires_grad:
-                continue
-            own, others = optimizer.state[mine], other_optimizer.state[theirs]
-            tensors = [(mine.detach(), theirs.detach())]
-            tensors += [(own[name], others[name]) for name in ("step", *MOMENTS)]
-            if not all(torch.equal(*map(local_shard, each)) for each in tensors):
-                return False
-    return True
-
-
 def memory(name: str, folder: Path) -> dict[str, Any]:
     """Bytes of this rank's states, and of what its update makes for the moments, beside those that
     are counted.
@@ -190,28 +136,10 @@ def memory(name: str, folder: Path) -> dict[str, Any]:
                 parameter.grad = torch.zeros_like(parameter)
     with made:
         trained.optimizer.step()
-    tensors = [
-        each
-        for model, optimizer in trained.trained
-        for each in (
-            *model.parameters(),
-            *(p.grad for p in model.parameters() if p.grad is not None),
-            *(
-                moment
-                for state in optimizer.state.values()
-                for key, moment in state.items()
-                if key != "step"
-            ),
-        )
-    ]
-    storages = {
-        own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
-        for own in map(local_shard, tensors)
-    }
     shape, shards = load_model(str(folder)).shape, trained.mesh.size(trained.mesh.ndim - 1)
     counted = device_state_bytes(shape, settings, device="cpu", shards=shards) / shards
     buffers = update_bytes(shape, settings, shards=shards)
-    return {"states": [sum(storages.values()), counted], "buffers": [made.bytes, buffers]}
+    return {"states": [state_bytes(trained), counted], "buffers": [made.bytes, buffers]}
 
 
 class _Made(TorchDispatchMode):

@@ -23,7 +23,6 @@ from float64 import Lifted
 from rank_steps import (
     Fields,
     Step,
-    built,
     deviations,
     each,
     first_step,
@@ -34,26 +33,16 @@ from rank_steps import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine_models import built
 from highwater.engine.models.adapters import is_adapter, name_for_peft
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard, own_rows
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora
 from tables import deep
+from tiny_models import SIZES
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+OF_TEXT = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},  # biases
@@ -184,7 +173,7 @@ def save_models(folder: Path) -> None:
     """A model of each family with random float64 weights, as safetensors."""
     for family, own in {**FAMILIES, **MIXTURES}.items():
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(family, **{**SIZES, **own})
+        config = transformers.AutoConfig.for_model(family, **{**SIZES, **OF_TEXT, **own})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too

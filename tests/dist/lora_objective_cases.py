@@ -23,11 +23,12 @@ from cover_cases import (
     reference,
 )
 from lora_cases import adapter_values, fill_adapters
-from rank_steps import built, each, place_of
+from rank_steps import each, place_of
 from reference import SHAPE
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
+from engine_models import built
 from highwater.engine.models.adapters import A, B
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
@@ -69,10 +70,9 @@ def cases_for(processes: int) -> list[Case]:
 def save_models(folder: Path) -> None:
     """A causal LM and a model of scalars, as they were and with adapters merged in."""
     torch.manual_seed(0)
-    sizes = {**SHAPE, "intermediate_size": 48, "tie_word_embeddings": False}
-    scalar = Qwen3Config(**sizes, num_labels=1, pad_token_id=0)
+    scalar = Qwen3Config(**SHAPE, num_labels=1, pad_token_id=0)
     for name, merged, model in (
-        ("reference", ("merged",), Qwen3ForCausalLM(Qwen3Config(**sizes)).double()),
+        ("reference", ("merged",), Qwen3ForCausalLM(Qwen3Config(**SHAPE)).double()),
         ("alone", ("scalar merged", "critic"), Qwen3ForSequenceClassification(scalar).double()),
     ):
         model.save_pretrained(folder / name)

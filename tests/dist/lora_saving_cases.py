@@ -1,35 +1,24 @@
-"""One process of a group that trains adapters and saves them. Started by ``rank_groups.py`` or
-torchrun.
+"""One process of a group that trains adapters and saves them: by a folder and a mode.
 
-``torchrun --nproc-per-node N lora_saving_cases.py FOLDER MODE``: ``save`` trains a step, saves
+``save`` trains a step, saves
 shards, adapters and merged weights, and trains another; ``resume`` loads the shards into a fresh
 model and trains the other step. Each writes the adapters that it ends with.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from lora_cases import fill_adapters
-from rank_steps import built, documents
+from rank_steps import documents, load_by_torch, place_of, states
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
+from engine_models import built
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.models.adapters import name_for_peft
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_pretrained, save_sharded
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
@@ -46,17 +35,13 @@ LENGTHS = (17, 9, 24, 8)
 TOKENS = tuple(range(3, 40))
 
 
-def main() -> None:
-    folder, mode = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
+def results(folder: str, mode: str) -> None:
     ranks = dist.get_world_size()
     for name in MODELS:
         # of a model in NF4 each rank has all
         layout = Layout(gpus=ranks, replicate_degree=ranks if name == "packed" else 1)
-        mesh = process_mesh.shard_mesh(layout, torch.device("cpu"))
-        {"save": save, "resume": resume}[mode](name, folder, mesh)
-    process_mesh.leave()
+        mesh, _ = place_of(layout)
+        {"save": save, "resume": resume}[mode](name, Path(folder), mesh)
 
 
 def save(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
@@ -74,21 +59,14 @@ def save(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     else:
         told(model)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"went-on-{name}.safetensors")
+    write(model, optimizer, folder / f"went-on-{name}.safetensors", mesh)
 
 
 def resume(name: str, folder: Path, mesh: dist.DeviceMesh) -> None:
     model, optimizer = made(name, folder, mesh)
-    options = StateDictOptions(ignore_frozen_params=True)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-    }
-    dcp.load(state, checkpoint_id=folder / f"shards-{name}", no_dist=mesh.size() == 1)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    load_by_torch(model, optimizer, folder / f"shards-{name}", strict=False)
     train(model, optimizer, mesh)
-    write(model, optimizer, folder / f"resumed-{name}.safetensors")
+    write(model, optimizer, folder / f"resumed-{name}.safetensors", mesh)
 
 
 def made(name: str, folder: Path, mesh: dist.DeviceMesh) -> tuple[Decoder, torch.optim.Optimizer]:
@@ -123,24 +101,9 @@ def told(model: Decoder) -> torch.Tensor:
     return model(ids, positions, positions[:-1], ids[1:], (len(TOKENS),)).logprobs_N
 
 
-def write(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Everything trained and both its moments, whole."""
-    own = {
-        f"{name_in_files(name)} {kind}": local_shard(each).flatten()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-        for kind, each in (
-            ("value", p.detach()),
-            *((key, optimizer.state[p][key]) for key in ("exp_avg", "exp_avg_sq")),
-        )
-    }
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+def write(
+    model: Decoder, optimizer: torch.optim.Optimizer, path: Path, mesh: dist.DeviceMesh
+) -> None:
+    found = states(model, optimizer, mesh)
     if dist.get_rank() == 0:
-        is_packed = model.lora is not None and model.lora.base == "nf4"
-        shards = ranks[:1] if is_packed else ranks
-        save_file({name: torch.cat([each[name] for each in shards]) for name in own}, path)
-
-
-if __name__ == "__main__":
-    main()
+        save_file(found, path)

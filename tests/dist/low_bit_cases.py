@@ -5,25 +5,15 @@
 {optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from rank_steps import CPU, built, of_all, place_of
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from rank_steps import CPU, load_by_torch, of_all, place_of, same_states, state_bytes
 
+from engine_models import built
 from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.checkpoint import save_sharded
@@ -118,32 +108,9 @@ def states(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str,
     """Bytes that this rank's states take as the update begins, and those that are counted."""
     trained = training(settings, folder, mesh)
     fill_missing_gradients(trained.optimizer)
-    tensors = [
-        *trained.policy.parameters(),
-        *(p.grad for p in trained.policy.parameters() if p.grad is not None),
-        *(
-            moment
-            for each in trained.optimizer.state.values()
-            for key, moment in each.items()
-            if key != "step"
-        ),
-    ]
-    storages = {
-        own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
-        for tensor in tensors
-        for own in stored(local_shard(tensor))
-    }
     shape = load_model(str(folder)).shape
     counted = device_state_bytes(shape, settings, device="cpu", shards=mesh.size())
-    return {"allocated": sum(storages.values()), "counted": counted / mesh.size()}
-
-
-def stored(tensor: Any) -> Iterator[Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for inner in tensor.__tensor_flatten__()[0]:
-        yield getattr(tensor, inner)
+    return {"allocated": state_bytes(trained), "counted": counted / mesh.size()}
 
 
 def resumed(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str, Any]:
@@ -154,39 +121,12 @@ def resumed(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str
     target = folder / f"sharded-{settings.label}-{mesh.size()}"
     written = save_sharded(went_on.policy, went_on.optimizer, target, mesh=mesh)
     fresh = training(settings, folder, mesh, seed=2)
-    load(fresh.policy, fresh.optimizer, target, mesh)
+    load_by_torch(fresh.policy, fresh.optimizer, target)
     loaded = same_states(went_on, fresh)
     for trained in (went_on, fresh):
         for step in range(STEPS, 2 * STEPS):
             train_step(trained, [batch(step)])
     return {"written": written, "loaded": loaded, "goes on": same_states(went_on, fresh)}
-
-
-def load(
-    model: Decoder, optimizer: torch.optim.Optimizer, directory: Path, mesh: dist.DeviceMesh
-) -> None:
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    dcp.load(state, checkpoint_id=directory, no_dist=mesh.size() == 1)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def same_states(one: Training, other: Training) -> bool:
-    """Whether parameters, moments and steps are the same, bit by bit, in the same dtypes."""
-    both = zip(one.policy.parameters(), other.policy.parameters(), strict=True)
-    for mine, theirs in both:
-        own = [mine.detach(), *one.optimizer.state[mine].values()]
-        others = [theirs.detach(), *other.optimizer.state[theirs].values()]
-        for a, b in zip(own, others, strict=True):
-            parts = [list(stored(local_shard(each))) for each in (a, b)]
-            if not all(
-                x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(*parts, strict=True)
-            ):
-                return False
-    return True
 
 
 def copies_are_equal(settings: Settings, folder: Path, device: torch.device) -> bool:

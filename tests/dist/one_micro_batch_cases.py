@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import built, of_all, place_of
+from rank_steps import of_all, place_of
 from torch import Tensor
 
+from engine_models import built
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh

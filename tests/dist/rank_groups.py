@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ IMPORTED = (
 """What the scripts import: none of their processes has to."""
 TIMEOUT_S = 500
 """Of one group, on a machine that is busy."""
+_LOOKED_AT_S = 0.01
 _PRINTED = 4000
 """Characters, of what is shown of what it printed."""
 
@@ -27,7 +31,7 @@ class RankGroups:
         """``folder``: where the ranks meet, and what they print."""
         self._folder = folder
         self._groups = 0
-        self._server = ForkServer(*IMPORTED, environment={"OMP_NUM_THREADS": "1"})
+        self._server = ForkServer(*IMPORTED)
 
     def run(
         self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
@@ -49,13 +53,16 @@ class RankGroups:
             for rank in range(processes)
         ]
         path = str(Path(__file__).with_name(script))
-        streams = (os.devnull, str(log), str(log))
-        self._server.start(path, [str(word) for word in words], environments, streams=streams)
-        if not self._server.is_over(timeout_s):
-            self.end()
-            raise TimeoutError(f"not done after {timeout_s:.0f} s: {log.read_text()[-_PRINTED:]}")
-        statuses = self._server.statuses()
-        assert set(statuses) == {0}, f"{statuses}: {log.read_text()[-_PRINTED:]}"
+        with log.open("wb") as said:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+            ranks = [
+                self._server.popen(path, *map(str, words), env=environment, **streams)
+                for environment in environments
+            ]
+        is_over = _end(ranks, timeout_s)
+        statuses, printed = [rank.returncode for rank in ranks], log.read_text()[-_PRINTED:]
+        assert is_over, f"not done after {timeout_s:.0f} s: {printed}"
+        assert set(statuses) == {0}, f"{statuses}: {printed}"
 
     def results(
         self, module: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
@@ -66,8 +73,25 @@ class RankGroups:
         return json.loads(result.read_text())
 
     def end(self) -> None:
-        """End what forks them, and every rank that still runs."""
+        """End what forks them."""
         self._server.end()
+
+
+def _end(ranks: Sequence["subprocess.Popen[Any]"], timeout_s: float) -> bool:
+    """Wait for the end of all, and whether it came in time; where one fails, the others are ended,
+    which wait for it.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_LOOKED_AT_S)
+        return True
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def assert_close(

@@ -1,5 +1,5 @@
-"""What the cases of ranks share: a model on the ranks' mesh, a step's loss and gradients, and how
-far they are from a reference's.
+"""What the cases of ranks share: a place on their mesh, a step's loss and gradients, how far they
+are from a reference's, and states that torch alone loads.
 """
 
 import traceback
@@ -10,21 +10,28 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from engine_models import packed
 from highwater.engine.activations.host import HostActivations
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch, Document, pack, share_of
-from highwater.engine.models.build import build, read_config
+from highwater.engine.data.batches import Batch, share_of
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
+from highwater.engine.training.out_of_memory import stored
 from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.units import GIB
 
 CPU = torch.device("cpu")
@@ -79,30 +86,6 @@ def place_of(layout: Layout) -> Place:
     return mesh, process_mesh.sequence_groups(layout, mesh)
 
 
-def built(
-    directory: str | Path,
-    mesh: dist.DeviceMesh,
-    dtype: torch.dtype,
-    *,
-    shared: process_mesh.SequenceGroups | None = None,
-    sparse: SparsePatternConfig | None = None,
-    length_tokens: int = 64,
-    config: PreTrainedConfig | None = None,
-    **how: Any,
-) -> Decoder:
-    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``; layers
-    are recomputed and logits whole, unless ``how`` says otherwise.
-    """
-    usual = {"loss": "full", "recompute": "layer", "compute_dtype": dtype, "master_dtype": dtype}
-    return build(
-        config or read_config(str(directory), length_tokens=length_tokens, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash", shared=shared, sparse=sparse),
-        **{**usual, **how},
-    )
-
-
 class RecordGradients(torch.optim.SGD):
     """An optimizer that keeps what it was given, by name, and changes nothing."""
 
@@ -143,10 +126,7 @@ def micro_batches(
 ) -> list[Batch]:
     """This rank's, every token of which is trained."""
     data_rank = dist.get_rank() // layout.context_degree
-    return [
-        share_of(pack([Document(ids, ids) for ids in documents(of, data_rank)]), shared)
-        for of in lengths
-    ]
+    return [share_of(packed(*documents(of, data_rank)), shared) for of in lengths]
 
 
 def plain_step(
@@ -176,8 +156,92 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return whole({name: p.grad for name, p in model.named_parameters()})
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return whole({name: p.detach() for name, p in model.named_parameters()})
+def load_by_torch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    directory: Path,
+    *,
+    strict: bool = True,
+    without: str = "",
+) -> None:
+    """Load weights and moments as torch.distributed.checkpoint's alone, which is not of this
+    project; where it is not ``strict``, what is frozen stays, as does the weight that ``without``
+    names.
+    """
+    options = StateDictOptions(ignore_frozen_params=not strict, strict=strict)
+    weights = get_model_state_dict(model, options=options)
+    weights.pop(without, None)
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.load(state, checkpoint_id=directory, no_dist=dist.get_world_size() == 1)
+    of_model = StateDictOptions(strict=strict and not without)
+    set_model_state_dict(model, state["model"], options=of_model)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def states(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh
+) -> dict[str, Tensor]:
+    """What is trained, its moments and the step that all ranks are at, whole, in plain numbers;
+    read without torch's state dicts.
+    """
+    copies = process_mesh.copies(mesh)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = whole({name: p.detach() for name, p in trained.items()}, copies=copies)
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        of_key = {name: _plain(optimizer.state.get(p, {}).get(key)) for name, p in trained.items()}
+        for name, each in whole(of_key, copies=copies).items():
+            found[f"{name} {key}"] = each.unique() if key == "step" else each
+    return found
+
+
+def _plain(moment: Any) -> Tensor | None:
+    """This rank's part of a moment, as numbers where it is kept in few bits."""
+    own = None if moment is None else local_shard(moment)
+    return own.dequantize() if is_traceable_wrapper_subclass(own) else own
+
+
+def same_states(one: Training, other: Training, *, models: int | None = None) -> bool:
+    """Whether what is trained, moments and steps are the same, bit by bit, in the same dtypes; of
+    the first ``models``.
+    """
+    for (model, optimizer), (other_model, others) in list(
+        zip(one.trained, other.trained, strict=True)
+    )[:models]:
+        for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+            own, their = optimizer.state.get(mine, {}), others.state.get(theirs, {})
+            pairs = [(mine.detach(), theirs.detach())] if mine.requires_grad else []
+            for a, b in [*pairs, *((own[key], their[key]) for key in own)]:
+                parts = zip(stored(a), stored(b), strict=True)
+                if not all(x.dtype == y.dtype and torch.equal(x, y) for x, y in parts):
+                    return False
+    return True
+
+
+def state_bytes(training: Training) -> int:
+    """Bytes of this rank's parameters, gradients and moments, each storage once."""
+    tensors = [
+        each
+        for model, optimizer in training.trained
+        for parameter in model.parameters()
+        for each in (
+            parameter,
+            *([] if parameter.grad is None else [parameter.grad]),
+            *(state for key, state in optimizer.state.get(parameter, {}).items() if key != "step"),
+        )
+    ]
+    storages = {
+        own.untyped_storage().data_ptr(): own.untyped_storage().nbytes()
+        for tensor in tensors
+        for own in stored(tensor)
+    }
+    return sum(storages.values())
+
+
+def values(model: nn.Module, *, copies: int = 1) -> dict[str, Tensor]:
+    return whole({name: p.detach() for name, p in model.named_parameters()}, copies=copies)
 
 
 def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:

@@ -21,18 +21,16 @@ from transformers import (
 
 from highwater.engine.attention.plain_block import reference_attention
 from highwater.nouns.hyperparameters import Hyperparameters
+from tiny_models import SIZES
 
 Documents = list[tuple[Tensor, Tensor]]
 
-SHAPE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
+SHAPE = {**SIZES, "vocab_size": 97, "initializer_range": 0.2, "tie_word_embeddings": False}
+EXPERTS = {
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.1,
 }
 
 
@@ -42,24 +40,13 @@ def save_models(folder: Path) -> None:
     device.
     """
     torch.manual_seed(0)
-    dense = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=False))
-    tied = Qwen3ForCausalLM(Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=True))
-    moe = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **SHAPE,
-            intermediate_size=48,
-            moe_intermediate_size=24,
-            num_experts=6,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.1,
-            output_router_logits=True,
-            tie_word_embeddings=False,
-        )
-    )
-    diffllama = DiffLlamaForCausalLM(
-        DiffLlamaConfig(**SHAPE, intermediate_size=48, tie_word_embeddings=False)
-    )
-    for name, model in (("dense", dense), ("tied", tied), ("moe", moe), ("diffllama", diffllama)):
+    models = {
+        "dense": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+        "tied": Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"tie_word_embeddings": True})),
+        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, output_router_logits=True)),
+        "diffllama": DiffLlamaForCausalLM(DiffLlamaConfig(**SHAPE)),
+    }
+    for name, model in models.items():
         model.double().save_pretrained(folder / name)
 
 

@@ -1,6 +1,4 @@
-"""One process of a group that trains, saves checkpoints of a run and goes on from them. Started by
-``rank_groups.py`` or torchrun.
-
+"""One process of a group that trains, saves checkpoints of a run and goes on from them.
 ``save FOLDER`` trains two steps of each case, saves, and trains two more; ``resume FOLDER WAY...``
 goes on from what was saved in each way that is named, and writes the same. ``damaged FOLDER`` has
 every rank meet a checkpoint that only the last of them finds damaged. ``export FOLDER`` writes a
@@ -8,25 +6,20 @@ model for others twice.
 """
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import whole
 from host_state_cases import CONFIG
+from rank_steps import of_all, states
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine_models import assembled
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.weights import name_in_files
-from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.export import export
-from highwater.engine.training.rank_context import RankContext
-from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
@@ -56,12 +49,9 @@ MICRO_BATCHES = 4
 """Of a step, over all ranks."""
 
 
-def main() -> None:
-    mode, folder, ways = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    torch.set_num_threads(1)
-    process_mesh.join(torch.device("cpu"))
-    {"save": save, "resume": resume, "damaged": damaged, "export": exported}[mode](folder, *ways)
-    process_mesh.leave()
+def results(mode: str, folder: str, *ways: str) -> None:
+    modes = {"save": save, "resume": resume, "damaged": damaged, "export": exported}
+    modes[mode](Path(folder), *ways)
 
 
 def save(folder: Path) -> None:
@@ -128,8 +118,7 @@ def exported(folder: Path) -> None:
 
 
 def tell(path: Path, own: list[str]) -> None:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
+    every = of_all(own)
     if dist.get_rank() == 0:
         path.write_text(json.dumps(every))
 
@@ -146,29 +135,14 @@ def training(
     settings = Settings(
         strategy=strategy, offload=offload, **(CASES | LOSSY)[case], loss="chunked", mlp_tiles=1
     )
-    device, gpus = torch.device("cpu"), dist.get_world_size()
-    layout = Layout(gpus=gpus, replicate_degree=copies)
+    layout = Layout(gpus=dist.get_world_size(), replicate_degree=copies)
     directory = folder / "tied"
     if dist.get_rank() == 0 and not directory.exists():
         write_model(directory, CONFIG, tie_word_embeddings=True, vocab_size=256)
     dist.barrier()
-    return assemble(
-        trial_in(
-            directory,
-            layout=layout,
-            settings=settings,
-            micro_batches=2,
-            hyperparameters=Hyperparameters(learning_rate=0.001),
-            seed=seed,
-        ),
-        RankContext(
-            device=device,
-            kernel="flash",
-            mesh=process_mesh.shard_mesh(layout, device),
-            shared=None,
-            nccl_bytes=0,
-        ),
-    )
+    fields = {"layout": layout, "settings": settings, "micro_batches": 2, "seed": seed}
+    numbers = Hyperparameters(learning_rate=0.001)
+    return assembled(trial_in(directory, hyperparameters=numbers, **fields))
 
 
 def train(own: Training, step: int) -> float:
@@ -194,23 +168,10 @@ def finish(own: Training, path: Path, losses: list[float]) -> None:
 
 
 def write(own: Training, path: Path, more: dict[str, Tensor] | None = None) -> None:
-    """Every trained parameter and all that its optimizer keeps of it, whole, in float32."""
+    """Every trained parameter of every model, and all that its optimizer keeps of it."""
     found = dict(more or {})
     for number, (model, optimizer) in enumerate(own.trained):
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                place = f"{number} {name_in_files(name)}"
-                found[place] = whole(parameter.detach(), own.mesh)
-                for kind in ("exp_avg", "exp_avg_sq", "step"):
-                    moment: Any = optimizer.state.get(parameter, {}).get(kind)
-                    if moment is not None:
-                        moment = local_shard(moment)
-                        moment = getattr(moment, "dequantize", moment.float)()
-                    gathered = whole(moment, own.mesh)
-                    found[f"{place} {kind}"] = gathered.unique() if kind == "step" else gathered
+        of_model = states(model, optimizer, own.mesh)
+        found |= {f"{number} {name}": each for name, each in of_model.items()}
     if dist.get_rank() == 0:
         save_file(found, path)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog
 from cover_cases import VOCABULARY, lift_float32_casts, save_models
-from rank_steps import built, of_all, place_of
+from rank_steps import of_all, place_of
+from reference import SHAPE
 from torch import Tensor
 from transformers import SeedOssConfig
 
+from engine_models import built, packed
 from highwater.engine.activations.recompute import seeded
-from highwater.engine.data.batches import Batch, Document, pack, share_of
+from highwater.engine.data.batches import Batch, share_of
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.experience import forward_batch
@@ -32,26 +34,16 @@ DEGREES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
 LENGTHS = (5, 13, 1, 30, 8, 2)
 CHANGED = (0, 3, 5)
 """Documents that are made others: the first, the longest, the last."""
-LAYERS, KV_HEADS, HEAD_SIZE = 2, 2, 8
+LAYERS, KV_HEADS, HEAD_SIZE = (
+    SHAPE[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
+)
 """Of every model here."""
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 RECOMPUTES = ("none", "layer", "all-but-attention")
 DRAWS = 2
 """Processes that train with dropout."""
 STEPS = 12
-DROPOUT = SeedOssConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=KV_HEADS,
-    head_dim=HEAD_SIZE,
-    max_position_embeddings=64,
-    attention_dropout=0.0,
-    residual_dropout=0.3,
-    initializer_range=0.2,
-)
+DROPOUT = SeedOssConfig(**SHAPE, attention_dropout=0.0, residual_dropout=0.3)
 
 
 def results(weights: str) -> dict[str, Any]:
@@ -110,7 +102,7 @@ class Ranks:
 
     def share(self, documents: list[Tensor]) -> Batch:
         """This rank's, of a micro-batch that all ranks have."""
-        return share_of(pack([Document(ids, ids) for ids in documents]), self.shared)
+        return share_of(packed(*documents), self.shared)
 
 
 def texts(seed: int) -> list[Tensor]:

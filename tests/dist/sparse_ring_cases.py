@@ -1,9 +1,10 @@
 """Run by test_sparse_ring.py on each rank: block-sparse and dilated attention by a ring, beside a
-dense masked softmax over the whole row, whose masks are written here from the definitions; and the
+dense masked softmax over the whole row, whose masks are of the definitions; and the
 bytes that this rank sent, beside those of the tokens that other ranks' queries see.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from highwater.engine.parallel.collectives import attend_sharded
 from highwater.engine.parallel.sequence_layout import PADDING, SequenceLayout
 from highwater.errors import UsageError
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
+from references.sparse_masks import dense, meetings
 
 BLOCK, WINDOW, GLOBAL = 8, 19, 11
 PATTERNS: tuple[PatternType | None, ...] = (
@@ -85,9 +87,10 @@ def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
             global_tokens=GLOBAL,
         )
     segments = BRANCHES[case.branches]
-    count = meetings(pattern, lengths, heads[0], segments)
+    count = in_row(pattern, lengths, heads[0], segments)
     whole, upstream = inputs(sum(lengths), heads)
-    expected = dense(whole, count)
+    output, sums = dense(*whole, count, SCALING)
+    expected = (output, sums.masked_fill(sums == -torch.inf, 0.0))
     wanted = torch.autograd.grad(expected, whole, upstream)
 
     positions_T = torch.from_numpy(layout.share_of(rank).positions_T)
@@ -197,29 +200,18 @@ def run_modules(rank: int, world: int) -> dict[str, float | str]:
     return found
 
 
-def meetings(
+def in_row(
     pattern: SparsePatternConfig | None,
     lengths: Sequence[int],
     heads: int,
     segments: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> Tensor:
     """How often a head's token sees a key, HSS: by every branch, within every document."""
-    parts = [of_document(pattern, length, heads, segments) for length in lengths]
+    parts = [
+        meetings(length, heads, segments or ((length,), (1,)), partial(seen, pattern))
+        for length in lengths
+    ]
     return torch.stack([torch.block_diag(*of_head) for of_head in zip(*parts, strict=True)])
-
-
-def of_document(
-    pattern: SparsePatternConfig | None,
-    length: int,
-    heads: int,
-    segments: tuple[tuple[int, ...], tuple[int, ...]] | None,
-) -> Tensor:
-    found = torch.zeros(heads, length, length, dtype=torch.float64)
-    for segment, rate in zip(*(((length,), (1,)) if segments is None else segments), strict=True):
-        for head, start in product(range(heads), range(0, length, segment)):
-            attends = torch.arange(length)[start : start + segment][head % rate :: rate]
-            found[head, attends[:, None], attends] += seen(pattern, len(attends)).double()
-    return found
 
 
 def seen(pattern: SparsePatternConfig | None, length: int) -> Tensor:
@@ -268,7 +260,7 @@ def needed(
         *(((max(lengths),), (1,)) if segments is None else segments), strict=True
     ):
         for offset in range(min(rate, heads[0])):
-            of_branch = meetings(pattern, lengths, offset + 1, ((segment,), (rate,)))[offset]
+            of_branch = in_row(pattern, lengths, offset + 1, ((segment,), (rate,)))[offset]
             read = len({head // (heads[0] // heads[1]) for head in range(offset, heads[0], rate)})
             tile_of = tiles(lengths, segment, rate, offset, block, mine)
             for other in range(layout.degree):
@@ -343,18 +335,6 @@ class counted:  # noqa: N801 -- a context
 
     def __exit__(self, *_: object) -> None:
         collectives.dist.P2POp = self.plain
-
-
-def dense(whole: Sequence[Tensor], count: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax over all keys, each as often as it is met, and the sums, 0 where none is."""
-    query, key, value = whole
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    scores = query @ keys.transpose(-1, -2) * SCALING + count.log()
-    has_keys = (count.sum(-1) > 0)[..., None]
-    scores = scores.masked_fill(~has_keys, 0.0)
-    sums = scores.logsumexp(-1).masked_fill(~has_keys[..., 0], 0.0)
-    return (scores.softmax(-1) * has_keys) @ values, sums
 
 
 def inputs(length: int, heads: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -5,7 +5,6 @@ Hugging Face with a dense mask, one document at a time.
 object {case name: deviations}.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from rank_steps import (
     Fields,
     Step,
-    built,
     deviations,
     each,
     first_step,
@@ -29,10 +27,11 @@ from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
+from engine_models import built
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import PatternType, SparsePatternConfig
-from references.sparse_masks import mask
+from references.sparse_masks import dense, mask
 
 BLOCK = 4
 LENGTHS = ((33, 1, 33, 2, 41), (50, 7), (48, 32))
@@ -80,7 +79,7 @@ def cases_for(processes: int) -> list[Case]:
 def save_model(folder: Path) -> None:
     """A model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE, intermediate_size=48, tie_word_embeddings=False)
+    config = Qwen3Config(**SHAPE)
     Qwen3ForCausalLM(config).double().save_pretrained(folder)
 
 
@@ -125,8 +124,5 @@ def masked(
     **___: Any,
 ) -> tuple[Tensor, None]:
     """Textbook attention with the whole mask, for each head."""
-    seen = mask(pattern, query, key)
-    groups = query.shape[1] // key.shape[1]
-    key, value, seen = (each.repeat_interleave(groups, dim=1) for each in (key, value, seen))
-    scores = (query @ key.mT * scaling).masked_fill(~seen, -math.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
+    seen = mask(pattern, query, key).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return dense(query, key, value, seen, scaling)[0].transpose(1, 2), None

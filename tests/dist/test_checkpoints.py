@@ -25,7 +25,7 @@ from tables import deep
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
-SCRIPT = "checkpoint_cases.py"
+CASES_OF = "checkpoint_cases"
 
 SUMMATION = 1e-12
 """Norm-relative, float64: another number of processes sums gradients in another order."""
@@ -46,8 +46,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
         (source / "notes.txt").write_text("not a tokenizer's")
         (folder / "configs" / name).mkdir(parents=True)
         shutil.copyfile(source / "config.json", folder / "configs" / name / "config.json")
-    ranks.run(SCRIPT, 2, "save", folder)
-    ranks.run(SCRIPT, 2, "hf", folder)
+    ranks.results(CASES_OF, 2, "save", folder)
+    ranks.results(CASES_OF, 2, "hf", folder)
     return folder
 
 
@@ -60,8 +60,8 @@ def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
     folder, ranks, saved_by, resumed_by
 ):
     if not (folder / f"went-on-{CASES[0]}-{saved_by}").exists():
-        ranks.run(SCRIPT, saved_by, "save", folder)
-    ranks.run(SCRIPT, resumed_by, "resume", folder, str(saved_by))
+        ranks.results(CASES_OF, saved_by, "save", folder)
+    ranks.results(CASES_OF, resumed_by, "resume", folder, str(saved_by))
     for case in CASES:
         went_on = load_file(folder / f"went-on-{case}-{saved_by}")
         resumed = load_file(folder / f"resumed-{case}-{saved_by}-{resumed_by}")
@@ -74,9 +74,9 @@ def test_training_goes_on_from_the_shards_as_if_it_had_never_stopped(
 
 
 def test_copies_write_each_shard_once_and_others_go_on_from_them(folder, ranks):
-    ranks.run(SCRIPT, 4, "save-copies", folder)
-    ranks.run(SCRIPT, 4, "resume-copies", folder, "4")
-    ranks.run(SCRIPT, 2, "resume-copies", folder, "2")
+    ranks.results(CASES_OF, 4, "save-copies", folder)
+    ranks.results(CASES_OF, 4, "resume-copies", folder, "4")
+    ranks.results(CASES_OF, 2, "resume-copies", folder, "2")
     for case in COPIED:
         went_on = load_file(folder / f"went-on-{case}-4")
         resumed = load_file(folder / f"resumed-{case}-4-4")
@@ -99,16 +99,16 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(folder, ranks):
 def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
     folder, ranks, loaded_by
 ):
-    ranks.run(SCRIPT, loaded_by, "load", folder, "2")
+    ranks.results(CASES_OF, loaded_by, "load", folder, "2")
     for case, strategy in product(CASES, STRATEGIES):
         assert_loaded(folder, case, strategy, 2, loaded_by)
 
 
 def test_copies_load_what_shards_saved_and_shards_what_copies_saved(folder, ranks):
     if not (folder / f"saved-{COPIED[0]}-4").exists():
-        ranks.run(SCRIPT, 4, "save-copies", folder)
-    ranks.run(SCRIPT, 4, "load-copies", folder, "2")
-    ranks.run(SCRIPT, 2, "load-copies", folder, "4")
+        ranks.results(CASES_OF, 4, "save-copies", folder)
+    ranks.results(CASES_OF, 4, "load-copies", folder, "2")
+    ranks.results(CASES_OF, 2, "load-copies", folder, "4")
     for case in COPIED:
         assert_loaded(folder, case, "fsdp2", 2, 4)
         assert_loaded(folder, case, "fsdp2", 4, 2)
@@ -126,7 +126,7 @@ def assert_loaded(folder: Path, case: str, strategy: str, saved_by: int, loaded_
 
 def test_copies_save_the_weights_that_others_save(folder, ranks, tmp_path):
     (tmp_path / "weights").symlink_to(folder / "weights")
-    ranks.run(SCRIPT, 4, "hf-copies", tmp_path)
+    ranks.results(CASES_OF, 4, "hf-copies", tmp_path)
     for case in COPIED:
         paths = sorted((tmp_path / f"hf-{case}").glob("*.safetensors"))
         assert len(paths) > 1

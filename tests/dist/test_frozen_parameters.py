@@ -9,6 +9,8 @@ import torch
 from frozen_cases import CASES
 from transformers import AfmoeConfig, AfmoeForCausalLM
 
+from tiny_models import SIZES
+
 FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
 
 
@@ -28,19 +30,12 @@ def save_model(folder: Path) -> set[str]:
     names of its parameters.
     """
     config = AfmoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
+        **SIZES | {"vocab_size": 97},
         moe_intermediate_size=24,
-        num_hidden_layers=2,
         num_dense_layers=0,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         global_attn_every_n_layers=1,
-        max_position_embeddings=64,
     )
     torch.manual_seed(0)
     model = AfmoeForCausalLM(config)

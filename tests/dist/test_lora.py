@@ -12,7 +12,7 @@ peft = pytest.importorskip("peft", reason="LoRA needs the lora extra")
 
 import lora_objective_cases
 import lora_saving_cases
-from lora_cases import LAYOUTS, SIZES, cases_for, nf4_of, save_models
+from lora_cases import LAYOUTS, OF_TEXT, cases_for, nf4_of, save_models
 from rank_groups import RankGroups, assert_close
 from safetensors.torch import load_file
 from transformers import (
@@ -24,9 +24,8 @@ from transformers import (
 
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 """Norm-relative. In float32 both sides round, and of A's gradient both of its products."""
-from highwater.engine.attention.registry import register
+from engine_models import built
 from highwater.engine.models.adapters import is_adapter
-from highwater.engine.models.build import build, read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
@@ -34,6 +33,7 @@ from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.errors import ModelError
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora
+from tiny_models import SIZES
 
 KINDS = ("went-on", "resumed")
 
@@ -73,12 +73,12 @@ def saved(
     for name in ("llama", "phi3", "qwen3_moe"):
         (folder / name).symlink_to(models / name)
     (folder / "packed").symlink_to(models / "llama")
-    scalar = LlamaConfig(**SIZES, num_labels=1)
+    scalar = LlamaConfig(**SIZES | OF_TEXT, num_labels=1)
     torch.manual_seed(0)
     LlamaForSequenceClassification(scalar).save_pretrained(folder / "scalar")
     saved_by, resumed_by = request.param
-    ranks.run("lora_saving_cases.py", saved_by, folder, "save")
-    ranks.run("lora_saving_cases.py", resumed_by, folder, "resume")
+    ranks.results("lora_saving_cases", saved_by, folder, "save")
+    ranks.results("lora_saving_cases", resumed_by, folder, "resume")
     return folder
 
 
@@ -127,34 +127,26 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("targets", ["lm_head", "q_proj,nonsense", "embed_tokens", "mlp", "norm"])
 def test_what_is_no_linear_layer_has_no_adapter(models, targets):
     with pytest.raises(ModelError, match="names no linear layer") as refused:
-        built(models / "llama", Lora(rank=2, alpha=4, targets=targets))
+        adapted(models / "llama", Lora(rank=2, alpha=4, targets=targets))
     named = refused.value.hint.split("--lora-targets ")[1].split("`")[0]
-    assert len(adapters(built(models / "llama", Lora(rank=2, alpha=4, targets=named)))) == 28
+    assert len(adapters(adapted(models / "llama", Lora(rank=2, alpha=4, targets=named)))) == 28
 
 
 def test_files_of_the_backbone_alone_are_read_beside_adapters(models, tmp_path):
     """Their names lack the prefix that the model's have."""
     whole = AutoModelForCausalLM.from_pretrained(models / "qwen3", dtype=torch.float32)
     whole.model.save_pretrained(tmp_path)
-    model = built(tmp_path, Lora(rank=2, alpha=4))
+    model = adapted(tmp_path, Lora(rank=2, alpha=4))
     assert model.weights == "saved"
     ours = {name_in_files(name): p for name, p in model.named_parameters() if not is_adapter(name)}
     for name, parameter in whole.named_parameters():
         assert torch.equal(local_shard(ours[name]), parameter), name
 
 
-def built(directory: Path, lora: Lora) -> Decoder:
+def adapted(directory: Path, lora: Lora) -> Decoder:
     with process_mesh.alone(torch.device("cpu")):
-        return build(
-            read_config(str(directory), length_tokens=64, rope="auto"),
-            directory=str(directory),
-            mesh=process_mesh.shard_mesh(Layout(), torch.device("cpu")),
-            attention=register("flash"),
-            loss="chunked",
-            recompute="layer",
-            compute_dtype=torch.float32,
-            lora=lora,
-        )
+        mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+        return built(directory, mesh, torch.float32, lora=lora)
 
 
 def adapters(model: Decoder) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("run-checkpoints")]
 
-SCRIPT = "run_checkpoint_cases.py"
+CASES_OF = "run_checkpoint_cases"
 FLOAT32 = 1e-6
 """Norm-relative, of weights; absolute, of losses, which PPO's is none of: another number of
 processes sums gradients in another order."""
@@ -27,7 +27,7 @@ MOMENTS = 1e-5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    ranks.run(SCRIPT, 2, "save", folder)
+    ranks.results(CASES_OF, 2, "save", folder)
     return folder
 
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     folder, ranks, resumed_by, ways
 ):
     assert set(ways) <= set(WAYS)
-    ranks.run(SCRIPT, resumed_by, "resume", folder, "2", *ways)
+    ranks.results(CASES_OF, resumed_by, "resume", folder, "2", *ways)
     for case in CASES:
         saved, went_on = (load_file(folder / f"{what}-{case}-2") for what in ("saved", "went-on"))
         for way in ways:
@@ -86,9 +86,9 @@ def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_re
     quarters of none of these are in 8 bits.
     """
     if not (folder / "refused-adamw-8bit-2-1.json").exists():
-        ranks.run(SCRIPT, 1, "resume", folder, "2", "shards")
+        ranks.results(CASES_OF, 1, "resume", folder, "2", "shards")
     if not (folder / "loaded-adamw-8bit-2-4").exists():
-        ranks.run(SCRIPT, 4, "resume", folder, "2", "shards")
+        ranks.results(CASES_OF, 4, "resume", folder, "2", "shards")
     for count in (1, 4):
         assert_same_states(folder, "adamw-bf16", f"adamw-bf16-2-{count}")
     assert_same_states(folder, "adamw-8bit", "adamw-8bit-2-4")
@@ -107,7 +107,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(folder,
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    ranks.run(SCRIPT, 2, "damaged", folder)
+    ranks.results(CASES_OF, 2, "damaged", folder)
     first, second = json.loads((folder / "damaged.json").read_text())
     assert first == second
     assert str(shard) in first[0]
@@ -115,7 +115,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_damaged_file(folder,
 
 
 def test_ranks_export_a_model_once_and_none_over_another(folder, ranks):
-    ranks.run(SCRIPT, 2, "export", folder)
+    ranks.results(CASES_OF, 2, "export", folder)
     out = folder / "out" / "model"
     first, second = json.loads((folder / "exported.json").read_text())
     assert first == second

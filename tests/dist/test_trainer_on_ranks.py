@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, OWN, STEPS, micro_batch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
+
+from engine_models import save_random
+from tiny_models import SIZES
 
 LOSS, NORM, WEIGHTS = 1e-6, 1e-5, 1e-4
 """Relative, in float32: sums are taken in another order, and AdamW divides by their like. Weights
@@ -22,7 +24,8 @@ SUMMED = 1e-8
 
 @pytest.mark.timeout(300)
 def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks, tmp_path):
-    start = _save_model(tmp_path / "model")
+    sizes = SIZES | {"head_dim": 16, "max_position_embeddings": 128}
+    start = save_random(Qwen3Config(**sizes, tie_word_embeddings=False), tmp_path / "model")
     for processes in CASES:
         (tmp_path / str(processes)).mkdir()
         ranks.run("trainer_cases.py", processes, tmp_path / "model", tmp_path / str(processes))
@@ -93,20 +96,3 @@ def _check_refusals(told: list[dict[str, Any]], *, shares: bool) -> None:
 
 def _told(folder: Path, processes: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-
-
-def _save_model(folder: Path) -> dict[str, Any]:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return load_file(folder / "model.safetensors")

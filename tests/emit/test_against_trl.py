@@ -22,9 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from engine_models import save_random
 from highwater.engine import Trainer
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel.fsdp2 import local_shard
+from tiny_models import SIZES
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
@@ -66,23 +68,9 @@ OURS = {"length": 128, "learning_rate": RATE, "max_grad_norm": MOST_NORM, "devic
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=END,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
-        tmp_path / "model"
-    )
+    sizes = SIZES | {"vocab_size": 128, "intermediate_size": 64, "head_dim": 16}
+    sizes |= {"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": END}
+    save_random(Qwen3Config(**sizes, tie_word_embeddings=False), tmp_path / "model")
     return str(tmp_path / "model")
 
 

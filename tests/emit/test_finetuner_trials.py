@@ -12,22 +12,11 @@ import pytest
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
 from highwater.trainers.logs import logged_steps
-from tiny_models import TINY, write_model
+from tiny_models import OF_OTHERS, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    **TINY,
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 65536,
-    "intermediate_size": 128,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "eos_token_id": 1,
-}
 MEMORY = "4GiB"
 """More than any of them imports, and less than two copies of the logits of 8192 tokens beside."""
 PROGRAMS = {"llamafactory": "llamafactory-cli", "axolotl": "axolotl", "ms-swift": "swift"}
@@ -55,7 +44,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "modules" / "torchaudio" / "__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     monkeypatch.chdir(tmp_path)
-    return write_model(tmp_path / "small", CONFIG)
+    return write_model(tmp_path / "small", OF_OTHERS, vocab_size=65_536)
 
 
 def tried(name: str, model: Path, length: int) -> TrialResult:

@@ -17,23 +17,11 @@ from highwater.nouns.request import request_from
 from highwater.nouns.trial import Launch, Outcome, TrialEndedError, TrialResult
 from highwater.trainers.logs import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
-from tiny_models import TINY, write_model
+from tiny_models import OF_OTHERS, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    **TINY,
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-    "intermediate_size": 128,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000,
-    "hidden_act": "silu",
-    "eos_token_id": 1,
-}
 ROOMY, NARROW = "6GiB", "1000MiB"
 """A bound that every trial here is far below; and one that is past TRL's own imports and below its
 loss over 8192 tokens."""
@@ -44,7 +32,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small model that is a config alone; what is prepared of it goes with the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    return write_model(tmp_path / "small", CONFIG)
+    return write_model(tmp_path / "small", OF_OTHERS, tie_word_embeddings=False)
 
 
 def settings(**others: Any) -> dict[str, Any]:

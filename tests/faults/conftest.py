@@ -2,21 +2,26 @@
 
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from processes import MARK, marked
 
+from fork_server import INSIDE
 from highwater.nouns.control_group import counters
 from tiny_models import SMALLEST, write_model
 
+ENDS_S = 240
+
 
 @pytest.fixture
-def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def mark(tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The mark of this test's processes: none is left when it ends.
 
     The environment that carries it also hides every GPU, and finds ``faulty_batches``.
@@ -55,6 +60,70 @@ def tiny(tmp_path: Path) -> Path:
 def wide(tmp_path: Path) -> Path:
     """A model whose logits of a few thousand tokens fill a GiB."""
     return write_model(tmp_path / "wide", SMALLEST, vocab_size=151_936)
+
+
+class SmallDisk(NamedTuple):
+    """A disk that its own processes alone see, as the folder ``disk`` in that of the test."""
+
+    holder: "subprocess.Popen[bytes]"
+    folder: Path
+    """The same, as this process sees it."""
+
+    def start(self, *words: str, cwd: str = ".", **environment: str) -> "subprocess.Popen[str]":
+        """Start a command that sees it."""
+        return subprocess.Popen(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=os.environ | environment | {INSIDE: str(self.holder.pid)},
+        )
+
+    def run(
+        self, *words: str, cwd: str = ".", **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        """Run a command that sees it to its end."""
+        with self.start(*words, cwd=cwd, **environment) as process:
+            said, errors = process.communicate(timeout=ENDS_S)
+        return subprocess.CompletedProcess(words, process.returncode, said, errors)
+
+    def fill(self, name: str) -> Path:
+        """Fill it up with a file of this name."""
+        filler, is_full = self.folder / name, False
+        with filler.open("wb", buffering=0) as file:
+            while not is_full:
+                try:
+                    file.write(bytes(2**16))
+                except OSError:
+                    is_full = True
+        return filler
+
+
+@pytest.fixture
+def small_disk(mark: str, tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
+    """Makes small disks, of so many MiB."""
+    holders: list[subprocess.Popen[bytes]] = []
+    (tmp_path / "disk").mkdir()
+
+    def disk(size_mib: int) -> SmallDisk:
+        mount = f"mount -t tmpfs -o size={size_mib}m none disk && echo mounted && exec sleep 10000"
+        holder = subprocess.Popen(
+            ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        holders.append(holder)
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            refused = holder.communicate()[1].decode()
+            pytest.skip(f"this machine lets nobody mount a small disk: {refused[:200]}")
+        return SmallDisk(holder, Path(f"/proc/{holder.pid}/root{tmp_path}/disk"))
+
+    yield disk
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
 
 
 @pytest.fixture

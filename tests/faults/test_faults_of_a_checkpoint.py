@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,31 +82,15 @@ def latest_of(folder: Path) -> int:
     return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*[0-9]")), default=0)
 
 
-_ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=24m none disk || exit 99
-"$@"
-status=$?; cp -r disk/checkpoints kept; exit $status
-"""
 REFUSED_FIRST, FULL_IN_THE_MIDDLE = -4096, 16384
 """Bytes that are free besides what a checkpoint's numbers take: what its files say of these takes
 more than the second."""
 
 
-def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(mark, tmp_path):
-    (tmp_path / "disk").mkdir()
-    alone = ("unshare", "--user", "--map-root-user", "--mount")
-    refused = subprocess.run(
-        [*alone, "mount", "-t", "tmpfs", "none", "disk"], capture_output=True, text=True
-    )
-    if refused.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk: {refused.stderr[:200]}")
-    words = [sys.executable, SCRIPT, "disk", str(REFUSED_FIRST), str(FULL_IN_THE_MIDDLE)]
-    done = subprocess.run(
-        [*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(small_disk, tmp_path):
+    disk = small_disk(24)
+    spares = (str(REFUSED_FIRST), str(FULL_IN_THE_MIDDLE))
+    done = disk.run(sys.executable, SCRIPT, "disk", *spares)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines()]
     free: list[int] = []
@@ -121,8 +106,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_is_whole(mark, tmp_path):
     assert first < takes / 10, "it was refused before it began"
     assert middle > takes / 2, "it was refused by the disk, with the most of it written"
     run = tmp_path / "again"
-    run.mkdir()
-    (tmp_path / "kept").rename(run / "checkpoints")
+    shutil.copytree(disk.folder / "checkpoints", run / "checkpoints")
     with process_mesh.alone(torch.device("cpu")):
         own = training(tmp_path / "own")
         assert RunCheckpoints(run).resume(own) == state(2, evaluation_loss=None)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import SmallDisk
 from processes import marked, wait_until
 
 import highwater
@@ -128,30 +129,21 @@ def test_a_search_killed_with_9_leaves_no_file_of_the_trial_that_was_running(
     assert not own.exists()
 
 
-_ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=72m none disk || exit 99
-export FAULTS="$PWD/disk"; echo $1 > disk/fill; shift
-"$@"
-status=$?; ls disk > left; exit $status
-"""
-
-
 @pytest.fixture
-def on_a_small_disk(mark: str, tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Runs a command that finds 72 MiB in the directory ``disk``; ``fill`` names the trial that
-    fills it up.
+def on_a_small_disk(
+    small_disk: Callable[[int], SmallDisk], tmp_path: Path
+) -> Callable[..., tuple["subprocess.CompletedProcess[str]", list[str]]]:
+    """Runs a command that finds 72 MiB in the directory ``disk``, and says what is left there;
+    ``fill`` names the trial that fills it up.
     """
-    (tmp_path / "disk").mkdir()
-    alone = ("unshare", "--user", "--map-root-user", "--mount")
-    refused = subprocess.run(
-        [*alone, "mount", "-t", "tmpfs", "none", "disk"], capture_output=True, text=True
-    )
-    if refused.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk: {refused.stderr[:200]}")
 
-    def on_a_small_disk(*words: str, fill: int = 0) -> "subprocess.CompletedProcess[str]":
-        command = [*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", str(fill), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    def on_a_small_disk(
+        *words: str, fill: int = 0
+    ) -> tuple["subprocess.CompletedProcess[str]", list[str]]:
+        disk = small_disk(72)
+        (disk.folder / "fill").write_text(str(fill))
+        done = disk.run(*words, FAULTS=str(tmp_path / "disk"))
+        return done, sorted(path.name for path in disk.folder.iterdir())
 
     return on_a_small_disk
 
@@ -164,12 +156,12 @@ def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
 ):
     words = ("highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB")
     words += ("--json", *saved, "--checkpoint-dir", "disk")
-    done = on_a_small_disk(*words, "--data", "faulty_batches:filling_the_disk", fill=32)
+    done, left = on_a_small_disk(*words, "--data", "faulty_batches:filling_the_disk", fill=32)
     result = json.loads(done.stdout)["result"]
     assert result["outcome"] == "CRASHED"
     assert f", save: OSError: [Errno {errno.ENOSPC}] " in result["reason"]
     assert str(tmp_path / "disk" / "highwater-checkpoint-") in result["reason"]
-    assert (tmp_path / "left").read_text().split() == ["fill", "filler"]
+    assert left == ["fill", "filler"]
 
 
 def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
@@ -183,7 +175,7 @@ def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
         *("--loss", "chunked"),
     ]
     trial += ["--checkpoint", "sharded", "--save-hf", "last", "--log-dir", "disk"]
-    refused = on_a_small_disk(*trial)
+    refused, _ = on_a_small_disk(*trial)
     assert (refused.returncode, refused.stdout) == (3, "")
     problem, _, hint = refused.stderr.splitlines()[-3:]
     assert re.findall(r"[\d.]+ MiB", problem)[:2] == ["55.7 MiB", "18.6 MiB"]
@@ -193,5 +185,5 @@ def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
     assert ways[1].startswith("--checkpoint-dir ")
     assert ways[2:] == ["--checkpoint none --save-hf never"]
     for way in ways[1:]:
-        done = on_a_small_disk(*trial, *shlex.split(way))
+        done, _ = on_a_small_disk(*trial, *shlex.split(way))
         assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from collections import Counter
@@ -219,41 +220,31 @@ def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(sta
     assert start(*dry, "--study", other).wait(ENDS_S) == 0
 
 
-_ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=72m none disk && cp -r tiny disk && cd disk && echo $1 > fill || exit 99
-export FAULTS="$PWD"; shift
-"$@"; echo "exit $?" >&2
-cp study.jsonl ../full.jsonl && rm filler && echo 0 > fill
-"$@"; echo "exit $?" >&2
-cp study.jsonl ../resumed.jsonl
-"""
-
-
 def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_room_it_goes_on(
-    start, tmp_path
+    small_disk, tiny
 ):
-    (tmp_path / "disk").mkdir()
-    alone = ("unshare", "--user", "--map-root-user", "--mount")
-    mounting = start(*alone, "mount", "-t", "tmpfs", "-o", "size=72m", "none", "disk")
-    refused = mounting.communicate(timeout=ENDS_S)[1].strip()
-    if mounting.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk: {refused[:200]}")
+    disk = small_disk(72)
+    study, fill = disk.folder / "study.jsonl", disk.folder / "fill"
+    shutil.copytree(tiny, disk.folder / "tiny")
+    fill.write_text(str(LENGTHS[1]))
     # So many steps that what they make of a line in the study is longer than the disk's blocks: the
     # last one has room for none.
     words = (*FIND, "--data", "faulty_batches:filling_the_disk", "--steps", "60")
-    answer, talk = start(
-        *alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", str(LENGTHS[1]), *words
-    ).communicate(timeout=ENDS_S)
-    full, resumed = tmp_path / "full.jsonl", tmp_path / "resumed.jsonl"
-    first, _, second = talk.partition("exit 3\n")
-    (problem,) = (line for line in first.splitlines() if line.startswith("error: "))
+    here = {"cwd": "disk", "FAULTS": str(tiny.parent / "disk")}
+    search = disk.run(*words, **here)
+    assert search.returncode == 3
+    (problem,) = (line for line in search.stderr.splitlines() if line.startswith("error: "))
     assert problem.endswith(f" study.jsonl: {os.strerror(errno.ENOSPC)}")
-    assert "trains up to 64 tokens" in answer
-    assert second.endswith("exit 0\n")
-    assert full.read_bytes().endswith(b"\n")
-    assert resumed.read_bytes().startswith(full.read_bytes())
-    assert starts(resumed)[LENGTHS[0]] == 1
-    assert len(set(finished(resumed))) == len(finished(resumed)) == 2
+    full = study.read_bytes()
+    assert full.endswith(b"\n")
+    (disk.folder / "filler").unlink()
+    fill.write_text("0")
+    resumed = disk.run(*words, **here)
+    assert resumed.returncode == 0
+    assert "trains up to 64 tokens" in resumed.stdout
+    assert study.read_bytes().startswith(full)
+    assert starts(study)[LENGTHS[0]] == 1
+    assert len(set(finished(study))) == len(finished(study)) == 2
 
 
 def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_removes(

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import highwater
+from fork_server import ForkServer, Started
 from highwater.engine.data.store import check_files, read_manifest, record_of, write_manifest
 from highwater.errors import EXIT_ANSWERED, EXIT_INTERRUPTED, EXIT_MACHINE, EXIT_TERMINATED
 from highwater.nouns.training import TrainingResult
@@ -91,7 +92,7 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A run whose evaluation is the best after its second step: that checkpoint is kept, too."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     trained = Trained(*(folder / name for name in ("tiny", "data.jsonl", "held", "run", "cache")))
@@ -114,9 +115,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     more = ("--eval-data", str(trained.held_out), "--eval-every", "2")
-    subprocess.run(
-        trained.words(str(trained.run), *more), env=environment, check=True, timeout=WITHIN_S
-    )
+    words = trained.words(str(trained.run), *more)
+    training = fork_server.popen_of_commands(words, env=environment)
+    assert training.wait(WITHIN_S) == EXIT_ANSWERED
     assert checkpoints_of(trained.run) == [BEST, LAST]
     return trained
 
@@ -151,12 +152,11 @@ class Frozen(NamedTuple):
         return self.command.returncode, said
 
 
-def frozen(trained: Trained, mark: str, output: Path, *more: str) -> Frozen:
+def frozen(trained: Trained, mark: str, output: Path, *more: str, is_forked: bool = True) -> Frozen:
     """Start a run, or go on with it, and stop its rank after a further checkpoint."""
     before = latest_of(output)
-    command = subprocess.Popen(
-        trained.words(str(output), *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    start, pipe = subprocess.Popen if is_forked else Started, subprocess.PIPE
+    command = start(trained.words(str(output), *more), stdout=pipe, stderr=pipe, text=True)
     assert wait_until(lambda: latest_of(output) > before, within_s=WITHIN_S)
     (rank,) = (
         process
@@ -222,7 +222,9 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(trained, mark, tmp_pa
     assert f"stopped after step {impatient.step} of {STEPS}" in said
     assert marked(mark) == []
 
-    starved = frozen(trained, mark, run, "--resume-from", f"step-{latest_of(run):06}")
+    # Of the memory that a fork shares nothing is free, so that Python's own objects run out first.
+    again = ("--resume-from", f"step-{latest_of(run):06}")
+    starved = frozen(trained, mark, run, *again, is_forked=False)
     _, most = resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA)
     resource.prlimit(starved.rank.pid, resource.RLIMIT_DATA, (MIB, most))  # 0 means nothing here
     starved.rank.resume()
@@ -245,16 +247,20 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hea
     trained, mark, tmp_path
 ):
     run = tmp_path / "closed"
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvp("highwater", trained.words(str(run), "--steps", "4000"))  # noqa: S606
+    terminal, theirs = pty.openpty()
+    _, *words = trained.words(str(run), "--steps", "4000")
+    closed = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("own_terminal.py"), *words],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+    )
+    os.close(theirs)
     reader = Thread(target=_read_on, args=(terminal,), daemon=True)
     reader.start()
     assert wait_until(lambda: latest_of(run) >= 2, within_s=WITHIN_S)
-    os.killpg(pid, signal.SIGHUP)  # as the kernel does
+    os.killpg(closed.pid, signal.SIGHUP)  # as the kernel does
     os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == EXIT_TERMINATED
+    assert closed.wait(WITHIN_S) == EXIT_TERMINATED
     assert marked(mark) == []
     assert len(losses_of(run)) == latest_of(run) >= 2
 
@@ -410,53 +416,32 @@ def test_a_learning_rate_that_breaks_the_weights_is_said_with_one_that_does_not(
     assert len(trained.train(elsewhere, learning_rate=rate, steps=3).losses) == 3
 
 
-_ON_A_SMALL_DISK = """
-mount -t tmpfs -o size=128m none disk || exit 99
-(until test -d disk/run/checkpoints/step-000001; do sleep 0.05; done
- dd if=/dev/zero of=disk/others bs=64k 2>/dev/null) & # until it is full
-"$@" 2>said; echo $? >full
-wait; rm disk/others
-"$@"
-status=$?; cp -r disk kept; exit $status
-"""
-"""Somebody else fills the disk once there is a checkpoint."""
-
-
-def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(trained, tmp_path):
-    (tmp_path / "disk").mkdir()
-    alone = ("unshare", "--user", "--map-root-user", "--mount")
-    refused = subprocess.run(
-        [*alone, "mount", "-t", "tmpfs", "none", "disk"], capture_output=True, text=True
-    )
-    if refused.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk: {refused.stderr[:200]}")
-    done = subprocess.run(
-        [*alone, "sh", "-c", _ON_A_SMALL_DISK, "sh", *trained.words("disk/run")],
-        capture_output=True,
-        text=True,
-        timeout=2 * WITHIN_S,
-    )
-    assert done.returncode == 0, done.stderr
-    said = (tmp_path / "said").read_text()
-    assert (tmp_path / "full").read_text() == f"{EXIT_MACHINE}\n", said
+def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(trained, small_disk):
+    """Somebody else fills the disk once there is a checkpoint."""
+    disk = small_disk(128)
+    words = trained.words("disk/run")
+    training = disk.start(*words)
+    first = disk.folder / "run" / "checkpoints" / "step-000001"
+    assert wait_until(first.exists, within_s=WITHIN_S)
+    others = disk.fill("others")
+    _, said = training.communicate(timeout=WITHIN_S)
+    assert training.returncode == EXIT_MACHINE, said
     found = re.search(r"error: step-(\d+) cannot be saved in .*there is no space left", said)
     assert found is not None, said
     assert f"step-{int(found[1]) - 1:06} is still there" in said
     assert "hint: make room" in said
     assert "Traceback" not in said
+    others.unlink()
+    done = disk.run(*words)
+    assert done.returncode == 0, done.stderr
     assert f"goes on after step {int(found[1]) - 1}\n" in done.stderr
-    assert losses_of(tmp_path / "kept" / "run") == trained.losses
+    assert losses_of(disk.folder / "run") == trained.losses
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_has_it(
-    trained, tmp_path
+    trained, small_disk
 ):
-    (tmp_path / "disk").mkdir()
-    small = 'mount -t tmpfs -o size=64m none disk || exit 99\nexec "$@"'
-    words = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", small, "sh")
-    done = subprocess.run([*words, *trained.words("disk/run")], capture_output=True, text=True)
-    if done.returncode == 99 or done.stderr.startswith("unshare"):
-        pytest.skip(f"this machine lets nobody mount a small disk: {done.stderr[:200]}")
+    done = small_disk(64).run(*trained.words("disk/run"))
     assert done.returncode == EXIT_MACHINE, done.stderr
     assert "a run needs" in done.stderr
     assert "2 checkpoints" in done.stderr

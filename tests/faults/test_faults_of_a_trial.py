@@ -4,16 +4,17 @@ have.
 
 import ipaddress
 import json
-import subprocess
-import sys
+import os
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from processes import marked
 
 import highwater
+from fork_server import ForkServer
 from highwater.api.search import prepare_trial
 from highwater.nouns.codec import from_json
 from highwater.nouns.environment import Profiling
@@ -176,13 +177,19 @@ def test_an_error_that_is_no_text_keeps_its_reason(attempt):
     assert result.reason.endswith(r" \udcff\udcfe.txt")
 
 
-GROUP_BYTES = 768 * 2**20
-"""Enough for a trial of two processes that takes nothing more; less than the 1 GiB that each may
-have."""
+WITHIN_S = 240
+GROUP_BYTES = 448 * 2**20
+"""Enough for a trial of two forked processes that takes nothing more; less than what each may take
+of its 1 GiB besides what it shares with the process that it is forked from."""
 
 
-def attempt_in(group: Path, model: Path, data: str, gpus: int) -> TrialResult:
+@pytest.fixture
+def attempt_in(mark: str, fork_server: ForkServer, tiny: Path) -> Callable[..., TrialResult]:
     """Tries a trial in a control group, from a process of its own."""
+    return partial(_attempt_in, fork_server, tiny)
+
+
+def _attempt_in(server: ForkServer, model: Path, group: Path, data: str, gpus: int) -> TrialResult:
     code = f"""
 open({str(group / "cgroup.procs")!r}, "w").write("0")
 import highwater
@@ -191,20 +198,21 @@ words = dict(device="cpu", memory="1GiB", gpus=[{gpus}], data="faulty_batches:{d
 words.update(timeout="2m", log_dir="logs")
 print(to_json(highwater.run_trial({str(model)!r}, 32, **words)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = server.run(f"-c{code}", within_s=WITHIN_S, environment=os.environ)
+    assert done.returncode == 0, done.stderr
     return from_json(done.stdout, TrialResult)
 
 
-def test_a_rank_that_the_kernel_kills_for_want_of_memory_ran_out_of_it(mark, groups, tiny):
-    result = attempt_in(groups(GROUP_BYTES), tiny, "filling_the_control_group", 2)
+def test_a_rank_that_the_kernel_kills_for_want_of_memory_ran_out_of_it(attempt_in, groups):
+    result = attempt_in(groups(GROUP_BYTES), "filling_the_control_group", 2)
     assert result.outcome is Outcome.OUT_OF_MEMORY
     assert "the kernel killed rank 1" in result.reason
 
 
-def test_a_rank_that_is_killed_while_others_run_out_of_memory_did_not(mark, groups, tiny, tmp_path):
+def test_a_rank_that_is_killed_while_others_run_out_of_memory_did_not(attempt_in, groups, tmp_path):
     (tmp_path / "group").write_text(str(groups(16 * 2**20)))
     before = _kills_on_this_machine()
-    result = attempt_in(groups(GROUP_BYTES * 4), tiny, "killed_while_another_group_runs_out", 1)
+    result = attempt_in(groups(GROUP_BYTES * 4), "killed_while_another_group_runs_out", 1)
     assert result.outcome is Outcome.CRASHED
     assert "SIGKILL" in result.reason
     assert _kills_on_this_machine() > before
@@ -225,7 +233,7 @@ LOGITS_BYTES = 4 * WORDS * TOKENS // 2
 
 
 @pytest.fixture
-def wordy(tmp_path: Path) -> Path:
+def wordy(mark: str, tmp_path: Path) -> Path:
     """A model with so many words that its logits are nearly all of it."""
     return write_model(tmp_path / "wordy", vocab_size=WORDS, hidden_size=WIDTH)
 

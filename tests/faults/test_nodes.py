@@ -31,37 +31,6 @@ FIND = (
 ADDRESSES = ("10.77.0.1/24", "10.77.0.2/24")
 
 
-SRUN = """
-import os, signal, subprocess, sys, time
-
-kills, at = sys.argv[1] == "kills", sys.argv.index("--")
-machines, command = sys.argv[2:at], sys.argv[at + 1 :]
-tasks = []
-
-def forward(number, _):
-    for task in tasks:
-        task.poll() is None and task.send_signal(number)
-
-signal.signal(signal.SIGTERM, forward)
-for number, machine in enumerate(machines):
-    name, _, interface = machine.partition(":")
-    inside = ["ip", "netns", "exec", name, "unshare", "--uts"] if interface else []
-    named = ["sh", "-c", f'hostname {name}; exec "$@"', "sh"] if interface else []
-    told = {"SLURM_PROCID": str(number), "SLURM_NTASKS": str(len(machines))}
-    told |= {"GLOO_SOCKET_IFNAME": interface or "lo"}
-    told |= dict(pair.split("=") for pair in os.environ.get("SRUN_SETS", "").split())
-    tasks.append(subprocess.Popen([*inside, *named, *command], env=os.environ | told))
-while any(task.poll() is None for task in tasks):
-    if kills and any(task.poll() for task in tasks):
-        forward(signal.SIGTERM, None)
-    time.sleep(0.05)
-sys.exit(max(abs(task.returncode) for task in tasks))
-"""
-"""What ``srun`` does: a process on each machine, which is told its number and every signal; with
-``kills`` the others are ended where one fails, as with ``--kill-on-bad-exit``.
-"""
-
-
 class Machine:
     """A network namespace with one end of a wire, and a host's name of its own."""
 
@@ -109,9 +78,8 @@ def kill(pids: Iterable[int]) -> None:
 
 def across(folder: Path, *machines: str, kills: bool = True) -> tuple[str, ...]:
     """The words that have a command run on these machines, each a name, or a name and a wire."""
-    srun = folder / "srun.py"
-    srun.write_text(SRUN)
-    launcher = (sys.executable, str(srun), "kills" if kills else "waits", *machines, "--")
+    srun = (sys.executable, "-P", "-m", "srun")
+    launcher = (*srun, "kills" if kills else "waits", *machines, "--")
     meet = ("--rendezvous", str(folder / "meet" / "ranks"))
     return ("--nodes", str(len(machines)), "--launcher", shlex.join(launcher), *meet)
 
@@ -206,7 +174,7 @@ def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
     (tmp_path / "pause").write_text("64")
     search = start(*FIND, *across(tmp_path, *wired(machines)))
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
-    kill(pid for pid in marked(mark) if _runs(pid, str(tmp_path / "srun.py")))
+    kill(pid for pid in marked(mark) if _runs(pid, "srun"))
     inside = lambda: [pid for pid in marked(mark) if any(_is_in(m, pid) for m in machines)]  # noqa: E731
     assert wait_until(lambda: inside() == [], within_s=GONE_S)
     search.send_signal(signal.SIGINT)
@@ -327,7 +295,7 @@ def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_ran
 
 BIN_SRUN = """#!/bin/sh
 while [ ! -x "$1" ]; do shift; done
-exec "$PYTHON" "$SRUN" kills a b -- "$@"
+exec "$PYTHON" -P -m srun kills a b -- "$@"
 """
 
 
@@ -345,9 +313,7 @@ def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(
     srun.parent.mkdir()
     srun.write_text(BIN_SRUN)
     srun.chmod(0o755)
-    (tmp_path / "srun.py").write_text(SRUN)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("SRUN", str(tmp_path / "srun.py"))
     monkeypatch.setenv("PYTHON", sys.executable)
     done = subprocess.run(
         ("bash", str(job)), capture_output=True, text=True, timeout=ENDS_S, check=False

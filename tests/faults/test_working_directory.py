@@ -30,6 +30,11 @@ def good(*, length_tokens, **_):
 
 
 @pytest.fixture
+def forks() -> None:
+    """None: what is forked has imported everything by then."""
+
+
+@pytest.fixture
 def sprung(mark: str, tiny: Path, tmp_path: Path) -> Path:
     """The file where each trap in the working directory writes that it was run."""
     sprung = tmp_path / "sprung"

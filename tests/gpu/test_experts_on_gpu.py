@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from closeness import deviation
 from experts_in_tiles import LONG, kernel_bytes, rows
 from highwater.engine.models.fused.experts import AdaptedExperts
 from highwater.engine.models.fused.fused import tile_experts
@@ -64,10 +65,6 @@ def found(experts: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> list
     return [out.detach(), *gradients]
 
 
-def apart(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.float() - exact).norm() / exact.norm())
-
-
 def tell(row: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(row) + "\n")
 
@@ -93,7 +90,7 @@ def test_tiles_are_as_near_to_exact_as_all_tokens_at_once(family, tokens):
     for tiles in (1, 3):
         ours.tiles = tiles
         off[tiles] = list(
-            map(apart, found(ours, [each.clone() for each in wide], chosen), expected)
+            map(deviation, found(ours, [each.clone() for each in wide], chosen), expected)
         )
     tell({"case": f"{family} {tokens}", "apart": off})
     assert all(tiled < SPREAD * plain for tiled, plain in zip(off[3], off[1], strict=True))
@@ -148,7 +145,7 @@ def test_adapters_on_experts_are_as_near_to_exact_in_tiles(family):
             out.detach(),
             *torch.autograd.grad(out, [x, weights, *trained], upstream.to(out.dtype)),
         ]
-        off[tiles] = dict(zip(names, map(apart, found_here, expected), strict=True))
+        off[tiles] = dict(zip(names, map(deviation, found_here, expected), strict=True))
     tell({"case": f"{family} adapters", "apart": off})
     assert max(off[1].values()) < CLOSE
     assert all(off[3][name] < SPREAD * off[1][name] for name in names)

@@ -14,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine_models import built, packed
 from highwater.engine.activations import host as host_module
 from highwater.engine.activations.host import HostActivations
 from highwater.engine.attention.dense import select_kernel
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.models.build import build, read_config
-from highwater.engine.models.decoder import Decoder
+from highwater.engine.data.batches import Batch
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.training.experience import forward_batch
@@ -215,23 +213,14 @@ def trained(
     gc.collect()
     torch.cuda.empty_cache()
     device = torch.device("cuda", 0)
-    adapted: dict[str, Any] = {}
+    how: dict[str, Any] = {"recompute": recompute, "host": host, "master_dtype": torch.float32}
     if lora is not None:
         adapters = Lora(rank=lora, alpha=16, targets="all-linear", base="bf16")
-        adapted = {"lora": adapters, "master_dtype": torch.bfloat16}
+        how |= {"lora": adapters, "master_dtype": torch.bfloat16}
     mesh = process_mesh.shard_mesh(Layout(), device)
     kernel = select_kernel(device, torch.bfloat16, query_heads=8, kv_heads=4, head_dim=128)
-    policy: Decoder = build(
-        read_config(str(directory), length_tokens=16_384, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register(kernel),
-        loss="chunked",
-        recompute=recompute,
-        compute_dtype=torch.bfloat16,
-        host=host,
-        **adapted,
-    )
+    how |= {"kernel": kernel, "length_tokens": 16_384, "loss": "chunked"}
+    policy = built(directory, mesh, torch.bfloat16, **how)
     return Training(
         policy=policy,
         optimizer=make_optimizer(policy, Hyperparameters()),
@@ -269,5 +258,4 @@ def peak_of(training: Training, batch: list[Batch]) -> int:
 
 def row(*lengths: int) -> Batch:
     generator = torch.Generator().manual_seed(sum(lengths))
-    ids = [torch.randint(8_000, (length,), generator=generator) for length in lengths]
-    return pack([Document(each, each) for each in ids])
+    return packed(*(torch.randint(8_000, (length,), generator=generator) for length in lengths))

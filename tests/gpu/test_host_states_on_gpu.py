@@ -5,7 +5,6 @@ Gradients are drawn, not computed: attention's and the embedding's are added up 
 """
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from highwater.engine.attention.registry import register
-from highwater.engine.models.build import build, read_config
+from engine_models import built
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
@@ -37,6 +35,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.objective import STREAMED
 from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
+from tiny_models import write_model
 
 DEVICE = "cuda:0"
 CONFIG = {
@@ -61,9 +60,7 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights: every one that is built of it starts from the same random ones."""
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+    return write_model(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -75,16 +72,9 @@ def alone() -> Iterator[None]:
 
 
 def model_of(directory: Path, *, seed: int = 1) -> Decoder:
-    return build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=process_mesh.shard_mesh(Layout(), torch.device("cuda", 0)),
-        attention=register("flash"),
-        loss="chunked",
-        recompute="layer",
-        compute_dtype=torch.bfloat16,
-        seed=seed,
-    )
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cuda", 0))
+    how = {"loss": "chunked", "master_dtype": torch.float32, "seed": seed}
+    return built(directory, mesh, torch.bfloat16, **how)
 
 
 def optimizer_of(model: Decoder, *, on_host: bool, piece: int = STREAMED) -> Any:

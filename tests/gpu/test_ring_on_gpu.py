@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from closeness import deviation
 from highwater.engine.attention.block_attention import Block
 from highwater.engine.tracer.allocation_recorder import WORKSPACES
 from highwater.nouns.hardware import Kernel
@@ -112,7 +113,3 @@ def test_a_ring_of_processes_equals_float64_and_is_as_exact_as_one_kernel(
 
 def rounded(size: int) -> int:
     return -(-size // ROUNDED_BYTES) * ROUNDED_BYTES
-
-
-def deviation(ours: "torch.Tensor", expected: "torch.Tensor") -> float:
-    return float((ours.double() - expected).norm() / expected.norm().clamp_min(1e-12))

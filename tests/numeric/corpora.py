@@ -109,6 +109,11 @@ def made(folder: Path, data: Path | Iterable[Path], **choices: Any) -> OpenCorpu
     return open_corpus(summary.directory)
 
 
+def of_records(folder: Path, records: Iterable[Mapping[str, Any]], **choices: Any) -> OpenCorpus:
+    """The corpus of records, a line each of ``d.jsonl``."""
+    return made(folder, write_lines(folder / "d.jsonl", records), **choices)
+
+
 def ids_of(corpus: OpenCorpus) -> list[list[int]]:
     return [corpus.document(number).ids_L.tolist() for number in range(corpus.summary.documents)]
 

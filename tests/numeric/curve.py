@@ -10,10 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine_models import built, packed
 from highwater.engine.attention.dense import select_kernel
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.build import build, read_config
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
@@ -78,16 +76,13 @@ def our_curve(
     """
     settings = settings or Settings()
     mesh = process_mesh.shard_mesh(Layout(), device)
-    model = build(
-        read_config(directory, length_tokens=128, rope="auto"),
-        directory=directory,
-        mesh=mesh,
-        attention=register(
-            select_kernel(device, compute_dtype, query_heads=4, kv_heads=2, head_dim=32)
-        ),
+    model = built(
+        directory,
+        mesh,
+        compute_dtype,
+        kernel=select_kernel(device, compute_dtype, query_heads=4, kv_heads=2, head_dim=32),
+        length_tokens=128,
         loss="chunked",
-        recompute="layer",
-        compute_dtype=compute_dtype,
         master_dtype=torch.bfloat16 if settings.parameters == "bf16" else torch.float32,
     )
     keeps = settings.keeps_gradients
@@ -104,8 +99,8 @@ def our_curve(
     for micro_batches in text_batches():
         if not settings.accumulates:
             micro_batches = [[ids for documents in micro_batches for ids in documents]]
-        packed = [pack([Document(ids, ids) for ids in documents]) for documents in micro_batches]
-        losses.append(float(train_step(training, packed)[0]))
+        step = [packed(*documents) for documents in micro_batches]
+        losses.append(float(train_step(training, step)[0]))
     return torch.tensor(losses, dtype=torch.float64)
 
 

@@ -4,7 +4,6 @@ wrong one has no number, memory that runs out is told, and no fault of one takes
 
 import json
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from test_attention_modules import BLOCK, meetings
+from test_attention_modules import BLOCK, kept_blocks
 
 from fork_server import ForkServer
 from highwater.engine.attention.plain_block import reference_attention
@@ -29,6 +28,7 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.trials.trial_process import ON_THE_CPU
 from highwater.units import GIB, MIB
+from references.sparse_masks import meetings
 
 pytestmark = pytest.mark.timeout(300)
 WITH_WRONG_ONES = """
@@ -126,10 +126,7 @@ def run(
     found = {} if measures is None else {"PYTHONPATH": str(measures.parent)}
     words = (to_json(BenchOrder(**(asked | order))), json.dumps(named))
     told = {**os.environ, "WAYS": json.dumps(ways), **found}
-    with tempfile.TemporaryDirectory() as folder:
-        done = SERVER.run(
-            f"-c{BENCHMARK}", *words, folder=Path(folder), within_s=280, environment=told
-        )
+    done = SERVER.run(f"-c{BENCHMARK}", *words, within_s=280, environment=told)
     assert done.returncode == 0, done.stderr
     return [from_json(line, BenchLine) for line in done.stdout.splitlines()]
 
@@ -232,9 +229,9 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(bra
     }
     for length in (1, 37, 129):
         of_length = (branches[0] or (max(1, length // 2), length), branches[1])
-        for contender, kept in ((name, 0.4), ("dilated", 1.0)):
+        for contender, *seen in ((name, kept_blocks), ("dilated",)):
             found = counts(conditions_of(contender, **order), length)
-            assert found.equal(meetings(length, heads[0], of_length, kept).float())
+            assert found.equal(meetings(length, heads[0], of_length, *seen).float())
 
 
 def test_the_benchmarks_headline_attention_has_blocks_of_256():

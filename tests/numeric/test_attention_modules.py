@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import assert_near, with_gradients
 from highwater import (
     BlockSparseAttention,
     BlockSparseRingDilatedAttention,
@@ -19,6 +20,7 @@ from highwater import (
 from highwater.engine.attention import block_gather, modules
 from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.errors import ModelError, UsageError
+from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
 """Norm-relative in float64."""
@@ -35,7 +37,7 @@ def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 6) 
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def kept_blocks(length: int, kept: float) -> Tensor:
+def kept_blocks(length: int, kept: float = 0.4) -> Tensor:
     """Whether a token sees a key, by ``dilated_sparse``: of the blocks up to a row's own the share
     that is kept, rounded up, each as far behind the one before it; from the definition.
     """
@@ -51,38 +53,12 @@ def kept_blocks(length: int, kept: float) -> Tensor:
     return seen.tril()
 
 
-def meetings(
-    length: int, heads: int, branches: tuple[tuple[int, ...], tuple[int, ...]], kept: float
-) -> Tensor:
-    """How many branches have a token see a key, by the definition of both; HSS."""
-    found = torch.zeros(heads, length, length, dtype=torch.float64)
-    for segment, rate in zip(*branches, strict=True):
-        for head in range(heads):
-            for start in range(0, length, segment):
-                stop = min(start + segment, length)
-                attends = torch.arange(length)[start:stop][head % rate :: rate]
-                seen = kept_blocks(len(attends), kept).double()
-                found[head, attends[:, None], attends] += seen
-    return found
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, count: Tensor) -> Tensor:
-    """One softmax over all keys, each as often as it is met; of the modules' shape."""
-    groups = q.shape[2] // k.shape[2]
-    keys, values = (t.repeat_interleave(groups, dim=2) for t in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5 + count.log()
-    has_keys = count.sum(-1) > 0
-    weights = scores.masked_fill(~has_keys[..., None], 0.0).softmax(-1) * has_keys[..., None]
-    return torch.einsum("bhqk,bkhd->bqhd", weights, values)
-
-
 def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **settings: bool) -> None:
-    ours, expected = module(*inputs, **settings), dense(*inputs, count)
-    upstream = torch.randn_like(expected)
-    found = torch.autograd.grad(ours, inputs, upstream)
-    wanted = torch.autograd.grad(expected, inputs, upstream)
-    for name, mine, theirs in zip("oqkv", (ours, *found), (expected, *wanted), strict=True):
-        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
+    found = with_gradients([module(*inputs, **settings)], inputs)
+    by_heads = (each.transpose(1, 2) for each in inputs)
+    expected, _ = dense(*by_heads, count, inputs[0].shape[-1] ** -0.5)
+    wanted = with_gradients([expected.transpose(1, 2)], inputs)
+    assert_near(found, wanted, TOLERANCE, beside=1)
 
 
 @pytest.mark.parametrize("branches", BRANCHES)
@@ -93,7 +69,7 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
 ):
     config = SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK)
     module = BlockSparseRingDilatedAttention(*branches, config)
-    assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, 0.4))
+    assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, kept_blocks))
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
@@ -103,7 +79,7 @@ def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
 ):
     monkeypatch.setattr(modules, "is_fused", lambda query: is_fused)
     branches = ((7, 20), (1, 2))
-    count = meetings(37, 4, branches, 1.0)
+    count = meetings(37, 4, branches)
     count = count if is_causal else count.tril(-1).mT + count
     module = DilatedAttention(*branches)
     assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
@@ -162,14 +138,7 @@ def test_packed_documents_are_what_each_is_alone(pattern_type):
         [module(*each) for each in zip(*(t.split(lengths, dim=1) for t in inputs), strict=True)],
         dim=1,
     )
-    upstream = torch.randn_like(packed)
-    assert (packed - alone).norm() <= TOLERANCE * alone.norm()
-    for mine, theirs in zip(
-        torch.autograd.grad(packed, inputs, upstream),
-        torch.autograd.grad(alone, inputs, upstream),
-        strict=True,
-    ):
-        assert (mine - theirs).norm() <= TOLERANCE * theirs.norm()
+    assert_near(with_gradients([packed], inputs), with_gradients([alone], inputs), TOLERANCE)
 
 
 def test_the_share_of_packed_documents_is_of_the_pairs_within_them():
@@ -215,16 +184,12 @@ def test_the_published_example_runs_with_its_import_changed(parallel):
 def test_autocast_rounds_inputs_and_nothing_else(module):
     """As PyTorch's own attention: forward and backward are those of the rounded inputs."""
     inputs = [t.detach().float().requires_grad_() for t in tensors(64, (4, 2))]
-    upstream = torch.randn_like(inputs[0]).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = module(*inputs)
-        found = torch.autograd.grad(ours, inputs, upstream)
-    assert ours.dtype == torch.bfloat16
+        found = with_gradients([module(*inputs)], inputs)
+    assert found[0].dtype == torch.bfloat16
     wide = [t.detach().bfloat16().double().requires_grad_() for t in inputs]
-    expected = module(*wide)
-    wanted = torch.autograd.grad(expected, wide, upstream.double())
-    for mine, theirs in zip((ours, *found), (expected, *wanted), strict=True):
-        assert (mine - theirs).norm() < 4 * torch.finfo(torch.bfloat16).eps * theirs.norm()
+    wanted = with_gradients([module(*wide)], wide, rounded=torch.bfloat16)
+    assert_near(found, wanted, 4 * torch.finfo(torch.bfloat16).eps)
 
 
 def test_replicas_in_threads_do_not_disturb_each_other():

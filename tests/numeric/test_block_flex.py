@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
+from closeness import assert_near, with_gradients
 from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_flex, branch_kernel, flex_tiles
 from highwater.engine.attention import branch_attention as branch_attention_module
@@ -359,15 +360,12 @@ def test_parts_have_their_part_of_the_gradients(
     torch.manual_seed(0)
     shapes = [(2, count, sum(LENGTHS), 8) for count in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    upstream = (torch.randn_like(inputs[0]), torch.randn_like(inputs[0][..., 0]))
     found: list[list[Tensor]] = []
     for implementation in ("flex", "gather"):
         output, sums = attend_branches(*inputs, sharing=sharing, implementation=implementation)
         finite = sums.masked_fill(sums == -torch.inf, 0.0)
-        gradients = torch.autograd.grad((output, finite), inputs, upstream)
-        found.append([output, finite, *gradients])
-    for mine, theirs in zip(*found, strict=True):
-        assert (mine - theirs).norm() < 1e-12 * theirs.norm()
+        found.append(with_gradients((output, finite), inputs))
+    assert_near(*found, 1e-12)
 
 
 def test_a_kernel_that_is_wrong_is_not_used_for_branches(monkeypatch):

@@ -2,16 +2,13 @@
 tests/references': output, log-sum-exp and every gradient, odd lengths and heads.
 """
 
-import math
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from closeness import assert_near, with_gradients
 from highwater.engine.attention import block_gather
 from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.engine.attention.block_table import BlockTable, block_tables, top_k_table
@@ -24,9 +21,7 @@ from highwater.nouns.sparse_pattern import (
     causal_pairs,
     dilated_pairs,
 )
-from references.sparse_masks import mask
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from references.sparse_masks import dense, mask
 
 TOLERANCE = 1e-10
 """Norm-relative in float64."""
@@ -51,11 +46,10 @@ def tensors(length: int, heads: tuple[int, int], size: int = 5) -> list[Tensor]:
     return [each.requires_grad_() for each in made]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float) -> list[Tensor]:
+def masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """By the mask of each key head."""
     groups = query.shape[1] // key.shape[1]
-    key, value, seen = (t.repeat_interleave(groups, dim=1) for t in (key, value, seen))
-    scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -math.inf)
-    return [scores.softmax(-1) @ value, scores.logsumexp(-1)]
+    return dense(query, key, value, seen.repeat_interleave(groups, dim=1), 0.4)
 
 
 @pytest.mark.parametrize("pattern_type", EVERY)
@@ -68,12 +62,8 @@ def test_a_pattern_equals_a_dense_masked_softmax(pattern_type, length, heads, mo
     q, k, v = tensors(length, heads)
     ours = block_sparse_attention(q, k, v, pattern=pattern, scaling=0.4)
     seen = mask(pattern, q, k)
-    expected = dense(q, k, v, seen, 0.4)
-    upstream = [torch.randn_like(each) for each in expected]
-    found = torch.autograd.grad(ours[:2], (q, k, v), upstream)
-    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
-    for name, mine, theirs in zip("olqkv", (*ours[:2], *found), (*expected, *wanted), strict=True):
-        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
+    found = with_gradients(ours[:2], (q, k, v))
+    assert_near(found, with_gradients(masked(q, k, v, seen), (q, k, v)), TOLERANCE, beside=1)
     assert ours.kept_share == pytest.approx(float(seen[0, 0].sum()) / causal_pairs(length))
 
 
@@ -84,15 +74,13 @@ def test_any_dtype_is_as_exact_as_its_digits(dtype):
     pattern = config("global_local")
     ours = block_sparse_attention(*rounded, pattern=pattern, scaling=0.4)
     wide = [tensor.detach().double().requires_grad_() for tensor in rounded]
-    expected = dense(*wide, mask(pattern, *wide[:2]), 0.4)
+    expected, sums = masked(*wide, mask(pattern, *wide[:2]))
     assert ours.output_BHSD.dtype == dtype
     assert ours.log_sums_BHS.dtype == torch.float32
-    upstream = torch.randn_like(expected[0])
-    pairs = [(ours.output_BHSD, expected[0]), (ours.log_sums_BHS, expected[1])]
-    found = torch.autograd.grad(ours.output_BHSD, rounded, upstream.to(dtype))
-    pairs += zip(found, torch.autograd.grad(expected[0], wide, upstream), strict=True)
-    for mine, theirs in pairs:
-        assert (mine.double() - theirs).norm() < 4 * torch.finfo(dtype).eps * theirs.norm()
+    found = with_gradients([ours.output_BHSD], rounded)
+    wanted = with_gradients([expected], wide, rounded=dtype)
+    near = 4 * torch.finfo(dtype).eps
+    assert_near([*found, ours.log_sums_BHS], [*wanted, sums], near)
 
 
 @pytest.mark.parametrize("pattern_type", BY_RATIO)

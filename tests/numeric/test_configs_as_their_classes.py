@@ -18,9 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 
 from family_models import VOCABULARY, save_tiny
 
-from highwater.engine.attention.registry import register
+from engine_models import built
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.build import build, read_config
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
 from highwater.model.families import TRAINED, family_row
@@ -153,17 +152,8 @@ class Tiny:
         return ours, {ours if loss and abs(loss / ours - 1) < ROUNDING else loss for loss in theirs}
 
     def _ours(self) -> float:
-        directory = str(self.directory)
-        load_model(directory)
-        policy = build(
-            read_config(directory, length_tokens=64, rope="auto"),
-            directory=directory,
-            mesh=self._mesh,
-            attention=register("flash"),
-            loss="full",
-            recompute="none",
-            compute_dtype=torch.float32,
-        )
+        load_model(str(self.directory))
+        policy = built(self.directory, self._mesh, torch.float32, recompute="none")
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
         training = Training(policy=policy, optimizer=optimizer, mesh=self._mesh)
         loss, _ = train_step(training, [pack([Document(ids, ids) for ids in documents()])])

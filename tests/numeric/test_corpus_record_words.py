@@ -131,21 +131,6 @@ def tell(tmp_path: Path, tokenizers: dict[str | None, Path]) -> Telling:
     return Telling(tmp_path, tokenizers)
 
 
-def test_calls_of_sharegpt_are_trained_and_what_tools_return_is_read(tell):
-    ((text, trained),) = tell(DATA / "sharegpt_tools.jsonl")
-    assert trained == (
-        f'<call>get_weather {{"city": "Oslo"}}</call>{END_TURN}\nIt is 3 degrees.{END_TURN}\n'
-    )
-    assert text.startswith('tool {"type": "function", "function": {"name": "get_weather"')
-    for turn in ("system\nYou are a weather bot.", 'tool\n{"temp": 3}'):
-        assert f"<|im_start|>{turn}<|im_end|>\n" in text
-
-
-def test_what_was_thought_is_trained(tell):
-    ((_, trained),) = tell(DATA / "thinking.jsonl")
-    assert trained == f"<think>hmm think</think>3{END_TURN}\n"
-
-
 @pytest.mark.parametrize("answer", table("record_words", "calls"))
 @pytest.mark.parametrize("template", [TOOLED, CONCATENATED, PRINTED, NULL_CALLS])
 def test_a_call_in_anybodys_words_is_one_call(answer, template, tell):
@@ -250,17 +235,6 @@ def test_whatever_asks_is_the_prompt_of_a_conversation(record, prompt, tell):
         assert f"`{name}`" in error.problem
 
 
-def test_a_system_and_a_history_beside_them_are_read(tell):
-    ((text, trained),) = tell(DATA / "sharegpt_system.jsonl")
-    assert text.startswith(TURN("system", "Answer only in French."))
-    assert trained == f"Bonjour{END_TURN}\n"
-    ((text, trained),) = tell(DATA / "prompt_hist.jsonl")
-    turns = [("system", "Be kind"), ("user", "earlier q"), ("assistant", "earlier a")]
-    turns += [("user", "Hi?"), ("assistant", "Hello")]
-    assert text == "".join(TURN(*turn) for turn in turns)
-    assert trained == f"earlier a{END_TURN}\nHello{END_TURN}\n"
-
-
 def test_two_systems_that_differ_are_refused(tell):
     messages = [{"role": "system", "content": "A"}, ASKED, ANSWERED]
     assert tell({"messages": messages, "system": "A"}) == tell({"messages": messages})
@@ -291,12 +265,6 @@ def test_a_pair_has_its_prompt_whatever_asks(asked, begun, objective, tell):
     ):
         pair = {"chosen": form("Yes"), "rejected": form("No")}
         assert tell({**asked, **pair}, objective=objective) == expected
-
-
-def test_a_pair_of_alpaca_has_its_instruction(tell):
-    chosen, rejected = tell(DATA / "dpo_alpaca.jsonl", objective="dpo")
-    assert chosen[0].startswith(TURN("user", "Capital of France?"))
-    assert (chosen[1], rejected[1]) == (f"Paris.{END_TURN}\n", f"Rome.{END_TURN}\n")
 
 
 def test_a_rollout_has_its_system_and_history(tell):
@@ -356,16 +324,6 @@ def test_a_function_that_gives_rewards_reads_the_whole_record(tell, tmp_path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     record = {"prompt": "1+1?", "response": "2", "solution": "2"}
     assert len(tell(record, objective="ppo", reward="exact_judge:same")) == 1
-
-
-def test_what_says_again_what_was_read_is_no_other_text(tell):
-    whole = [ASKED, ANSWERED]
-    asked = {"prompt": ASKED["content"], "prompt_id": "a"}
-    assert tell({"messages": whole, **asked}) == tell({"messages": whole})
-    pair = {"chosen": whole, "rejected": [ASKED, WRONG]}
-    assert tell({**pair, **asked, "messages": whole}, objective="dpo") == tell(
-        pair, objective="dpo"
-    )
 
 
 MASKS: list[dict[str, Any]] = [
@@ -469,15 +427,6 @@ def test_arguments_that_are_no_object_are_refused(arguments, tell):
     assert "message 2 of `messages`: `arguments`" in error.problem
 
 
-def test_contents_in_parts_are_their_texts(tell):
-    assert tell(DATA / "parts.jsonl") == [
-        (TURN("user", "What is 1+1?") + TURN("assistant", "Two."), f"Two.{END_TURN}\n")
-    ]
-    parts = [{"type": "text", "text": text} for text in ("It ", "is 3.")]
-    in_parts = {"messages": [ASKED, {**ANSWERED, "content": parts}]}
-    assert tell(in_parts) == tell({"messages": [ASKED, ANSWERED]})
-
-
 @pytest.mark.parametrize("part", [{"type": "image", "url": "a"}, {"text": "a"}, "a", 3])
 def test_a_part_that_is_no_text_is_refused(part, tell):
     error = tell.refusal({"messages": [{**ASKED, "content": [part]}, ANSWERED]}, TOOLED)
@@ -485,8 +434,6 @@ def test_a_part_that_is_no_text_is_refused(part, tell):
 
 
 def test_a_file_that_is_one_list_is_read(tell, tmp_path):
-    told = tell(DATA / "alpaca.json")
-    assert [trained for _, trained in told] == [f"2{END_TURN}\n", f"Hi{END_TURN}\n"]
     rows = [{"text": "été"}, {"text": "b", "meta": {"a": None}}]
     for name, text in {
         "one.json": json.dumps(rows),

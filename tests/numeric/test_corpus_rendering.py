@@ -17,6 +17,7 @@ from corpora import (
     THINKING,
     ids_of,
     made,
+    of_records,
     trained_of,
     write_lines,
     write_tokenizer,
@@ -54,7 +55,7 @@ def plain(tokenizer: Any, text: str) -> list[int]:
 
 def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(chatml, tmp_path):
     text = "the cat sat on the mat and the dog ran after the cat over the hill"
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", [{"text": text}]), tokenizer=chatml)
+    corpus = of_records(tmp_path, [{"text": text}], tokenizer=chatml)
     tokenizer = opened(chatml)
     expected = [*plain(tokenizer, text), tokenizer.eos_token_id]
     assert len(expected) > 16
@@ -63,7 +64,7 @@ def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(ch
 
 def test_a_text_that_ends_with_the_end_gets_no_other(chatml, tmp_path):
     texts = [{"text": f"the cat{END}"}, {"text": "the cat"}]
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", texts), tokenizer=chatml)
+    corpus = of_records(tmp_path, texts, tokenizer=chatml)
     first, second = ids_of(corpus)
     assert first == second
 
@@ -71,7 +72,7 @@ def test_a_text_that_ends_with_the_end_gets_no_other(chatml, tmp_path):
 def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", begins=True)
     records = [{"text": "the cat"}, {"prompt": "the cat", "completion": " sat"}]
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), tokenizer=directory)
+    corpus = of_records(tmp_path, records, tokenizer=directory)
     tokenizer = opened(directory)
     begin, end = (tokenizer.convert_tokens_to_ids(token) for token in (BEGIN, END))
     assert ids_of(corpus)[0] == tokenizer("the cat")["input_ids"]
@@ -82,16 +83,14 @@ def test_what_a_tokenizer_puts_before_a_text_is_there_and_its_end_once(tmp_path)
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
 def test_a_conversation_is_what_the_chat_template_makes_of_it(template, tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", template)
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    corpus = made(tmp_path, data, tokenizer=directory)
+    corpus = of_records(tmp_path, [{"messages": CHAT}], tokenizer=directory)
     expected = opened(directory).apply_chat_template(CHAT, return_dict=True)["input_ids"]
     assert ids_of(corpus) == [expected]
 
 
 def test_marked_turns_are_those_of_transformers_own_mask(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", MARKED)
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    corpus = made(tmp_path, data, tokenizer=directory)
+    corpus = of_records(tmp_path, [{"messages": CHAT}], tokenizer=directory)
     given = opened(directory).apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -101,19 +100,9 @@ def test_marked_turns_are_those_of_transformers_own_mask(tmp_path):
     assert trained_of(corpus) == [trained]
 
 
-def test_turns_found_by_prefixes_are_the_answers_with_their_ends(chatml, tmp_path):
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    corpus = made(tmp_path, data, tokenizer=chatml)
-    tokenizer = opened(chatml)
-    assert tokenizer.decode(trained_of(corpus)[0]) == (
-        f"It is two.{END_TURN}\nBecause.{END_TURN}\n"
-    )
-
-
 def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", THINKING)
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    corpus = made(tmp_path, data, tokenizer=directory)
+    corpus = of_records(tmp_path, [{"messages": CHAT}], tokenizer=directory)
     assert opened(directory).decode(trained_of(corpus)[0]) == (
         f"It is two.{END_TURN}\n<think>\n\n</think>\n\nBecause.{END_TURN}\n"
     )
@@ -149,8 +138,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, 
 def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of_it(
     chatml, tmp_path
 ):
-    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "over th", "completion": "e hill"}])
-    corpus = made(tmp_path, data, tokenizer=chatml)
+    corpus = of_records(tmp_path, [{"prompt": "over th", "completion": "e hill"}], tokenizer=chatml)
     tokenizer = opened(chatml)
     assert plain(tokenizer, "over the hill") != plain(tokenizer, "over th") + plain(
         tokenizer, "e hill"
@@ -175,31 +163,21 @@ def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(tm
 
 def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
-    data = write_lines(tmp_path / "d.jsonl", [{"text": "the cat"}, {"messages": CHAT[:2]}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:2: .* `content` of message 1"):
-        made(tmp_path, data, tokenizer=directory)
+        of_records(tmp_path, [{"text": "the cat"}, {"messages": CHAT[:2]}], tokenizer=directory)
 
 
 def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     pair = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], CHAT[4]]}
-    data = write_lines(tmp_path / "d.jsonl", [pair])
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
-        made(tmp_path, data, tokenizer=directory, objective="dpo")
+        of_records(tmp_path, [pair], tokenizer=directory, objective="dpo")
     assert "as texts" in refused.value.hint
-
-
-def test_ids_and_labels_are_taken_as_they_are(tmp_path):
-    records = [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}, {"input_ids": [1, 2]}]
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records))
-    assert ids_of(corpus) == [[5, 6, 7, 8], [1, 2]]
-    assert corpus.document(0).labels_L.tolist() == [-100, -100, 7, 8]
-    assert trained_of(corpus)[1] == [1, 2]
 
 
 def test_bytes_are_tokens_where_there_is_no_tokenizer(tmp_path):
     records = [{"text": "été"}, {"prompt": "a", "completion": "b"}]
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", records), vocab_size=257)
+    corpus = of_records(tmp_path, records, vocab_size=257)
     assert ids_of(corpus) == [[*"été".encode(), 256], [97, 98, 256]]
     assert trained_of(corpus)[1] == [98, 256]
     assert corpus.summary.tokenizer == "bytes"
@@ -217,8 +195,9 @@ def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(objective, cha
     }
     whole = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], *messages["rejected"]]}
     beside = {"prompt": "What is one and one?", **whole}
-    data = write_lines(tmp_path / "d.jsonl", [texts, messages, whole, beside])
-    corpus = made(tmp_path, data, tokenizer=chatml, objective=objective)
+    corpus = of_records(
+        tmp_path, [texts, messages, whole, beside], tokenizer=chatml, objective=objective
+    )
     tokenizer = opened(chatml)
     told = [tokenizer.decode(ids) for ids in trained_of(corpus)]
     assert told[:2] == [f" Because.{END}", f" It is two.{END}"]
@@ -226,21 +205,6 @@ def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(objective, cha
     assert ids_of(corpus)[2:4] == ids_of(corpus)[4:6] == ids_of(corpus)[6:8]
     assert corpus.units.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert corpus.summary.units == 4
-
-
-def test_two_whole_texts_train_from_where_they_differ(chatml, tmp_path):
-    pair = {"chosen": "What is one? It is two.", "rejected": "What is one? Because."}
-    data = write_lines(tmp_path / "d.jsonl", [pair])
-    corpus = made(tmp_path, data, tokenizer=chatml, objective="dpo")
-    tokenizer = opened(chatml)
-    assert [tokenizer.decode(ids) for ids in ids_of(corpus)] == [
-        f"{pair['chosen']}{END}",
-        f"{pair['rejected']}{END}",
-    ]
-    assert [tokenizer.decode(ids) for ids in trained_of(corpus)] == [
-        f" It is two.{END}",
-        f" Because.{END}",
-    ]
 
 
 def test_rollouts_in_one_record_or_in_several_are_the_same(chatml, tmp_path):
@@ -287,8 +251,7 @@ def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml, tmp_path):
         "rewards": [1, 0],
     }
     without = {"prompt": "Why?", "responses": [" Because."], "rewards": [0.5]}
-    data = write_lines(tmp_path / "d.jsonl", [record, without])
-    corpus = made(tmp_path, data, tokenizer=chatml, objective="grpo")
+    corpus = of_records(tmp_path, [record, without], tokenizer=chatml, objective="grpo")
     prompt = plain(opened(chatml), "Why?")
     assert ids_of(corpus)[:2] == [[*prompt, 7, 8], [*prompt, 9]]
     assert trained_of(corpus)[:2] == [[7, 8], [9]]
@@ -307,12 +270,8 @@ def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(chatml, tmp_path,
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     records = [{"prompt": "Why?", "response": "Because.", "weight": 6.0}]
-    corpus = made(
-        tmp_path,
-        write_lines(tmp_path / "d.jsonl", records),
-        tokenizer=chatml,
-        objective="ppo",
-        reward="judge_of_tests:shortness",
+    corpus = of_records(
+        tmp_path, records, tokenizer=chatml, objective="ppo", reward="judge_of_tests:shortness"
     )
     assert corpus.document(0).reward == 0.5
     assert corpus.units.tolist() == [0]
@@ -325,9 +284,8 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = table("record_rendering", "host
 def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
     objective, record, problem, chatml, tmp_path
 ):
-    data = write_lines(tmp_path / "d.jsonl", [record])
     with pytest.raises(UsageError) as refused:
-        made(tmp_path, data, tokenizer=chatml, objective=objective)
+        of_records(tmp_path, [record], tokenizer=chatml, objective=objective)
     assert refused.value.problem.startswith("d.jsonl:1: ")
     assert problem in refused.value.problem
     assert refused.value.hint
@@ -361,9 +319,8 @@ def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
         "def doubt(**_):\n    return float('nan')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a", "response": "b"}])
     with pytest.raises(UsageError) as refused:
-        made(tmp_path, data, objective="ppo", reward=source)
+        of_records(tmp_path, [{"prompt": "a", "response": "b"}], objective="ppo", reward=source)
     assert problem in refused.value.problem
     assert hint in refused.value.hint
 

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pytest
-from corpora import ids_of, made, order, trained_of, write_lines, write_tokenizer
+from corpora import ids_of, made, of_records, order, trained_of, write_lines, write_tokenizer
 from pyarrow import parquet
 
 from highwater.engine.data.data_files import data_files, records
@@ -98,7 +98,7 @@ def test_messages_of_a_table_are_those_of_lines(tmp_path):
         {"messages": [*CHATS[0]["messages"][:1], {"role": "assistant", "content": ""}]},
     ]
     chats[0]["messages"][0]["name"] = "somebody"  # None in the other rows of a table
-    lines = made(tmp_path, write_lines(tmp_path / "d.jsonl", chats), tokenizer=tokenizer)
+    lines = of_records(tmp_path, chats, tokenizer=tokenizer)
     table = made(tmp_path, write_parquet(tmp_path / "d.parquet", chats), tokenizer=tokenizer)
     saved = made(tmp_path, save_dataset(tmp_path / "saved", chats), tokenizer=tokenizer)
     assert ids_of(lines) == ids_of(table) == ids_of(saved)
@@ -286,8 +286,7 @@ def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path):
 
 
 def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path):
-    data = write_lines(tmp_path / "d.jsonl", RECORDS)
-    folder = Path(made(tmp_path, data).summary.directory)
+    folder = Path(of_records(tmp_path, RECORDS).summary.directory)
     manifest = read_manifest(folder)
     write_manifest(folder, {name: of for name, of in manifest.files.items() if name != "ids.bin"})
     with pytest.raises(UsageError, match=r"ids\.bin"):
@@ -295,9 +294,8 @@ def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path):
 
 
 def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path):
-    data = write_lines(tmp_path / "d.jsonl", [*RECORDS, {"text": 7}])
     with pytest.raises(UsageError):
-        made(tmp_path, data)
+        of_records(tmp_path, [*RECORDS, {"text": 7}])
     assert not list((tmp_path / "corpora").iterdir())
     assert not list((tmp_path / "scratch-0").iterdir())
 
@@ -305,7 +303,7 @@ def test_nothing_is_left_of_a_corpus_that_could_not_be_made(tmp_path):
 def test_a_full_disk_is_the_machines_refusal(tmp_path):
     """``/dev/full`` is a disk that is full: the first of its files that is written there fails."""
     writer = CorpusWriter(tmp_path / "corpus", vocab_size=300)
-    corpus = made(tmp_path, write_lines(tmp_path / "d.jsonl", RECORDS))
+    corpus = of_records(tmp_path, RECORDS)
 
     def write() -> None:
         with writer:

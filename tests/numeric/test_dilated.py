@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import assert_near, with_gradients
 from highwater import DilatedAttention
 from highwater.engine.attention.dilated import dilated_attention
 from highwater.errors import UsageError
+from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
 """Norm-relative in float64."""
@@ -24,21 +26,6 @@ def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 8) 
     torch.manual_seed(length)
     shapes = [(batch, count, length, size) for count in (heads[0], heads[1], heads[1])]
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-
-
-def meetings(
-    length: int, heads: int, branches: tuple[tuple[int, ...], tuple[int, ...]], is_causal: bool
-) -> Tensor:
-    """How many branches have a token and a key in one segment, both at the head's offset; HSS."""
-    token, key = torch.arange(length)[:, None], torch.arange(length)
-    found = torch.zeros(heads, length, length)
-    for segment, rate in zip(*branches, strict=True):
-        for head in range(heads):
-            meet = token // segment == key // segment
-            for each in (token, key):
-                meet = meet & (each % segment % rate == head % rate)
-            found[head] += meet & (key <= token) if is_causal else meet
-    return found
 
 
 @pytest.mark.parametrize("branches", BRANCHES)
@@ -56,19 +43,13 @@ def test_branches_are_one_softmax_over_the_keys_that_they_meet(branches, is_caus
         scaling=0.3,
         is_causal=is_causal,
     )
-    keys, values = (t.repeat_interleave(heads[0] // heads[1], dim=1) for t in (k, v))
-    bias = meetings(length, heads[0], branches, is_causal).double().log()
-    scores = q @ keys.transpose(-1, -2) * 0.3 + bias
-    has_keys = (bias > -torch.inf).any(-1)
-    weights = scores.masked_fill(~has_keys[..., None], 0.0).softmax(-1) * has_keys[..., None]
-    expected = weights @ values
-    upstream = torch.randn_like(expected)
-    found = torch.autograd.grad(ours, (q, k, v), upstream)
-    wanted = torch.autograd.grad(expected, (q, k, v), upstream)
-    for name, mine, theirs in zip("oqkv", (ours, *found), (expected, *wanted), strict=True):
-        assert (mine - theirs).norm() <= TOLERANCE * max(theirs.norm(), 1.0), name
-    finite = has_keys.expand(log_sums.shape)
-    assert (log_sums[finite] - scores.logsumexp(-1)[finite]).abs().max() < TOLERANCE
+    count = meetings(length, heads[0], branches)
+    count = count if is_causal else count.tril(-1).mT + count
+    expected, sums = dense(q, k, v, count, 0.3)
+    wanted = with_gradients([expected], (q, k, v))
+    assert_near(with_gradients([ours], (q, k, v)), wanted, TOLERANCE, beside=1)
+    finite = sums > -torch.inf
+    assert (log_sums[finite] - sums[finite]).abs().max() < TOLERANCE
     assert (log_sums[~finite] == -torch.inf).all()
 
 
@@ -145,14 +126,9 @@ def test_groups_are_those_of_the_package(peer, branches, heads, is_causal):
     ]
     ours = DilatedAttention(*branches, normalisation="groups")(*inputs, is_causal=is_causal)
     theirs = peer(branches[0], branches[1])(*inputs, is_causal=is_causal)
-    assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
-    upstream = torch.randn_like(ours)
-    for mine, other in zip(
-        torch.autograd.grad(ours, inputs, upstream),
-        torch.autograd.grad(theirs, inputs, upstream),
-        strict=True,
-    ):
-        assert (mine - other).norm() <= TOLERANCE * max(1.0, other.norm())
+    assert_near(
+        with_gradients([ours], inputs), with_gradients([theirs], inputs), TOLERANCE, beside=1
+    )
 
 
 def test_a_softmax_over_all_branches_is_another_convention(peer):

@@ -25,8 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
-from highwater.engine.attention.registry import register
-from highwater.engine.models.build import build_on_meta, read_config
+from engine_models import on_meta
+from highwater.engine.models.build import read_config
 from highwater.engine.models.pretrained import text_config
 from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents, scale_rope
 from highwater.engine.parallel.sequence_layout import PADDING, Part, SequenceLayout
@@ -34,21 +34,14 @@ from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
 from highwater.model.rope import yarn
+from tiny_models import SIZES
 
-SHAPE = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
-LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "pad_token_id": 0}
+LONG = SIZES | {"original_max_position_embeddings": 16, "pad_token_id": 0}
 
 
 def phi3(**rope: Any) -> PreTrainedConfig:
     return Phi3Config(
-        **SHAPE,
         **LONG,
         rope_parameters={"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, **rope},
     )
@@ -57,7 +50,6 @@ def phi3(**rope: Any) -> PreTrainedConfig:
 def phimoe() -> PreTrainedConfig:
     scales = {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": 16}
     return PhimoeConfig(
-        **SHAPE,
         **LONG,
         rope_parameters={"rope_type": "longrope", **FACTORS, **scales, "rope_theta": 1e4},
     )
@@ -65,7 +57,7 @@ def phimoe() -> PreTrainedConfig:
 
 def dynamic() -> PreTrainedConfig:
     rope = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}
-    return LlamaConfig(**SHAPE, max_position_embeddings=16, rope_parameters=rope)
+    return LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=rope)
 
 
 @pytest.mark.parametrize(
@@ -112,19 +104,13 @@ def test_yarn_that_is_asked_for_takes_the_place_of_a_models_own_scaling(tmp_path
         ("yarn", 128, "yarn"),
     ):
         config = read_config(str(tmp_path), length_tokens=length, rope=rope)
-        model = build_on_meta(
-            config, attention=register("flash"), loss="full", master_dtype=torch.float32
-        )
+        model = on_meta(config)
         assert bool(model.document_ropes) == (kind == "longrope")
         assert kind == "longrope" or model.backbone.rotary_emb.rope_type == kind
 
 
 def test_other_rope_is_left_alone():
-    config = Qwen3Config(**SHAPE, head_dim=8, num_key_value_heads=2, max_position_embeddings=64)
-    model = build_on_meta(
-        config, attention=register("flash"), loss="full", master_dtype=torch.float32
-    )
-    assert model.document_ropes == []
+    assert on_meta(Qwen3Config(**SIZES)).document_ropes == []
 
 
 def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refused():

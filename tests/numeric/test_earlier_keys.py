@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-from highwater.engine.activations.recompute import recompute_layers
-from highwater.engine.attention.block_attention import kept_in_recompute
+from engine_models import recomputed
 from highwater.engine.attention.registry import register
 from highwater.engine.models.fused import earlier_keys
 from highwater.engine.models.fused.earlier_keys import hand_over_earlier_keys
 from highwater.engine.parallel.sequence_layout import SequenceLayout
+from tiny_models import SIZES
 
 KINDS = ("sliding_attention", "full_attention")
 DOCUMENTS = (9, 1, 14)
@@ -23,20 +23,13 @@ def model_of(attention: str) -> Gemma4ForCausalLM:
     """Six layers, of which the last two read keys of the two before them."""
     torch.manual_seed(0)
     config = Gemma4TextConfig(
-        vocab_size=64,
+        **SIZES | {"num_hidden_layers": 6},
         vocab_size_per_layer_input=64,
-        hidden_size=32,
         hidden_size_per_layer_input=8,
-        intermediate_size=48,
-        num_hidden_layers=6,
         layer_types=[*KINDS, *KINDS, *KINDS],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
         global_head_dim=16,
         num_kv_shared_layers=2,
         sliding_window=5,
-        max_position_embeddings=64,
     )
     config._attn_implementation = attention
     return Gemma4ForCausalLM(config).double()
@@ -64,9 +57,7 @@ def test_recomputed_or_not_gradients_are_the_classs_own_and_shared_keys_are_let_
     attention = register("flash")
     ours, theirs = model_of(attention.name), model_of("eager")
     hand_over_earlier_keys(ours)
-    if recompute != "none":
-        keeping = kept_in_recompute if recompute == "all-but-attention" else None
-        recompute_layers(ours.model.layers, keeping=keeping)
+    recomputed(ours.model.layers, recompute)
     ids_T = torch.randint(64, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
     positions_1T = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     layout = SequenceLayout(DOCUMENTS)

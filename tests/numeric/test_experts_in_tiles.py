@@ -17,37 +17,28 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from closeness import deviation
+from closeness import assert_near, deviation, with_gradients
+from engine_models import forward, on_meta, packed
 from highwater.engine.activations.recompute import recompute_layers
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Document, pack
 from highwater.engine.kernels import gates as gate_kernels
-from highwater.engine.models.build import build_on_meta, tile_mlps
-from highwater.engine.models.decoder import LanguageModel
+from highwater.engine.models.build import tile_mlps
+from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fused.experts import IMPLEMENTATION
 from highwater.engine.models.fused.fused import tile_experts
 from highwater.nouns import layout
+from tiny_models import SIZES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 """Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
 rounded to 8 bits."""
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "num_experts_per_tok": 2,
-}
+OF_TWO = SIZES | {"num_experts_per_tok": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=5),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=5),
+    "qwen3_moe": Qwen3MoeConfig(**OF_TWO, moe_intermediate_size=24, num_experts=5),
+    "mixtral": MixtralConfig(**OF_TWO, num_local_experts=5),
 }
 OTHERS: dict[str, PreTrainedConfig] = {
-    "biases": GptOssConfig(**SIZES, num_local_experts=5, pad_token_id=0),
-    "float32 weights": PhimoeConfig(**SIZES, num_local_experts=5, pad_token_id=0),
+    "biases": GptOssConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
+    "float32 weights": PhimoeConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
 }
 
 
@@ -77,22 +68,18 @@ def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype):
     assert tile_experts(tiled, tiles=tiles) == SIZES["num_hidden_layers"]
     mine, theirs = experts_of(tiled), experts_of(exact)
     chosen = torch.rand(tokens, 5).topk(2).indices  # as a router, which chooses none twice
-    x, weights, upstream = (torch.randn(tokens, width, dtype=dtype) for width in (32, 2, 32))
-    found, expected = (
-        gradients_of(module, [each.to(wide) for each in (x, weights, upstream)], chosen)
-        for module, wide in ((mine, dtype), (theirs, torch.float64))
-    )
-    assert len(found) == 3 + len(list(theirs.parameters()))
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == dtype
-        assert deviation(a, b) < TOLERANCE[dtype]
+    given = [torch.randn(tokens, width, dtype=dtype) for width in (32, 2)]
+    found, expected = (gradients_of(module, given, chosen) for module in (mine, theirs))
+    assert {each.dtype for each in found} == {dtype}
+    assert_near(found, expected, TOLERANCE[dtype])
 
 
 def gradients_of(module: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> Any:
-    x, weights, upstream = given
-    inputs = [x.requires_grad_(), weights.requires_grad_()]
-    out = module(x, chosen, weights)
-    return [out, *torch.autograd.grad(out, [*inputs, *module.parameters()], upstream)]
+    """Output and every gradient, in the dtype of the module."""
+    dtype = next(module.parameters()).dtype
+    x, weights = (each.detach().to(dtype).requires_grad_() for each in given)
+    leaves = [x, weights, *module.parameters()]
+    return with_gradients([module(x, chosen, weights)], leaves, rounded=given[0].dtype)
 
 
 def test_many_tiles_lose_no_more_than_the_rounding_of_each_ones_share():
@@ -101,10 +88,9 @@ def test_many_tiles_lose_no_more_than_the_rounding_of_each_ones_share():
     whole, tiled, exact = own, copy.deepcopy(own), copy.deepcopy(own).double()
     assert tile_experts(whole, tiles=2) == tile_experts(tiled, tiles=128) == 2
     chosen = torch.rand(4096, 5).topk(2).indices
-    given = [torch.randn(4096, width).bfloat16() for width in (32, 2, 32)]
+    given = [torch.randn(4096, width).bfloat16() for width in (32, 2)]
     one, many, true = (
-        gradients_of(experts_of(model), [each.detach().to(wide) for each in given], chosen)
-        for model, wide in ((whole, None), (tiled, None), (exact, torch.float64))
+        gradients_of(experts_of(model), given, chosen) for model in (whole, tiled, exact)
     )
     for a, b, c in zip(one, many, true, strict=True):
         assert deviation(b, c) < 2**0.5 * deviation(a, c)
@@ -173,9 +159,7 @@ def test_the_routers_loss_is_that_of_all_tokens_however_experts_go_in_tiles(fami
         torch.manual_seed(1)
         config = copy.deepcopy(CONFIGS[family])
         config.output_router_logits, config.router_aux_loss_coef = True, 0.5
-        model = build_on_meta(
-            config, attention=register("flash"), loss="full", master_dtype=torch.float64
-        ).to_empty(device="cpu")
+        model = on_meta(config, dtype=torch.float64).to_empty(device="cpu")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.2)
@@ -186,20 +170,12 @@ def test_the_routers_loss_is_that_of_all_tokens_however_experts_go_in_tiles(fami
             tile_mlps(model, tiles)
         found.append(step_of(model))
     for other in found[1:]:
-        for a, b in zip(other, found[0], strict=True):
-            assert deviation(a, b) < TOLERANCE[torch.float64]
+        assert_near(other, found[0], TOLERANCE[torch.float64])
 
 
-def step_of(model: LanguageModel) -> list[torch.Tensor]:
+def step_of(model: Decoder) -> list[torch.Tensor]:
     ids = torch.randint(64, (23,), generator=torch.Generator().manual_seed(0))
-    batch = pack([Document(ids[:9], ids[:9]), Document(ids[9:], ids[9:])])
-    statistics = model(
-        batch.input_ids_T,
-        batch.position_ids_T,
-        batch.trained_positions_N,
-        batch.labels_N,
-        batch.document_lengths,
-    )
+    statistics = forward(model, packed(ids[:9], ids[9:]))
     assert statistics.router_loss is not None
     loss = statistics.router_loss - statistics.logprobs_N.sum()
     return [loss, statistics.router_loss, *torch.autograd.grad(loss, list(model.parameters()))]

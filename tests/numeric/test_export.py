@@ -23,15 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 from family_models import WRAPPED, save_tiny
 
 from closeness import deviation
+from engine_models import assembled
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.export import export
-from highwater.engine.training.rank_context import RankContext
-from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import UsageError
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.layout import Layout
+from tiny_models import SIZES
 from trial_specs import trial_in
 
 FILE = "model.safetensors"
@@ -53,18 +51,7 @@ def source(alone: None, tmp_path: Path) -> Path:
     """A model's directory, with a tokenizer's files and some that are nobody's."""
     directory = tmp_path / "source"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(directory)
     for name, text in BESIDE.items():
         (directory / name).write_text(text)
@@ -76,17 +63,8 @@ def source(alone: None, tmp_path: Path) -> Path:
 
 def trained(source: Path, **settings: Any) -> Training:
     """After a step that moves it far."""
-    layout, cpu = Layout(), torch.device("cpu")
-    spec = trial_in(
-        source,
-        layout=layout,
-        loss="chunked",
-        hyperparameters=Hyperparameters(learning_rate=0.05),
-        **settings,
-    )
-    mesh = process_mesh.shard_mesh(layout, cpu)
-    context = RankContext(device=cpu, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)
-    own = assemble(spec, context)
+    numbers = Hyperparameters(learning_rate=0.05)
+    own = assembled(trial_in(source, loss="chunked", hyperparameters=numbers, **settings))
     ids = torch.tensor(IDS)
     for _ in range(2):
         train_step(own, [pack([Document(ids, ids, reward=1.0), Document(ids[:9], ids[:9])])] * 2)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from closeness import deviation
+from closeness import assert_near, with_gradients
 from highwater.engine.attention.gated_delta import CHUNK_TOKENS, DeltaHeads, gated_delta
 from highwater.nouns.layout import DELTA_GROUP_TOKENS as GROUP
 
@@ -77,19 +77,16 @@ def ours(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> T
     return gated_delta(*leaves, heads=heads, document_lengths=lengths, norm_epsilon=EPSILON)
 
 
-def deviations(
+def assert_as_defined(
     lengths: tuple[int, ...], *, decay: float = 1.0, heads: DeltaHeads = HEADS
-) -> list[float]:
-    """Of the output and every gradient."""
-    found = []
-    for compute in (ours, by_documents):
-        leaves = inputs(sum(lengths), decay=decay, heads=heads)
-        out = compute(leaves, lengths, heads)
-        gradient = torch.randn(
-            out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-        )
-        found.append([out, *torch.autograd.grad(out, leaves, gradient)])
-    return [deviation(a, b) for a, b in zip(*found, strict=True)]
+) -> None:
+    """Output and every gradient."""
+    leaves = inputs(sum(lengths), decay=decay, heads=heads)
+    found, expected = (
+        with_gradients([compute(leaves, lengths, heads)], leaves)
+        for compute in (ours, by_documents)
+    )
+    assert_near(found, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def deviations(
     ],
 )
 def test_outputs_and_gradients_are_those_of_the_recurrence_document_by_document(lengths):
-    assert max(deviations(lengths)) < TOLERANCE
+    assert_as_defined(lengths)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +106,17 @@ def test_outputs_and_gradients_are_those_of_the_recurrence_document_by_document(
 )
 def test_states_and_the_convolution_cross_groups_and_no_document(lengths):
     small = DeltaHeads(key_heads=1, value_heads=1, key_size=4, value_size=3)
-    assert max(deviations(lengths, decay=0.05, heads=small)) < TOLERANCE
+    assert_as_defined(lengths, decay=0.05, heads=small)
 
 
 @pytest.mark.parametrize("decay", [1e-6, 30.0])
 def test_states_that_stay_or_vanish_at_once_are_computed_alike(decay):
-    assert max(deviations((200, 3), decay=decay)) < TOLERANCE
+    assert_as_defined((200, 3), decay=decay)
 
 
 def test_heads_of_their_own_and_of_one_key_are_computed_alike():
     for key_heads in (1, 4):
-        heads = HEADS._replace(key_heads=key_heads)
-        assert max(deviations((70, 9), heads=heads)) < TOLERANCE
+        assert_as_defined((70, 9), heads=HEADS._replace(key_heads=key_heads))
 
 
 def test_a_document_is_the_same_whatever_stands_before_it():
@@ -132,17 +128,12 @@ def test_a_document_is_the_same_whatever_stands_before_it():
 
 def test_in_bfloat16_outputs_and_gradients_are_as_near_as_their_rounding():
     lengths = (7, 130, 65)
-    exact, rounded = inputs(sum(lengths)), inputs(sum(lengths))
     rounded = [
         each.detach().to(torch.float32 if number in (2, 3) else torch.bfloat16).requires_grad_()
-        for number, each in enumerate(rounded)
+        for number, each in enumerate(inputs(sum(lengths)))
     ]
     exact = [each.detach().double().requires_grad_() for each in rounded]
-    out, expected = ours(rounded, lengths, HEADS), by_documents(exact, lengths, HEADS)
-    assert out.dtype == torch.bfloat16
-    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad(out, rounded, gradient.to(out.dtype))
-    others = torch.autograd.grad(expected, exact, gradient.to(out.dtype).double())
-    for a, b in zip((out, *found), (expected, *others), strict=True):
-        assert deviation(a, b) < 2**-7
-    assert [each.dtype for each in found] == [each.dtype for each in rounded]
+    found = with_gradients([ours(rounded, lengths, HEADS)], rounded)
+    expected = by_documents(exact, lengths, HEADS)
+    assert_near(found, with_gradients([expected], exact, rounded=torch.bfloat16), 2**-7)
+    assert [each.dtype for each in found] == [torch.bfloat16, *(each.dtype for each in rounded)]

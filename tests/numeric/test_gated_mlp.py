@@ -13,23 +13,23 @@ from transformers import (
     LlamaConfig,
     Phi3Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from closeness import deviation
-from highwater.engine.activations.recompute import PREFIX, recompute_layers
-from highwater.engine.attention.registry import register
+from closeness import assert_near, deviation, with_gradients
+from engine_models import on_meta
+from highwater.engine.activations.recompute import recompute_layers
 from highwater.engine.kernels import gates as gate_kernels
-from highwater.engine.models.build import build_on_meta, tile_mlps
+from highwater.engine.models.build import tile_mlps
 from highwater.engine.models.fused import fused as fused_module
 from highwater.engine.models.fused import gated_mlp
 from highwater.engine.models.fused.fused import RmsNorm, fuse_mlps
 from highwater.engine.models.fused.gated_mlp import GatedMlp, tile_rows
 from highwater.errors import ModelError
+from tiny_models import SIZES
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
 """Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
@@ -62,14 +62,10 @@ def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype, monkeypatch):
     ]
     x = torch.randn(1, tokens, 24, dtype=dtype, requires_grad=True)
     wide = x.detach().double().requires_grad_()
-    upstream = torch.randn(1, tokens, 24, dtype=dtype)
-    ours, expected = holder["mlp"](x), exact["mlp"](wide)
-    assert deviation(ours, expected) < TOLERANCE[dtype]
-    mine = torch.autograd.grad(ours, [x, *holder.parameters()], upstream)
-    wanted = torch.autograd.grad(expected, [wide, *exact.parameters()], upstream.double())
-    for a, b in zip(mine, wanted, strict=True):
-        assert a.dtype == dtype
-        assert deviation(a, b) < TOLERANCE[dtype]
+    found = with_gradients([holder["mlp"](x)], [x, *holder.parameters()])
+    wanted = with_gradients([exact["mlp"](wide)], [wide, *exact.parameters()], rounded=dtype)
+    assert {each.dtype for each in found} == {dtype}
+    assert_near(found, wanted, TOLERANCE[dtype])
 
 
 def test_many_tiles_lose_nothing_that_one_would_keep():
@@ -105,17 +101,7 @@ def test_an_mlp_of_another_activation_or_form_is_left_alone():
 
 
 def test_tiles_that_are_asked_for_and_cannot_be_had_are_refused():
-    config = GemmaConfig(
-        **_SIZES,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-    )
-    model = build_on_meta(
-        config, attention=register("flash"), loss="full", master_dtype=torch.float32
-    )
+    model = on_meta(GemmaConfig(**SIZES))
     tile_mlps(model, None)
     with pytest.raises(ModelError, match="gemma has no MLP"):
         tile_mlps(model, 4)
@@ -151,28 +137,6 @@ class _Block(nn.Module):
 
     def forward(self, x: "torch.Tensor") -> "torch.Tensor":
         return x + self.mlp(x)
-
-
-def test_a_whole_model_recomputed_in_tiles_has_the_gradients_of_the_plain_one():
-    config = Qwen3Config(
-        **_SIZES,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        head_dim=8,
-    )
-    torch.manual_seed(0)
-    plain = Qwen3ForCausalLM(config).double()
-    tiled = copy.deepcopy(plain)
-    assert fuse_mlps(tiled, tiles=4) == 2
-    recompute_layers(tiled.model.layers)
-    ids = torch.randint(64, (1, 23))
-    for model in (plain, tiled):
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    ours = {name.replace(PREFIX, ""): p.grad for name, p in tiled.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        assert deviation(ours[name], parameter.grad) < TOLERANCE[torch.float64], name
 
 
 def test_a_tile_holds_what_its_bytes_allow():

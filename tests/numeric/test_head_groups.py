@@ -19,12 +19,10 @@ from transformers import (
 )
 
 from closeness import deviation
-from highwater.engine.activations.recompute import PREFIX, recompute_layers
-from highwater.engine.attention import registry
-from highwater.engine.attention.block_attention import kept_in_recompute
-from highwater.engine.data.batches import Document, pack
+from engine_models import forward, on_meta, packed, recomputed
+from highwater.engine.activations.recompute import PREFIX
 from highwater.engine.models.adapters import A, B, add_adapters
-from highwater.engine.models.build import build_on_meta, group_heads, tile_mlps
+from highwater.engine.models.build import group_heads, tile_mlps
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused import rotary_attention
@@ -73,16 +71,12 @@ def built(
     dtype: torch.dtype = torch.float64,
     lora: Lora | None = None,
 ) -> Decoder:
-    attention = registry.register("flash")
-    model = build_on_meta(config, attention=attention, loss="full", master_dtype=dtype)
+    model = on_meta(config, dtype=dtype)
     tile_mlps(model, None)
     group_heads(model, groups)
     if lora is not None:
         add_adapters(model.causal_lm, lora, dtype=dtype)
-    if recompute != "none":
-        is_kept = recompute == "all-but-attention"
-        keeping = kept_in_recompute if is_kept else None
-        recompute_layers(model.layers, keeping=keeping)
+    recomputed(model.layers, recompute)
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -99,15 +93,7 @@ def built(
 def trained(model: Decoder, lengths: tuple[int, ...]) -> dict[str, "torch.Tensor"]:
     """Loss and every gradient, by the name of its parameter."""
     ids = torch.arange(sum(lengths)) * 7 % 64
-    batch = pack([Document(part, part) for part in ids.split(lengths)])
-    statistics = model(
-        batch.input_ids_T,
-        batch.position_ids_T,
-        batch.trained_positions_N,
-        batch.labels_N,
-        batch.document_lengths,
-    )
-    loss = -statistics.logprobs_N.mean()
+    loss = -forward(model, packed(*ids.split(lengths))).logprobs_N.mean()
     loss.backward()
     trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
     gradients = {name.replace(PREFIX, ""): p.grad for name, p in trained}

@@ -18,23 +18,16 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from highwater.engine.attention.registry import register
-from highwater.engine.models.build import build_on_meta
+from engine_models import on_meta
 from highwater.engine.models.requirements import prove_head
 from highwater.errors import ModelError
 from highwater.model.families import PLAIN, TRAINED, LogitTransform, logit_transform_of
 from highwater.model.model_config import refuse_features
 from tables import table
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
+from tiny_models import SIZES
 
 
-def on_meta(family: str, **fields: Any) -> PreTrainedModel:
+def as_its_class(family: str, **fields: Any) -> PreTrainedModel:
     """Two layers of a family as its class makes it."""
     config = AutoConfig.for_model(family, **fields)
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
@@ -70,7 +63,7 @@ NOT_OF_DEFAULTS = ("dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")
 
 @pytest.mark.parametrize("family", sorted(TRAINED - set(NOT_OF_DEFAULTS)))
 def test_a_family_that_trains_is_proven(family):
-    model = on_meta(family)
+    model = as_its_class(family)
     prove_head(model, transform_of(model))
 
 
@@ -80,7 +73,7 @@ def test_a_family_that_trains_is_proven(family):
 )
 def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family, fields, said):
     with pytest.raises(ModelError) as refusal:
-        prove_head(on_meta(family, **fields))
+        prove_head(as_its_class(family, **fields))
     assert refusal.value.problem.startswith(f"{family} cannot be trained: its logits")
     assert said in refusal.value.problem
 
@@ -93,13 +86,15 @@ def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
     family, field, changes, neutral
 ):
     for value in (changes, neutral):
-        model = on_meta(family, **{field: value})
+        model = as_its_class(family, **{field: value})
         transform = logit_transform_of({"model_type": family, field: value}, "config.json")
         assert transform == transform_of(model)
         assert is_proven(model, transform)
         assert is_proven(model) == transform.is_plain == (value == neutral), (family, value)
         refuse_features({"model_type": family, field: value}, "config.json")
-    assert not is_proven(on_meta(family, **{field: neutral}), transform_of_changed(family, field))
+    assert not is_proven(
+        as_its_class(family, **{field: neutral}), transform_of_changed(family, field)
+    )
 
 
 def transform_of_changed(family: str, field: str) -> LogitTransform:
@@ -109,26 +104,15 @@ def transform_of_changed(family: str, field: str) -> LogitTransform:
 
 
 def test_a_field_that_a_family_does_not_read_changes_nothing():
-    config = Qwen3Config(
-        **SMALL,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        head_dim=8,
-        final_logit_softcapping=30.0,
-    )
+    config = Qwen3Config(**SIZES, final_logit_softcapping=30.0)
     assert config.final_logit_softcapping == 30.0
-    build_on_meta(config, attention=register("flash"), loss="full", master_dtype=torch.float32)
+    on_meta(config)
 
 
 @pytest.mark.parametrize("loss", ["full", None])
 def test_what_is_built_is_proven_a_reward_models_backbone_too(loss):
     with pytest.raises(ModelError, match="minicpm3 cannot be trained"):
-        build_on_meta(
-            on_meta("minicpm3").config,
-            attention=register("flash"),
-            loss=loss,
-            master_dtype=torch.float32,
-        )
+        on_meta(as_its_class("minicpm3").config, loss=loss)
 
 
 class Shifting(Qwen3ForCausalLM):
@@ -160,20 +144,18 @@ class Adding(Qwen3ForCausalLM):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_is_proven_in_the_dtype_that_it_is_built_in(dtype):
-    config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
-    build_on_meta(config, attention=register("flash"), loss="full", master_dtype=dtype)
+    on_meta(Qwen3Config(**SIZES), dtype=dtype)
 
 
 @pytest.mark.parametrize("family", [Shifting, Remembering, Adding])
 def test_a_class_that_does_anything_else_is_refused(family):
-    config = Qwen3Config(**SMALL, num_key_value_heads=2, intermediate_size=48, head_dim=8)
     with torch.device("meta"):
-        model = family(config)
+        model = family(Qwen3Config(**SIZES))
     assert not is_proven(model)
 
 
 def test_the_proof_leaves_the_model_and_the_random_numbers_of_others_as_they_were():
-    model = on_meta("qwen3")
+    model = as_its_class("qwen3")
     before = {name: id(module) for name, module in model.named_modules()}, torch.get_rng_state()
     prove_head(model)
     assert {name: id(module) for name, module in model.named_modules()} == before[0]

@@ -3,57 +3,39 @@ again. Copies beside the computation are proven on GPUs (tests/gpu/test_host_act
 """
 
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, Qwen3Config, SeedOssConfig
 
+from closeness import assert_equal
+from engine_models import assembled, forward, on_meta, packed, recomputed
 from highwater.engine.activations.host import HostActivations, PinnedPlaces
 from highwater.engine.activations.recompute import recompute_layers, seeded
-from highwater.engine.attention.block_attention import kept_in_recompute
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.models.build import build_on_meta
+from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fill import Fill
-from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.experience import forward_batch
-from highwater.engine.training.rank_context import RankContext
-from highwater.engine.training.rank_run import assemble
-from highwater.engine.training.step import Training, train_step
+from highwater.engine.training.step import train_step
 from highwater.errors import ModelError, UsageError
 from highwater.nouns.activation_plan import ActivationPlan
-from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
-from tiny_models import TINY, write_model
+from tiny_models import SIZES, TINY, write_model
 from trial_specs import trial_in
 
 CPU = torch.device("cpu")
 LAYERS = 5
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SHAPE = SIZES | {"num_hidden_layers": LAYERS, "max_position_embeddings": 128}
 PLAIN = Qwen3Config(**SHAPE)
 DROPS = SeedOssConfig(**SHAPE, attention_dropout=0.0, residual_dropout=0.3, initializer_range=0.2)
 ON_HOST = [("layer", 1), ("layer", 3), ("layer", LAYERS), ("all-but-attention", 1)]
 
 
 def built(config: PreTrainedConfig, recompute: str, host: HostActivations | None = None) -> Decoder:
-    attention = register("flash")
-    model = build_on_meta(config, attention=attention, loss="chunked", master_dtype=torch.float32)
-    keeping = kept_in_recompute if recompute == "all-but-attention" else None
-    recompute_layers(model.layers, keeping=keeping, host=host)
+    model = on_meta(config, loss="chunked")
+    recomputed(model.layers, recompute, host=host)
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     return model.train()
 
@@ -63,25 +45,18 @@ def host_of(layers_on_gpu: int = 1, budget_bytes: int = GIB) -> HostActivations:
 
 
 def batch(*lengths: int) -> Batch:
-    return pack([Document(ids := torch.arange(length) % 64, ids) for length in lengths])
+    return packed(*(torch.arange(length) % 64 for length in lengths))
 
 
-def forward(model: Decoder, one: Batch) -> "torch.Tensor":
+def loss_of(model: Decoder, one: Batch) -> "torch.Tensor":
     with seeded(seed=0, rank=0, step=1, device=CPU):
-        statistics = model(
-            one.input_ids_T,
-            one.position_ids_T,
-            one.trained_positions_N,
-            one.labels_N,
-            one.document_lengths,
-        )
-    return -statistics.logprobs_N.mean()
+        return -forward(model, one).logprobs_N.mean()
 
 
 def gradients(model: Decoder, *batches: Batch) -> list["torch.Tensor"]:
     model.zero_grad()
     for each in batches:
-        forward(model, each).backward()
+        loss_of(model, each).backward()
     return [p.grad.clone() for p in model.parameters()]
 
 
@@ -91,8 +66,7 @@ def test_gradients_are_those_without_bit_by_bit(config, recompute, layers_on_gpu
     steps = (batch(24, 9), batch(40), batch(7, 7, 7)), (batch(3),), (batch(64), batch(64))
     plain, ours = built(config, recompute), built(config, recompute, host_of(layers_on_gpu))
     for step in steps:
-        for mine, wanted in zip(gradients(ours, *step), gradients(plain, *step), strict=True):
-            assert torch.equal(mine, wanted)
+        assert_equal(gradients(ours, *step), gradients(plain, *step))
 
 
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
@@ -103,11 +77,10 @@ def test_passes_without_a_gradient_and_abandoned_ones_change_nothing(recompute):
     mapped: set[int] = set()
     for disturb in 2 * (
         lambda: forward_batch(ours, [batch(50)], device=CPU),
-        lambda: forward(ours, batch(33)),  # whose backward pass never comes
+        lambda: loss_of(ours, batch(33)),  # whose backward pass never comes
     ):
         disturb()
-        for mine, theirs in zip(gradients(ours, batch(24)), wanted, strict=True):
-            assert torch.equal(mine, theirs)
+        assert_equal(gradients(ours, batch(24)), wanted)
         mapped.add(host.memory.mapped_bytes)
     first, *later = sorted(mapped)
     assert len(later) == 1, "places of the abandoned pass are used again"
@@ -205,8 +178,7 @@ def test_another_argument_that_looks_like_the_hidden_states_stays():
 
     plain, ours = (nn.ModuleList(AddPair() for _ in range(3)) for _ in range(2))
     recompute_layers(ours, host=host_of())
-    for mine, wanted in zip(run(ours), run(plain), strict=True):
-        assert torch.equal(mine, wanted)
+    assert_equal(run(ours), run(plain))
 
 
 @pytest.mark.parametrize(
@@ -236,20 +208,18 @@ def test_a_plan_has_a_layer_its_next_one_and_those_that_stay_on_the_gpu(layers_o
 def test_a_step_takes_no_more_host_memory_than_is_named(tmp_path):
     """Of the memory that is named, activations get their share, and none that the states take."""
     tight, roomy = (
-        assembled(tmp_path / str(named), host_memory_bytes=named) for named in (1024, GIB)
+        assembled(
+            trial_in(
+                write_model(tmp_path / str(named), TINY),
+                activations="host",
+                loss="chunked",
+                host_memory_bytes=named,
+            )
+        )
+        for named in (1024, GIB)
     )
-    ids = torch.arange(64)
     with pytest.raises(MemoryError, match="more of host memory than the share"):
-        train_step(tight, [pack([Document(ids, ids)])])
-    train_step(roomy, [pack([Document(ids, ids)])])
+        train_step(tight, [batch(64)])
+    train_step(roomy, [batch(64)])
     assert roomy.host is not None
     assert 1024 < roomy.host.memory.mapped_bytes < GIB
-
-
-def assembled(directory: Path, **spec: Any) -> Training:
-    write_model(directory, TINY)
-    named = trial_in(directory, layout=Layout(), activations="host", loss="chunked", **spec)
-    mesh = process_mesh.shard_mesh(Layout(), CPU)
-    return assemble(
-        named, RankContext(device=CPU, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)
-    )

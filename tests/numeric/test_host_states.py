@@ -2,9 +2,7 @@
 bit, and either's state goes on in the other.
 """
 
-import json
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from traces import SHARED, alive_at, formula_bytes, peak_bytes, requested_bytes,
 from highwater.engine.training.host_states import MOMENTS, VECTOR, HostStateAdamW
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.model.footprint import device_state_bytes, gradient_bytes, update_bytes
-from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
+from tiny_models import config_of
 
 NUMBERS = Hyperparameters(learning_rate=0.01, weight_decay=0.1)
 DTYPES = (torch.float32, torch.float64)
@@ -113,7 +111,7 @@ def test_groups_keep_their_numbers_over_a_load():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
+SHAPE = config_of("tiny") | {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 2048,

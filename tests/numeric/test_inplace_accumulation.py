@@ -2,8 +2,6 @@
 sum, on small graphs.
 """
 
-import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
 
-from forked_python import forked
+from forked_python import answer, forked
 from gradient_graphs import GRAPHS, held, loss
 from torch.profiler import ProfilerActivity, profile
 
@@ -82,21 +80,15 @@ def test_a_sum_in_a_backward_formula_would_be_taken_for_the_engines_by_its_refer
     ],
 )
 def test_a_pytorch_that_cannot_be_told_by_is_an_error(change, problem):
-    done = trace(change)
+    done = forked(TRACED, HERE, change)
     assert done.returncode
     assert problem in done.stderr
 
 
 @cache
 def as_traced(change: str = "") -> dict[str, list[str]]:
-    done = trace(change)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def trace(change: str) -> "subprocess.CompletedProcess[str]":
     """In a process of its own: what lets fake CUDA tensors work is not undone."""
-    return forked(TRACED, HERE, change)
+    return answer(TRACED, HERE, change)
 
 
 def on_plain_tensors(name: str) -> list[str]:

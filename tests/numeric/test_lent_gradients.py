@@ -2,13 +2,11 @@
 lent, moved there, or left.
 """
 
-import os
-import subprocess
-import sys
 from functools import cache
 from itertools import dropwhile
 
 import pytest
+from forked_python import forked
 
 from highwater.nouns.codec import from_json
 from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack
@@ -153,9 +151,6 @@ def gradients(name: str) -> list[Life]:
 @cache
 def logs() -> dict[str, EventLog]:
     """Traced in a process of its own: what lets fake CUDA tensors work is not undone."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", TRACED], env=environment, capture_output=True, text=True, check=False
-    )
+    done = forked(TRACED)
     assert done.returncode == 0, done.stderr
     return from_json(done.stdout, dict[str, EventLog])

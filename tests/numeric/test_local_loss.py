@@ -17,11 +17,11 @@ from traces import traced, trial
 
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.step import backward_of
-from highwater.model.model import load_model
 from highwater.nouns.events import Allocate, EventLog
 from highwater.nouns.layout import CHUNK_BYTES, Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS
+from tiny_models import config_of
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/local_loss.py"
 aten: Any = torch.ops.aten
@@ -56,7 +56,7 @@ prompt is."""
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EventLog]:
     folder = tmp_path_factory.mktemp("traced")
-    config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+    config = config_of("tiny")
     return traced(
         {
             f"{name}, {loss}, {shared}": trial(
@@ -139,7 +139,7 @@ def test_the_host_waits_for_no_number_of_a_micro_batch(objective, alone, tmp_pat
 
 
 def test_a_trace_holds_the_logits_of_every_token_but_those_of_a_prompt(tmp_path):
-    config = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+    config = config_of("tiny")
     prompts = (0, 100, PROMPT_TOKENS)
     trials = {
         str(prompt): trial(

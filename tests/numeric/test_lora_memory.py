@@ -2,8 +2,6 @@
 bfloat16 and four numbers of float32 for each of an adapter's.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,10 @@ pytest.importorskip("bitsandbytes", reason="a model in NF4 needs the qlora extra
 from traces import RING, SHARED, alive_at, formula_bytes, peak_bytes, shape_of
 
 from highwater.model.footprint import device_state_bytes
-from highwater.model.model import load_model
 from highwater.nouns.objective import adapter_parameters
+from tiny_models import config_of
 
-SHAPE = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
+SHAPE = config_of("tiny") | {
     "vocab_size": 2048,
     "hidden_size": 256,
     "intermediate_size": 768,

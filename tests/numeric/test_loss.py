@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from closeness import assert_near, with_gradients
 from highwater.engine.data.batches import Document, pack, shard
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module
@@ -50,23 +51,23 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
     hidden = torch.randn(tokens, 16, dtype=getattr(torch, dtype), requires_grad=True)
     weight = (torch.randn(vocabulary, 16) / 4).to(getattr(torch, dtype)).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,))
-    upstream = torch.randn(2, tokens, dtype=torch.float64)
     transform = TRANSFORMS[kind]
     ours = token_statistics(hidden, weight, labels, loss=path, transform=transform)
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    logits = wide[0] @ wide[1].T * transform.scale
+    log_p = torch.log_softmax(logits_of(*wide, transform), -1)
+    expected = (log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+    found, wanted = with_gradients(ours, (hidden, weight)), with_gradients(expected, wide)
+    assert_near(found, wanted, TOLERANCE[dtype])
+
+
+def logits_of(
+    hidden: torch.Tensor, weight: torch.Tensor, transform: LogitTransform
+) -> torch.Tensor:
+    """As the family's class has them."""
+    logits = hidden @ weight.T * transform.scale
     if transform.soft_cap is not None:
         logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
-    log_p = torch.log_softmax(logits, -1)
-    expected = (log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
-    gradients = torch.autograd.grad(
-        ours, (hidden, weight), [g.to(ours.logprobs_N.dtype) for g in upstream]
-    )
-    wanted = torch.autograd.grad(expected, wide, list(upstream))
-    for a, b in zip((*ours, *gradients), (*expected, *wanted), strict=True):
-        assert (
-            float((a.detach().double() - b.detach()).norm() / b.detach().norm()) < TOLERANCE[dtype]
-        )
+    return logits
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -166,10 +167,12 @@ def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it():
     assert not statistics.entropies_N.requires_grad
 
 
-def test_what_was_made_forward_is_handed_over_once():
+@pytest.mark.parametrize(("loss", "logprob_gradient"), [("chunked", 1.0), ("full", None)])
+def test_what_was_made_forward_is_handed_over_once(loss, logprob_gradient):
+    """A second backward pass of ``full`` is an error, too, and not a wrong gradient."""
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     loss = token_statistics(
-        hidden, weight, torch.tensor([0, 5, 10]), loss="chunked", logprob_gradient=1.0
+        hidden, weight, torch.tensor([0, 5, 10]), loss=loss, logprob_gradient=logprob_gradient
     ).logprobs_N.sum()
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="once"):
@@ -227,9 +230,7 @@ def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
         logprob_gradient=logprob_gradient,
         logit_range=seen,
     )
-    logits = (hidden @ weight.T).detach() * transform.scale
-    if transform.soft_cap is not None:
-        logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
+    logits = logits_of(hidden.detach(), weight, transform)
     of_tokens = logits.double().amin(1).sum().item(), logits.double().amax(1).sum().item()
     assert seen.read() == pytest.approx(
         (logits.min().item(), logits.max().item(), *of_tokens), rel=1e-6
@@ -278,14 +279,6 @@ def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(pa
     assert hidden.grad is not None
     assert hidden.grad.shape == (0, 8)
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-
-
-def test_a_second_backward_of_full_is_an_error_and_not_a_wrong_gradient():
-    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    loss = token_statistics(hidden, weight, torch.tensor([0, 5, 10]), loss="full").logprobs_N.sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="once"):
-        loss.backward()
 
 
 def test_a_chunk_holds_what_its_bytes_allow():

@@ -34,8 +34,7 @@ from transformers import (
     Trainer,
 )
 
-from highwater.engine.attention.registry import register
-from highwater.engine.models.build import build_on_meta
+from engine_models import on_meta
 from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training import low_bit
@@ -45,6 +44,7 @@ from highwater.engine.training.step import clip
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import OPTIMIZERS, QUANTIZED_BLOCK
+from tiny_models import SIZES
 
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 
@@ -255,28 +255,18 @@ def test_what_was_alive_counts_codes_and_scales(name):
         assert sum(own) == OPTIMIZERS[name].moments_bytes(parameter.numel())
 
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
 FAMILIES = [
-    LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
-    Qwen2Config(**_SIZES, tie_word_embeddings=True),
-    Qwen3MoeConfig(**_SIZES, head_dim=8, moe_intermediate_size=24, num_experts=4),
-    Starcoder2Config(**_SIZES, use_bias=True),
-    OlmoConfig(**_SIZES),
+    LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    Qwen2Config(**SIZES, tie_word_embeddings=True),
+    Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4),
+    Starcoder2Config(**SIZES, use_bias=True),
+    OlmoConfig(**SIZES),
 ]
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
 def test_what_decays_is_what_transformers_trainer_lets_decay(config):
-    model = build_on_meta(
-        config, attention=register("flash"), loss="full", master_dtype=torch.float32
-    ).to_empty(device="cpu")
+    model = on_meta(config).to_empty(device="cpu")
     decays = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
     optimizer = make_optimizer(model, Hyperparameters(weight_decay=0.3))
     found = {

@@ -2,7 +2,6 @@
 in turn, shared or kept, and nothing learned is of no family.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
+from tiny_models import config_of
 
 LENGTH = 16_384
-TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text())
+TINY = config_of("tiny")
 CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
     "hidden_size": 384,
@@ -134,10 +134,27 @@ _31B = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0,
 }
+_26B = {
+    **_31B,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 448,
+}
 _MANY_WORDS = {"vocab_size": 40_000, "vocab_size_per_layer_input": 20_000}
 _WHOLE = {"loss": "chunked", "recompute": "none"}
 GEMMA4_CASES: dict[str, dict[str, Any]] = {
     "E4B": {"config": _E4B},
+    "26B-A4B": {"config": _26B},
+    "26B-A4B, attention kept": {"config": _26B, "settings": Settings(**KEPT)},
+    "26B-A4B, all kept": {"config": _26B, "settings": Settings(**_WHOLE)},
+    "26B-A4B on two": {"config": _26B, "layout": Layout(gpus=2)},
+    "26B-A4B, narrow experts": {"config": {**_26B, "moe_intermediate_size": 96}},
+    "26B-A4B, wide experts": {"config": {**_26B, "moe_intermediate_size": 1600}},
+    "26B-A4B, documents": {
+        "config": _26B,
+        "settings": Settings(loss="chunked", sequences_per_micro_batch=3),
+    },
     "31B, attention kept": {"config": _31B, "settings": Settings(**KEPT)},
     "E2B, two shards": {"config": _E2B, "settings": Settings(**KEPT), "layout": Layout(gpus=2)},
     "E4B, attention kept": {"config": _E4B, "settings": Settings(**KEPT)},
@@ -160,9 +177,7 @@ GEMMA4_CASES: dict[str, dict[str, Any]] = {
         "settings": Settings(loss="chunked", sequences_per_micro_batch=3),
     },
     "the catalog's E2B": {
-        "config": json.loads(
-            Path(load_model("gemma-4-E2B-text").directory, "config.json").read_text()
-        ),
+        "config": config_of("gemma-4-E2B-text"),
         "settings": Settings(**KEPT),
     },
 }
@@ -217,7 +232,7 @@ def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -
     config: dict[str, Any] = {
         **CONFIG,
         "model_type": family,
-        **(MIXTURE if family_row(family).experts else {}),
+        **(MIXTURE if (usual := family_row(family).experts) and not usual.switch else {}),
         **OF_FAMILY.get(family, {}),
         **fields.pop("config", {}),
     }

@@ -2,7 +2,6 @@
 sums are what they were.
 """
 
-import json
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Batch, Document, pack
-from highwater.engine.models.build import build, read_config
-from highwater.engine.models.decoder import LanguageModel
+from engine_models import built, packed
+from highwater.engine.data.batches import Batch
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard, release
 from highwater.engine.parallel.offload import LAYERS_BEHIND
@@ -25,22 +22,11 @@ from highwater.engine.training.step import Training, backward_of, clip, train_st
 from highwater.model.footprint import STAGED_LAYERS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
+from tiny_models import SIZES, write_model
 
 LAYERS = 6
 MICRO_BATCHES = 3
-SHAPE = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+SHAPE = SIZES | {"model_type": "qwen3", "num_hidden_layers": LAYERS, "vocab_size": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -165,28 +151,17 @@ def test_offloaded_gradients_are_clipped_as_others_are(size, is_clipped, tmp_pat
 
 def training(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Training:
     """The same random weights every time."""
-    directory = tmp_path / "model"
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPE))
+    directory = write_model(tmp_path / "model", SHAPE, tie_word_embeddings=False)
     mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
-    model = build(
-        read_config(str(directory), length_tokens=64, rope="auto"),
-        directory=str(directory),
-        mesh=mesh,
-        attention=register("flash"),
-        loss="chunked",
-        recompute=recompute,
-        compute_dtype=torch.bfloat16,
-        offload=offload,
-    )
-    assert isinstance(model, LanguageModel)
+    how = {"loss": "chunked", "recompute": recompute, "offload": offload}
+    model = built(directory, mesh, torch.bfloat16, master_dtype=torch.float32, **how)
     return Training(policy=model, optimizer=make_optimizer(model, Hyperparameters()), mesh=mesh)
 
 
 def micro_batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(256, (40 + n,), generator=generator) for n in range(MICRO_BATCHES)]
-    return [pack([Document(each, each)]) for each in ids]
+    return [packed(each) for each in ids]
 
 
 def gradients(trained: Training) -> dict[str, Any]:

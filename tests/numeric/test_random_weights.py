@@ -8,6 +8,7 @@ from torch import nn
 
 from highwater.engine.models.fill import fill_buffers
 from highwater.engine.models.random_weights import CHUNK_NUMBERS, draw, fill_random
+from tiny_models import SIZES
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 2100, 1000
@@ -75,14 +76,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def test_the_activation_of_apertus_has_the_numbers_that_its_class_gives_it():
-    config = transformers.ApertusConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    config = transformers.ApertusConfig(**SIZES)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     theirs = transformers.AutoModelForCausalLM.from_config(config).model.layers[0].mlp.act_fn

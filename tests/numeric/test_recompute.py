@@ -2,29 +2,28 @@
 dropout is drawn again as it was.
 """
 
-import json
 from collections import Counter
 
 import pytest
 import torch
-from forked_python import forked
+from forked_python import answer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig
 
-from highwater.engine.activations.recompute import draws_in_training, recompute_layers, seeded
-from highwater.engine.attention.block_attention import kept_in_recompute
+from closeness import assert_equal
+from engine_models import forward, on_meta, packed, recomputed
+from highwater.engine.activations.recompute import draws_in_training, seeded
 from highwater.engine.attention.registry import register
-from highwater.engine.data.batches import Document, pack
-from highwater.engine.models.build import build_on_meta
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.engine.training.experience import forward_batch
+from tiny_models import SIZES
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-LAYERS, TOKENS, HEADS, SIZE = 3, 24, 4, 8
+LAYERS, TOKENS = 3, 24
 
 
 class Calls(TorchDispatchMode):
@@ -41,14 +40,7 @@ class Calls(TorchDispatchMode):
 
 def layers_of() -> nn.ModuleList:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-        "num_hidden_layers": LAYERS,
-    }
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": SIZE}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).double()
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": LAYERS})).double()
     model.config._attn_implementation = register("flash").name
     assert (fuse_norms(model), fuse_attentions(model), fuse_mlps(model, tiles=2)) == (
         4 * LAYERS + 1,
@@ -62,7 +54,9 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
     """Output, every gradient, and how often each operator ran."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, TOKENS, 32, generator=generator, dtype=torch.float64, requires_grad=True)
-    positions = torch.randn(2, 1, TOKENS, SIZE, generator=generator, dtype=torch.float64).unbind()
+    positions = torch.randn(
+        2, 1, TOKENS, SIZES["head_dim"], generator=generator, dtype=torch.float64
+    ).unbind()
     hidden = x
     with Calls() as calls:
         for layer in layers:
@@ -73,77 +67,45 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
     return hidden, [x.grad, *(p.grad for p in layers.parameters())], calls.count
 
 
-@pytest.mark.parametrize(("keep_attention", "times"), [(None, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [("none", 1), ("layer", 2), ("all-but-attention", 1)]
+)
 def test_the_kernel_runs_again_only_where_its_output_is_not_kept_and_the_gradients_are_the_same(
-    keep_attention, times
+    recompute, times
 ):
     plain = run(layers_of())
     layers = layers_of()
-    if keep_attention is not None:
-        recompute_layers(layers, keeping=kept_in_recompute if keep_attention else None)
+    recomputed(layers, recompute)
     ours = run(layers)
     assert ours[2][ATTENTION] == 2 * LAYERS * times, "two runs of documents in each layer"
     assert torch.equal(ours[0], plain[0])
-    for mine, wanted in zip(ours[1], plain[1], strict=True):
-        assert torch.equal(mine, wanted)
+    assert_equal(ours[1], plain[1])
 
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
-HEADS_DROPOUT = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FUNCTIONAL = SeedOssConfig(
-    **SHAPE,
-    **HEADS_DROPOUT,
-    head_dim=8,
-    attention_dropout=0.0,
-    residual_dropout=0.3,
-    initializer_range=0.2,
+    **SIZES, attention_dropout=0.0, residual_dropout=0.3, initializer_range=0.2
 )
 """Its layers keep a rate, and have no module of dropout."""
-MODULES = Phi3Config(
-    **SHAPE, **HEADS_DROPOUT, resid_pdrop=0.3, initializer_range=0.2, pad_token_id=0
-)
-NONE = Qwen3Config(**SHAPE, **HEADS_DROPOUT, head_dim=8)
+MODULES = Phi3Config(**SIZES, resid_pdrop=0.3, initializer_range=0.2, pad_token_id=0)
+NONE = Qwen3Config(**SIZES)
+BATCH = packed(torch.arange(24), torch.arange(9))
 
 
 def built(config: PreTrainedConfig, *, recompute: str = "none") -> Decoder:
-    attention = register("flash")
-    model = build_on_meta(config, attention=attention, loss="full", master_dtype=torch.float32)
-    if recompute != "none":
-        recompute_layers(
-            model.layers,
-            keeping=kept_in_recompute if recompute == "all-but-attention" else None,
-        )
+    model = on_meta(config)
+    recomputed(model.layers, recompute)
     Fill(model, None, device=CPU, seed=3).one_unit(model)
     return model.train()
-
-
-def batch():
-    ids = torch.arange(24) % 64
-    return pack([Document(ids, ids), Document(ids[:9], ids[:9])])
 
 
 def trained(
     model: Decoder, *, seed: int = 0, rank: int = 0, step: int = 1
 ) -> tuple[float, list["torch.Tensor"]]:
     """Loss and every gradient of one step's draws."""
-    one = batch()
     model.zero_grad()
     with seeded(seed=seed, rank=rank, step=step, device=CPU):
-        statistics = model(
-            one.input_ids_T,
-            one.position_ids_T,
-            one.trained_positions_N,
-            one.labels_N,
-            one.document_lengths,
-        )
-        loss = -statistics.logprobs_N.mean()
+        loss = -forward(model, BATCH).logprobs_N.mean()
         loss.backward()
     return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
 
@@ -154,8 +116,7 @@ def test_a_recomputed_layer_drops_what_it_dropped(config, recompute):
     plain_loss, plain = trained(built(config))
     loss, ours = trained(built(config, recompute=recompute))
     assert loss == plain_loss
-    for mine, wanted in zip(ours, plain, strict=True):
-        assert torch.equal(mine, wanted)
+    assert_equal(ours, plain)
 
 
 def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_else():
@@ -174,7 +135,7 @@ def test_a_step_draws_the_same_again_and_another_rank_step_or_seed_something_els
 @pytest.mark.parametrize("config", [FUNCTIONAL, MODULES])
 def test_passes_without_a_gradient_drop_nothing_and_leave_the_model_in_training(config):
     model = built(config)
-    first, second = (forward_batch(model, [batch()], device=CPU)[0] for _ in range(2))
+    first, second = (forward_batch(model, [BATCH], device=CPU)[0] for _ in range(2))
     assert torch.equal(first, second)
     assert all(module.training for module in model.modules())
     assert trained(model)[0] != pytest.approx(-float(first.mean())), "which it does drop things in"
@@ -194,7 +155,7 @@ MEASURE = (
 
 
 def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the_attention():
-    row = measured("Qwen3-0.6B")
+    row = answer(MEASURE.format(model="Qwen3-0.6B"))
     hidden, queries, keys = 2 * 1024, 2 * 16 * 128, 2 * 8 * 128
     # q before and after its norm and rotation, the output, its gradient and q's; k and v, k before,
     # and their gradients; the layer's normed input and the residual's gradient; cosines and sines,
@@ -205,9 +166,3 @@ def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the
     assert sum(item["bytes_per_token"] for item in row["alive"]) == pytest.approx(
         row["bytes_per_token"]
     )
-
-
-def measured(model: str) -> dict:
-    done = forked(MEASURE.format(model=model))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])

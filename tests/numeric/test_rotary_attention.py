@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface
 
-from closeness import deviation
+from closeness import assert_near, deviation, with_gradients
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.models.fused.fused import RmsNorm, fuse_attentions, fuse_norms
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
@@ -69,7 +69,6 @@ def test_fused_attention_equals_the_familys_own(family, tokens, dtype, monkeypat
     x = torch.randn(1, tokens, 24, dtype=dtype, requires_grad=True)
     wide = x.detach().double().requires_grad_()
     cosines, sines = (torch.randn(1, tokens, attention.head_dim, dtype=dtype) for _ in range(2))
-    upstream = torch.randn(1, tokens, 24, dtype=dtype)
     ours, expected = (
         module(
             hidden_states=inputs,
@@ -78,14 +77,10 @@ def test_fused_attention_equals_the_familys_own(family, tokens, dtype, monkeypat
         )[0]
         for module, inputs in ((attention, x), (theirs, wide))
     )
-    assert deviation(ours, expected) < TOLERANCE[dtype]
-    mine = torch.autograd.grad(ours, [x, *attention.parameters()], upstream)
-    wanted = torch.autograd.grad(expected, [wide, *theirs.parameters()], upstream.double())
-    for name, a, b in zip(
-        ["input", *(n for n, _ in attention.named_parameters())], mine, wanted, strict=True
-    ):
-        assert a.dtype == dtype
-        assert deviation(a, b) < TOLERANCE[dtype], name
+    found = with_gradients([ours], [x, *attention.parameters()])
+    wanted = with_gradients([expected], [wide, *theirs.parameters()], rounded=dtype)
+    assert {each.dtype for each in found} == {dtype}
+    assert_near(found, wanted, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(STORED_TOLERANCE))

@@ -27,34 +27,25 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from highwater.engine.attention.registry import register
+from engine_models import on_meta
 from highwater.engine.data.text_tokens import exact_texts
 from highwater.engine.models import weights
-from highwater.engine.models.build import build_on_meta, read_config
+from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.pretrained import config_of, openable_directory, write_tokenizer
 from highwater.engine.models.weights import SavedWeights, dequantised
 from highwater.errors import ModelError
 from highwater.nouns.corpus import MissingFiles, missing_files
+from tiny_models import SIZES
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 FILE = "model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def saved(directory: Path, *, tied: bool = False) -> Path:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).save_pretrained(directory)
+    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).save_pretrained(directory)
     return directory
 
 
@@ -71,10 +62,7 @@ def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
 def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
     """Our model, whole, its values from the directory."""
     config = read_config(str(directory), length_tokens=64, rope="auto")
-    loss: Any = None if gives_scalars else "full"
-    model = build_on_meta(
-        config, attention=register("flash"), loss=loss, master_dtype=torch.float32
-    )
+    model = on_meta(config, loss=None if gives_scalars else "full")
     with weights.opened(str(directory)) as files:
         fill = Fill(model, files, device=torch.device("cpu"), seed=0)
         fill.one_unit(model)
@@ -142,7 +130,7 @@ def test_what_the_config_has_no_place_for_is_refused_by_name(name, tmp_path):
 
 def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -181,7 +169,7 @@ def test_files_that_hold_nothing_of_the_model_are_refused(tmp_path):
 
 def test_more_experts_than_the_config_has_are_refused(tmp_path):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **moe)).save_pretrained(tmp_path)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **moe)).save_pretrained(tmp_path)
     assert_as_transformers_loads_it(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -345,14 +333,9 @@ def test_what_is_saved_of_a_dequantised_model_is_not_called_quantised(tmp_path):
 
 VOCABULARY = 200
 SMALL: dict[str, Any] = {
+    **SIZES,
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,

@@ -2,7 +2,6 @@
 and a real step on the CPU.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -37,10 +36,9 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import TrialSpec
 from tables import deep
+from tiny_models import config_of
 
-TINY = json.loads(Path(load_model("tiny").directory, "config.json").read_text()) | {
-    "vocab_size": 20_000
-}
+TINY = config_of("tiny") | {"vocab_size": 20_000}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -471,7 +469,7 @@ def test_a_quadratic_attention_is_an_error_and_a_router_is_none():
 
 
 def test_a_token_of_qwen3_30b_a3b_takes_60_kb_of_a_layer_beside_its_attentions_kernel(tmp_path):
-    model = json.loads(Path(load_model("Qwen3-30B-A3B").directory, "config.json").read_text())
+    model = config_of("Qwen3-30B-A3B")
     config = model | {"num_hidden_layers": 2, "vocab_size": 1024}
     trials = {
         str(length): trial(tmp_path / "model", config, length_tokens=length, loss="chunked")
@@ -488,7 +486,7 @@ def test_a_token_of_qwen3_30b_a3b_takes_60_kb_of_a_layer_beside_its_attentions_k
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "length", "settings", "layout"), REAL)
 def test_real_models_peak_where_the_formula_says(tmp_path, model, length, settings, layout):
-    config = json.loads(Path(load_model(model).directory, "config.json").read_text())
+    config = config_of(model)
     spec = trial(
         tmp_path / "model",
         config,

@@ -138,6 +138,7 @@ def recorded(folder: Path, share: float) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.timeout(300)
 def test_traces_learn_from_own_trials_each_traced_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -210,6 +211,7 @@ def test_nothing_is_traced_any_more_once_a_calibration_is_interrupted(tmp_path, 
     assert set(psutil.Process().children(recursive=True)) <= set(others)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_tracer_that_fails_is_told_with_its_last_words(tmp_path):
     tracer = CachedTracer(tmp_path, kernel="cudnn")
     with pytest.raises(MachineError, match=r"exited with 1: .*nowhere"):
@@ -223,6 +225,7 @@ def test_the_fullest_rank_has_no_prompt():
     ] == [0, 1, 3]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_trace_names_modules_and_pytorchs_own_viewer_reads_its_timeline(tmp_path):
     from torch.cuda import _memory_viz
 

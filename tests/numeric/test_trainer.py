@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Qwen3Config
 
 import highwater
+from engine_models import save_random
 from highwater.api.search import prepare_trial
 from highwater.engine import Quantity, Trainer, train_step
 from highwater.engine.activations.recompute import recompute_layers
@@ -29,6 +30,7 @@ from highwater.nouns.request import request_from
 from highwater.nouns.trial import MemoryBudget, RankMemory
 from highwater.units import GIB
 from tables import table
+from tiny_models import SIZES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -38,20 +40,9 @@ ROWS = [[[5, 6, 7, 8, 9]], [[9, 8, 7], [6, 5, 4, 3]]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
+    sizes = SIZES | {"vocab_size": 128, "head_dim": 16, "max_position_embeddings": 512}
     folder = tmp_path_factory.mktemp("model") / "small"
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    save_random(Qwen3Config(**sizes, tie_word_embeddings=True), folder)
     return str(folder)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from closeness import deviation
+from closeness import assert_equal, assert_near, deviation, with_gradients
 from highwater.engine.activations.host import Kept
 from highwater.engine.attention.block_attention import kept_in_recompute
 from highwater.engine.attention.patterned import Documents, Pattern, attend_in_pattern
@@ -87,13 +87,11 @@ def assert_as_by_hand(
     )
     assert deviation(output[0].transpose(0, 1), expected) < TOLERANCE
     assert deviation(log_sums[0], expected_sums) < TOLERANCE
-    upstream = torch.randn_like(expected)
     leaves = own if sinks_H is None else [*own, sinks_H]
-    found = torch.autograd.grad(output, leaves, upstream.transpose(0, 1)[None])
-    wanted = torch.autograd.grad(expected, leaves, upstream)
-    for mine, theirs in zip(found, wanted, strict=True):
-        # of one key alone the weight is 1 whatever its score: an exact 0, or its rounding
-        assert deviation(mine, theirs, beside=float(upstream.norm())) < TOLERANCE
+    _, *found = with_gradients([output[0].transpose(0, 1)], leaves)
+    _, *wanted = with_gradients([expected], leaves)
+    # of one key alone the weight is 1 whatever its score: an exact 0, or its rounding
+    assert_near(found, wanted, TOLERANCE, beside=expected.numel() ** 0.5)
 
 
 def rows_at_hand(monkeypatch: pytest.MonkeyPatch, scores: int) -> None:
@@ -197,13 +195,9 @@ def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
     once = len(passes)
     assert once == 1, "documents no longer than the window are the dense kernel's"
     kept = both(use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept()))
-    upstream = torch.randn_like(plain)
-    wanted = torch.autograd.grad(plain, own, upstream)
-    found = torch.autograd.grad(kept, own, upstream)
+    wanted, found = with_gradients([plain], own), with_gradients([kept], own)
     assert len(passes) == 2 * once, "not once more in the recomputation"
-    assert torch.equal(kept, plain)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_equal(found, wanted)
 
 
 def test_pieces_stand_for_no_document_that_a_window_cuts():

@@ -73,8 +73,7 @@ def trace(order: TraceOrder, path: Path) -> EventLog:
     source, target = (path.with_suffix(f".{end}") for end in ("order", "events"))
     source.write_text(to_json(order))
     words = ("tracer", str(source), str(target))
-    here = {"folder": path.parent, "within_s": 600}
-    done = SERVER.run("highwater.engine.tracer.tracer:main", *words, **here)
+    done = SERVER.run("highwater.engine.tracer.tracer:main", *words, within_s=600)
     assert done.returncode == 0, done.stderr
     return from_json(target.read_bytes(), EventLog)
 

@@ -1,7 +1,7 @@
 """Token batches as a user may write them, good and bad, for `--data user_batches:<name>`."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -49,10 +49,6 @@ def too_short(*, length_tokens: int, **_: Any) -> Iterator[Any]:
     yield [[1] * (length_tokens - 1)]
 
 
-def outside(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [[11] * length_tokens]
-
-
 def no_documents(**_: Any) -> Iterator[Any]:
     yield []
 
@@ -61,64 +57,52 @@ def nothing(**_: Any) -> Iterator[Any]:
     yield from ()
 
 
-def endless_reward(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [{"input_ids": [1] * length_tokens, "reward": math.inf}]
+def one_document(**fields: Any) -> Callable[..., Iterator[Any]]:
+    """A source of documents of the whole length, with these fields beside their ids."""
+
+    def source(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+        yield [{"input_ids": [1] * length_tokens, **fields}]
+
+    return source
 
 
-def unlikely(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [{"input_ids": [1] * length_tokens, "logprobs": [-math.inf] * length_tokens}]
+def of_tokens(**values: Any) -> Callable[..., Iterator[Any]]:
+    """The same with fields that have one value for every token."""
+
+    def source(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+        fields = {name: [value] * length_tokens for name, value in values.items()}
+        yield [{"input_ids": [1] * length_tokens, **fields}]
+
+    return source
 
 
-def large_group(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [{"input_ids": [1] * length_tokens, "group": 2**63}]
+def of_ids(token: Any) -> Callable[..., Iterator[Any]]:
+    """A source of documents of one token over and over."""
+
+    def source(*, length_tokens: int, **_: Any) -> Iterator[Any]:
+        yield [[token] * length_tokens]
+
+    return source
 
 
-def of_another_kind(field: str, value: Any, *, length_tokens: int) -> Iterator[Any]:
-    yield [{"input_ids": [1] * length_tokens, field: value}]
-
-
-def part_of_a_group(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("group", 0.9, length_tokens=length_tokens)
-
-
-def group_in_words(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("group", "abc", length_tokens=length_tokens)
-
-
-def reward_in_words(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("reward", "good", length_tokens=length_tokens)
-
-
-def no_reward(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("reward", None, length_tokens=length_tokens)
-
-
-def fractions(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [[1.7] * length_tokens]
-
-
-def truths(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [[True] * length_tokens]
-
-
-def fractions_as_labels(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("labels", [2.9] * length_tokens, length_tokens=length_tokens)
-
-
-def misspelt(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("label", [-100] * length_tokens, length_tokens=length_tokens)
-
-
-def masked(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    return of_another_kind("attention_mask", [0] * length_tokens, length_tokens=length_tokens)
+endless_reward = one_document(reward=math.inf)
+large_group = one_document(group=2**63)
+part_of_a_group = one_document(group=0.9)
+group_in_words = one_document(group="abc")
+reward_in_words = one_document(reward="good")
+no_reward = one_document(reward=None)
+unlikely = of_tokens(logprobs=-math.inf)
+fractions_as_labels = of_tokens(labels=2.9)
+misspelt = of_tokens(label=-100)
+masked = of_tokens(attention_mask=0)
+outside = of_ids(11)
+fractions = of_ids(1.7)
+truths = of_ids(True)
+huge_ids = of_ids(2**70)
 
 
 def without_ids(**_: Any) -> Iterator[Any]:
     yield [{"labels": [1, 2]}]
-
-
-def huge_ids(*, length_tokens: int, **_: Any) -> Iterator[Any]:
-    yield [[2**70] * length_tokens]
 
 
 def text(**_: Any) -> Iterator[Any]:

@@ -5,6 +5,8 @@ Shapes:  B sequences  H query heads  K key/value heads  S tokens  D head size  R
 """
 
 import math
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -31,6 +33,38 @@ def mask(pattern: SparsePatternConfig, query_BHSD: Tensor, key_BKSD: Tensor) -> 
             kept_RR[table.row_of_entry, table.columns[0].long()] = True
             seen = _by_tokens(kept_RR, pattern.block_size, length)
     return ((other <= token) & seen).expand(*key_BKSD.shape[:2], length, length)
+
+
+def meetings(
+    length: int,
+    heads: int,
+    branches: tuple[Sequence[int], Sequence[int]],
+    seen: Callable[[int], Tensor] = lambda tokens: torch.ones(tokens, tokens).tril(),
+) -> Tensor:
+    """How many branches have a head's token meet a key, HSS: of each segment those at every
+    ``rate``-th token attend, from the head's own offset, as ``seen`` says of as many in a row.
+    """
+    found = torch.zeros(heads, length, length, dtype=torch.float64)
+    for segment, rate in zip(*branches, strict=True):
+        for head, start in product(range(heads), range(0, length, segment)):
+            attends = torch.arange(length)[start : start + segment][head % rate :: rate]
+            found[head, attends[:, None], attends] += seen(len(attends)).double()
+    return found
+
+
+def dense(
+    query_BHSD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, count_XSS: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """One softmax over all keys, each as often as it counts, and the log-sum-exp; of a query that
+    meets none they are zeros and minus infinity.
+    """
+    groups = query_BHSD.shape[1] // key_BKSD.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in (key_BKSD, value_BKSD))
+    scores = query_BHSD @ keys.mT * scaling + count_XSS.to(query_BHSD.dtype).log()
+    has_keys = (count_XSS.sum(-1) > 0).expand(scores.shape[:-1])
+    scores = scores.masked_fill(~has_keys[..., None], 0.0)
+    output = (scores.softmax(-1) * has_keys[..., None]) @ values
+    return output, scores.logsumexp(-1).masked_fill(~has_keys, -math.inf)
 
 
 def _by_tokens(kept_XRR: Tensor, size: int, length: int) -> Tensor:

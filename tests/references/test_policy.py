@@ -11,9 +11,9 @@ from torch import Tensor
 from references.policy import clipped, clipped_value, divergence
 
 
-def of_ratio(ratio: float, advantage: float) -> tuple[float, float]:
+def of_log_ratio(log_ratio: float, advantage: float) -> tuple[float, float]:
     """Loss of one token and its gradient by the log-probability."""
-    logprob = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    logprob = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     loss = clipped(
         logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
     )
@@ -38,7 +38,7 @@ def of_ratio(ratio: float, advantage: float) -> tuple[float, float]:
     ],
 )
 def test_the_clipped_loss_worked_out_by_hand(ratio, advantage, loss, gradient):
-    assert of_ratio(ratio, advantage) == pytest.approx((loss, gradient), abs=1e-14)
+    assert of_log_ratio(math.log(ratio), advantage) == pytest.approx((loss, gradient), abs=1e-14)
 
 
 def test_within_the_dual_clip_it_is_the_minimum_of_the_paper():
@@ -53,14 +53,9 @@ def test_within_the_dual_clip_it_is_the_minimum_of_the_paper():
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("apart", [90.0, -90.0, 800.0])
 def test_far_apart_log_probabilities_give_finite_losses_and_no_gradient(apart, advantage):
-    logprob = torch.tensor([apart], dtype=torch.float64, requires_grad=True)
-    loss = clipped(
-        logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    )
-    loss.sum().backward()
-    assert logprob.grad is not None
-    assert loss.isfinite().all()
-    assert logprob.grad.item() == 0.0
+    loss, gradient = of_log_ratio(apart, advantage)
+    assert math.isfinite(loss)
+    assert gradient == 0.0
 
 
 def test_an_asymmetric_clip_has_two_sides():

@@ -17,8 +17,6 @@ from highwater.nouns.attention_bench import (
 from highwater.units import GIB, MIB
 
 BOTH: tuple[Direction, ...] = ("forward", "forward+backward")
-Figures = tuple[str, int, float, int]
-"""Implementation, length, seconds and bytes at the peak."""
 
 
 def row(

@@ -13,16 +13,13 @@ from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
 from highwater.nouns.trial import (
     Failure,
     LogEnd,
-    MemoryBudget,
     Outcome,
-    RankMemory,
-    RankReport,
     TrialResult,
 )
 from highwater.pages.study_report import StudyReport, assembled
 from highwater.store.journal import read_study
-from highwater.units import GIB
 from places import question_of
+from trial_specs import rank_that_used
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 REAL = sorted(FOUND.glob("*.jsonl"))
@@ -59,11 +56,7 @@ def trial(
     if outcome is None:
         return RecordedTrial(spec=QUESTION.trial(CELL, length_tokens))
     failure = None if outcome.is_fit else Failure(kind="error", phase="forward", text=text)
-    budget = MemoryBudget(
-        budget_bytes=80 * GIB, context_bytes=GIB, nccl_bytes=0, allocator_cap_bytes=79 * GIB
-    )
-    memory = RankMemory(peak_reserved_bytes=used_bytes, device_used_bytes=used_bytes)
-    ranks = (RankReport(rank=0, failure=failure, memory=memory, budget=budget),)
+    ranks = (rank_that_used(used_bytes, failure=failure),)
     return RecordedTrial(
         spec=QUESTION.trial(CELL, length_tokens, memory_only=outcome is Outcome.MEMORY_ONLY_FIT),
         result=TrialResult(outcome=outcome, reason=text, ranks=ranks),

@@ -4,6 +4,7 @@ are those of its settings.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from studies import CELL, QUESTION, REAL, trial
 import highwater
 from highwater import recommend
 from highwater.nouns.capacities import simplest, study_capacities
-from highwater.nouns.study import CellAnswer, MemoryOnlyFit, RecordedTrial, Study
+from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import (
     prediction_answer,
@@ -20,13 +21,12 @@ from highwater.pages.prediction_tables import (
     recommendation_answer,
 )
 from highwater.pages.study_answer import answer_table, study_answer
-from highwater.search.cell_outcomes import CellAnswered, TrialFinished
-from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_tokens
 from places import question_of
 from tables import table
+from trial_specs import answer_of, study_found
 
 
 def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
@@ -99,19 +99,9 @@ def test_what_trials_measured_is_neither_safe_nor_tight():
 _LENGTH = re.compile(r"\d{1,3}(?:,\d{3})+(?! tokens/s)")
 
 
-def answered(**changes: object) -> Study:
-    fields = {
-        "cell": CELL,
-        "capacity_tokens": 65_536,
-        "does_not_fit_tokens": 69_632,
-        "limit": "memory",
-        "reason": "ran out",
-        "trials": 2,
-        "headroom_bytes": 3 * 2**30,
-        "tokens_per_s": 12_345.6,
-    }
-    answer = CellAnswer(**(fields | changes))
-    return Study(question=QUESTION, answers=(answer,))
+def answered(**changes: Any) -> Study:
+    usual = {"fits": 65_536, "fails": 69_632, "headroom_bytes": 3 * 2**30, "tokens_per_s": 12_345.6}
+    return Study(question=QUESTION, answers=(answer_of(CELL, **usual | changes),))
 
 
 def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_out():
@@ -125,22 +115,22 @@ def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_ou
 
 def test_what_memory_holds_is_never_said_to_be_trained():
     proof = MemoryOnlyFit(length_tokens=131_072, peak_reserved_bytes=2**36, headroom_bytes=2**30)
-    said = study_answer(answered(memory_only=proof, does_not_fit_tokens=135_168))
+    said = study_answer(answered(memory_only=proof, fails=135_168))
     assert said.startswith("Memory holds Qwen3-0.6B at 131,072 tokens on ")
     assert "by memory-only trials" in said
     assert "; trained in full was 65,536, at 12,346 tokens/s." in said
     assert "1.00 GiB of each GPU is left; 135,168 ran out of memory." in said
-    untrained = study_answer(answered(memory_only=proof, capacity_tokens=None))
+    untrained = study_answer(answered(memory_only=proof, fits=None))
     assert "no length was trained in full" in untrained
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"capacity_tokens": 0, "does_not_fit_tokens": 4096}, "No: Qwen3-0.6B does not train at "),
-        ({"capacity_tokens": None, "limit": "inconclusive"}, "Not known yet: no trial"),
-        ({"does_not_fit_tokens": None, "limit": "ceiling"}, "Qwen3-0.6B trains up to 65,536 "),
-        ({"does_not_fit_tokens": None, "limit": "time"}, "Qwen3-0.6B trains up to 65,536 "),
+        ({"fits": 0, "fails": 4096}, "No: Qwen3-0.6B does not train at "),
+        ({"fits": None, "limit": "inconclusive"}, "Not known yet: no trial"),
+        ({"fails": None, "limit": "ceiling"}, "Qwen3-0.6B trains up to 65,536 "),
+        ({"fails": None, "limit": "time"}, "Qwen3-0.6B trains up to 65,536 "),
     ],
 )
 def test_every_end_of_a_search_has_its_words(changes, said):
@@ -224,20 +214,10 @@ def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fi
             Outcome.FIT if spec.length_tokens * spec.sequences <= law else Outcome.OUT_OF_MEMORY
         )
     )
-    trials, answers = [], []
-    for event in search_cells(question, runner):
-        if isinstance(event, TrialFinished):
-            trials.append(
-                RecordedTrial(
-                    spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
-                )
-            )
-        if isinstance(event, CellAnswered):
-            answers.append(event.answer)
-    study = Study(question=question, trials=tuple(trials), answers=tuple(answers))
+    study = study_found(question, runner)
     (found,) = study_capacities(study)
     assert (found.capacity_tokens, found.does_not_fit_tokens) == (40_960, 45_056)
-    tried = {trial.spec.length_tokens for trial in trials}
+    tried = {trial.spec.length_tokens for trial in study.trials}
     for length in range(4096, 65_537, 4096):
         packed = length * (65_536 // length)
         told = found.fits(length)

@@ -15,15 +15,12 @@ from highwater.memory.capacity import CellPrediction
 from highwater.memory.question import placed
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import to_json
-from highwater.nouns.corpus import Corpus
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import alone, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell
 from highwater.nouns.training import (
-    Schedule,
     TrainingRequest,
-    TrainingSpec,
     training_request_from,
 )
 from highwater.recommendation.training_settings import chosen_trial, named_settings
@@ -32,6 +29,7 @@ from highwater.trials.training_ranks import own_folder
 from highwater.units import GIB
 from places import NO_GPU, machine_with
 from tiny_models import WIDE_HEADS, write_model
+from trial_specs import training_of
 
 QUESTIONS = 20
 ASKED = TrainingRequest(data=("data.jsonl",), length=16_384, steps=4, output="run")
@@ -163,24 +161,5 @@ def test_a_training_goes_on_with_the_placement_that_it_began_with(tmp_path: Path
         return chosen_trial(request, ASKED, machine).spec
 
     assert chosen("auto").settings.activations == "gpu"
-    run = TrainingSpec(
-        trial=chosen("host"),
-        corpus=Corpus(
-            directory="/corpus",
-            digest="0",
-            objective="sft",
-            length_tokens=ASKED.length_tokens,
-            documents=1,
-            units=1,
-            tokens=2,
-            trained_tokens=1,
-            longest_tokens=2,
-        ),
-        steps=4,
-        micro_batches=2,
-        schedule=Schedule(steps=4),
-        output_directory="/run",
-        model_directory="/run/model",
-    )
-    TrainingFolder(ASKED.output).keep(run)
+    TrainingFolder(ASKED.output).keep(training_of(chosen("host")))
     assert chosen("auto").settings.activations == "host"

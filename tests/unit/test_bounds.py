@@ -158,6 +158,9 @@ def test_a_date_stays_the_text_that_it_was_written_as(capsys, tmp_path):
 def _odd(kind: str, folder: Path) -> Path:
     if kind == "pipe":
         return fifo(folder / "pipe")
+    if kind == "folder":
+        (folder / "folder").mkdir()
+        return folder / "folder"
     if kind == "too long":
         path = folder / "long"
         with path.open("wb") as file:
@@ -166,12 +169,12 @@ def _odd(kind: str, folder: Path) -> Path:
     return Path(kind)
 
 
-@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "/dev/null", "too long"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/null", "too long"])
 @pytest.mark.parametrize(
     "command",
     [
-        *("find --config", "find --prediction", "show", "profile", "guide", "guide.csv"),
-        *("guide.json", "predict --constants", "model"),
+        *("find --config", "find --prediction", "find --study", "recommend --study", "show"),
+        *("report", "profile", "guide", "guide.csv", "guide.json", "predict --constants", "model"),
     ],
 )
 def test_a_file_without_an_end_is_refused_wherever_one_is_named(
@@ -192,11 +195,14 @@ def test_a_file_without_an_end_is_refused_wherever_one_is_named(
         own = {
             "find": ("Qwen3-0.6B", *DRY[2:]),
             "predict": ("Qwen3-0.6B", "--gpus", "H200-141GB"),
+            "recommend": ("Qwen3-0.6B", "--gpus", "H200-141GB", "--length", "8k"),
         }.get(verb, ())
         words = [verb, *own, *([flag] if flag else []), str(path)]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "regular file" in said or "it has more than" in said or "has no config.json" in said
+    of_a_folder = ("Is a directory", "has no memory snapshot")
+    fitting = of_a_folder if kind == "folder" else ("regular file", "it has more than")
+    assert any(words in said for words in (*fitting, "has no config.json"))
     assert "hint: " in said
 
 

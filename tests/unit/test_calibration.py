@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import highwater
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import HighwaterError
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.memory.interval.calibration import (
     COVERAGE,
@@ -32,9 +32,10 @@ from highwater.memory.interval.residuals import (
     worth_tracing,
 )
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.nouns.trial import Outcome, TrialResult
 from highwater.units import GIB
 from places import script
+from trial_specs import rank_that_used
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -197,15 +198,7 @@ def test_enough_own_trials_make_the_coverage_by_counting():
 
 
 def ran_out(given_bytes: int) -> TrialResult:
-    budget = MemoryBudget(
-        budget_bytes=given_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=given_bytes
-    )
-    rank = RankReport(
-        rank=0,
-        memory=RankMemory(device_used_bytes=given_bytes // 3),
-        budget=budget,
-        device_name="NVIDIA H200",
-    )
+    rank = rank_that_used(given_bytes // 3, given_bytes, device_name="NVIDIA H200")
     return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out of memory", ranks=(rank,))
 
 
@@ -261,13 +254,6 @@ def emptied(folder: Path) -> Path:
         )
     )
     return path
-
-
-def test_another_trainer_learns_nothing_from_trials_of_this_engine():
-    with pytest.raises(UsageError, match="trials of this engine"):
-        highwater.predict(
-            "Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[STUDY], trainer="trinity"
-        )
 
 
 def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():

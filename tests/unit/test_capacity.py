@@ -6,7 +6,7 @@ import pytest
 
 import highwater
 from highwater.api.prediction import predict_against
-from highwater.errors import ModelError, UsageError
+from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.interval.calibration import calibrate
 from highwater.memory.interval.residuals import bundled_residuals
@@ -276,14 +276,6 @@ def test_what_no_recorded_trial_had_is_named():
     )
 
 
-def test_host_memory_can_be_what_binds():
-    bound = highwater.predict(
-        "Qwen3-8B", gpus="1xH200-141GB", host_memory="100GiB", offload=True, allocator="expandable"
-    )
-    assert {cell.binding for cell in bound.cells} == {"host"}
-    assert {cell.capacity_tokens for cell in bound.cells} == {0}
-
-
 def test_what_is_reserved_for_others_shortens():
     free, shared = (
         highwater.predict("Qwen3-4B", gpus="H200-141GB", reserved=reserved, activations="gpu")
@@ -294,12 +286,6 @@ def test_what_is_reserved_for_others_shortens():
     )
 
 
-def test_the_grid_ends_where_nothing_scales_the_positions():
-    prediction = highwater.predict("Llama-3.1-8B", gpus="8xH200-141GB")
-    assert max(cell.capacity_tokens for cell in prediction.cells) == 131_072
-    assert any("RoPE" in note for note in prediction.notes)
-
-
 @pytest.mark.parametrize(
     ("text", "gpus", "name"),
     table("capacity", "gpus_are_named_as_the_catalog_or_a_driver"),
@@ -308,11 +294,6 @@ def test_gpus_are_named_as_the_catalog_or_a_driver_names_them(text, gpus, name):
     found = cluster(text, gpu_memory_bytes=None, machine=None)
     assert (found.gpus, found.device_name) == (gpus, name)
     assert len(found.machine().gpus) == gpus
-
-
-def test_a_card_of_no_catalog_has_the_memory_that_is_said():
-    found = cluster("4", gpu_memory_bytes=48 * GIB, machine=None)
-    assert (found.gpus, found.device_bytes) == (4, 48 * GIB)
 
 
 def test_what_a_catalogs_card_holds_is_what_a_driver_reports():
@@ -330,35 +311,6 @@ def test_what_is_predicted_for_amds_gpus_says_that_nothing_of_them_was_measured(
     assert not [
         note for note in highwater.predict("Qwen3-0.6B", gpus="H200").notes if "AMD" in note
     ]
-
-
-def test_a_family_that_the_formula_does_not_know_is_refused_by_name(tmp_path):
-    text = (
-        '{"model_type": "mamba", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": '
-        '2, "num_attention_heads": 4,'
-    )
-    (tmp_path / "config.json").write_text(text + '"max_position_embeddings": 4096}')
-    with pytest.raises(ModelError, match="family mamba"):
-        highwater.predict(str(tmp_path), gpus="H200-141GB")
-
-
-@pytest.mark.parametrize(
-    ("text", "gpus", "kind"),
-    [
-        ("4090", 1, "RTX-4090"),
-        ("2x3090", 2, "RTX-3090"),
-        ("H100:8", 8, "H100-80GB"),
-        ("H100x8", 8, "H100-80GB"),
-        ("RTX 4090 x 2", 2, "RTX-4090"),
-        ("4090:2", 2, "RTX-4090"),
-        ("A40", 1, "A40-48GB"),
-        ("4xL40", 4, "L40-48GB"),
-        ("GB200", 1, "GB200-186GB"),
-    ],
-)
-def test_gpus_are_read_by_number_with_the_count_behind_and_by_new_names(text, gpus, kind):
-    found = cluster(text, gpu_memory_bytes=None, machine=None)
-    assert (found.gpus, found.device_name) == (gpus, kind)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import FormulaLaw, Law, OneByOne, SimulatedRunner
 from highwater.units import GIB, MIB
 from places import examples
-from trial_specs import fits_up_to, grid_of, question_on
+from trial_specs import answers_among, fits_up_to, grid_of, question_on
 
 STEP = 1000
 GRID_SIZE = 64
@@ -45,7 +45,7 @@ def events_of(question: Question, law: Law) -> list[SearchEvent]:
 
 
 def answers_of(question: Question, law: Law) -> list[CellAnswer]:
-    return [event.answer for event in events_of(question, law) if isinstance(event, CellAnswered)]
+    return answers_among(events_of(question, law))
 
 
 def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
@@ -73,12 +73,6 @@ class Repeats(OneByOne):
         return self._runners[repeat > 0].run(spec, attempt=attempt, repeat=repeat)
 
 
-def answer_by(question: Question, runner: Repeats) -> CellAnswer:
-    return next(
-        event.answer for event in search_cells(question, runner) if isinstance(event, CellAnswered)
-    )
-
-
 @given(st.integers(0, GRID_SIZE - 1), st.sampled_from(["bisect", "linear"]))
 def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not(capacity, method):
     events = events_of(ask(method=method), fits_up_to(capacity * STEP))
@@ -96,13 +90,6 @@ def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not
 def bound(index: int) -> float:
     """Trials that a capacity at this index of the grid may take without a hint."""
     return 2 * math.log2(index) + 2 if index else 1
-
-
-@given(st.integers(0, GRID_SIZE))
-def test_without_a_known_memory_any_monotone_law_takes_no_more_trials_than_the_bound(capacity):
-    [answer] = answers_of(ask(device_total_bytes=None), fits_up_to(capacity * STEP))
-    assert answer.capacity_tokens == capacity * STEP
-    assert answer.trials <= bound(capacity)
 
 
 CELLS = tuple(
@@ -133,7 +120,7 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
     events = search_cells(
         question, SimulatedRunner(law), line_of=lambda *_: MemoryLine(fixed_bytes, bytes_per_token)
     )
-    answers = [event.answer for event in events if isinstance(event, CellAnswered)]
+    answers = answers_among(events)
     assert [answer.capacity_tokens for answer in answers] == [
         capacity * STEP for capacity in capacities
     ]
@@ -201,7 +188,7 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
     cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
     question = ask(cells=(cell,), method=method, **proof)
     events = search_cells(question, SimulatedRunner(packs_up_to(held)), expected=lambda _: expected)
-    [answer] = [event.answer for event in events if isinstance(event, CellAnswered)]
+    [answer] = answers_among(events)
     trials = [question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)]
     assert answer.capacity_tokens == max(
         (t.length_tokens for t in trials if t.length_tokens * t.sequences <= held), default=0
@@ -334,7 +321,7 @@ def test_headroom_that_nobody_measured_is_no_margin():
 
 def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once():
     runner = Repeats(fits_up_to(5 * STEP), fits_up_to(5 * STEP))
-    answer = answer_by(ask(confirm=3), runner)
+    (answer,) = answers_among(search_cells(ask(confirm=3), runner))
     assert [runner.launches[5, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
     assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
     assert [runner.launches[index, 0] for index in (7, 8, 9)] == [1, 1, 1]
@@ -360,7 +347,7 @@ def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
     first, repeats, confirm, fits, said
 ):
     runner = Repeats(first, repeats)
-    answer = answer_by(ask(confirm=confirm), runner)
+    (answer,) = answers_among(search_cells(ask(confirm=confirm), runner))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens) == (fits, fits + STEP)
     assert answer.monotone is False
     assert confirm == 1 or runner.launches[7, 2] == 1, "the new edge is confirmed"
@@ -369,7 +356,9 @@ def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
 
 
 def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
-    answer = answer_by(ask(confirm=1), Repeats(fits_up_to(5 * STEP), lambda spec: Outcome.TIMEOUT))
+    (answer,) = answers_among(
+        search_cells(ask(confirm=1), Repeats(fits_up_to(5 * STEP), lambda spec: Outcome.TIMEOUT))
+    )
     assert (answer.capacity_tokens, answer.limit, answer.monotone) == (5000, "memory", True)
     assert answer.reason.endswith(" confirm it: 2")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import UsageError
-from highwater.memory.capacity import MemoryLimit
+from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.interval.calibration import (
     Calibration,
     Factors,
@@ -61,24 +61,27 @@ class Tracer:
         return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
 
+def assert_edge(found: CellPrediction, bytes_per_token: int, capacity_bytes: float) -> bool:
+    """The answer is that of replaying every length; returns whether any fits."""
+    every = Tracer(bytes_per_token)
+    logs = [every(ask().trial(ask().cells[0], n * STEP)) for n in range(1, SIZE + 1)]
+    limits = {"allocator": "expandable", "capacity_bytes": capacity_bytes}
+    fitting = sum(replay(log, **limits).fits for log in logs)
+    assert found.capacity_tokens == fitting * STEP
+    assert found.binding == ("ceiling" if fitting == SIZE else "device")
+    assert found.does_not_fit_tokens == (None if fitting == SIZE else (fitting + 1) * STEP)
+    return fitting > 0
+
+
 @given(st.integers(1, 2**23))
 def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
     tracer = Tracer(bytes_per_token)
     (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer)
     outside = sum(term.bytes for term in found.footprint.outside)
-    specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
-    every = Tracer(bytes_per_token)
-    fits = [
-        spec
-        for spec in specs
-        if replay(every(spec), allocator="expandable", capacity_bytes=DEVICE_BYTES - outside).fits
-    ]
-    assert found.capacity_tokens == len(fits) * STEP
-    assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
-    assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
+    fits = assert_edge(found, bytes_per_token, DEVICE_BYTES - outside)
     assert len(tracer.asked) == len(set(tracer.asked)) <= 2 * SIZE.bit_length()
     assert found.replayed is not None
-    assert found.replayed.fits == bool(fits)
+    assert found.replayed.fits == fits
     if fits:
         assert (
             found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
@@ -97,19 +100,9 @@ def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_t
     (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     capacity = most_predicted_bytes(DEVICE_BYTES, known.factors[0]) - outside
-    specs = [ask().trial(ask().cells[0], n * STEP) for n in range(1, SIZE + 1)]
-    every = Tracer(bytes_per_token)
-    fits = [
-        spec
-        for spec in specs
-        if replay(every(spec), allocator="expandable", capacity_bytes=capacity).fits
-    ]
-    assert (
-        found.capacity_tokens == len(fits) * STEP <= found.likely_tokens == likely.capacity_tokens
-    )
+    fits = assert_edge(found, bytes_per_token, capacity)
+    assert found.capacity_tokens <= found.likely_tokens == likely.capacity_tokens
     assert likely.likely_tokens == likely.capacity_tokens
-    assert found.binding == ("ceiling" if len(fits) == SIZE else "device")
-    assert found.does_not_fit_tokens == (None if len(fits) == SIZE else (len(fits) + 1) * STEP)
     assert len(tracer.asked) == len(set(tracer.asked))
     assert found.interval is not None
     assert found.headroom_bytes == DEVICE_BYTES - found.device_used_bytes

@@ -13,12 +13,12 @@ from highwater.memory.snapshot.memory_profile import ADVICE
 from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
 from highwater.pages.study_answer import answer_table, trial_table
 from highwater.pages.study_commands import alive_rows, request_line, setting_of
 from highwater.pages.study_page import study_markdown, study_page
 from highwater.units import GIB
+from trial_specs import answer_of
 
 LOGITS = AliveMemory(
     parameters_bytes=3 * GIB,
@@ -150,14 +150,7 @@ def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_
     hostile = msgspec.structs.replace(LOGITS, requested_by=f"highwater/{HOSTILE}.py:1 {HOSTILE}")
     result = result_of(hostile, phase=HOSTILE)
     recorded = msgspec.structs.replace(trial(8192, Outcome.OUT_OF_MEMORY), result=result)
-    answer = CellAnswer(
-        cell=cell,
-        capacity_tokens=4096,
-        does_not_fit_tokens=8192,
-        limit="memory",
-        reason="memory ran out",
-        trials=2,
-    )
+    answer = answer_of(cell, 4096, 8192)
     table = answer_table(study_of(trial(4096, Outcome.FIT), recorded, answers=(answer,)))
     (line,) = (note for note in table.footnotes if "no room for 4.00 GiB" in note)
     report = report_of(study_of(recorded))

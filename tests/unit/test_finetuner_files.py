@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from foreign_trials import trainer_of
 from trainers import recorded
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
-from highwater.nouns.trainer import BY_COMMAND, FOREIGN, PAGE, ForeignTrainer
+from highwater.nouns.trainer import BY_COMMAND, FOREIGN, PAGE
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers import axolotl, llamafactory, ms_swift
 from highwater.trainers.axolotl import AXOLOTL
@@ -324,17 +324,6 @@ def test_a_step_counts_where_the_trainer_saw_exactly_its_tokens():
     assert steps_of(text, step_tokens=16384, shared_by=2, **counted) == 2
     assert steps_of(text, step_tokens=30000, **counted) == 0
     assert steps_of(line % 32768 * 2, step_tokens=32768, **counted) == 1
-
-
-def trainer_of(
-    name: str, path: Path | None = None, command: tuple[str, ...] = ()
-) -> ForeignTrainer:
-    return ForeignTrainer(
-        trainer=name,
-        command=command,
-        base_config_path=None if path is None else str(path),
-        base_config_digest=None if path is None else config_digest(path),
-    )
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)

@@ -5,29 +5,20 @@ trial, and what proves neither is neither.
 """
 
 import time
-from typing import Any
 
 import msgspec
 import pytest
+from foreign_trials import FRAMES, OOM, RAN_OUT, outcome, typed_trial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.nouns.trainer import ForeignTrainer
-from highwater.nouns.trial import Device, Outcome, RankMemory, RankReport, TrialSpec
+from highwater.nouns.trial import Outcome, RankMemory, RankReport
 from highwater.trainers.logs import log_lines, progress_of
 from highwater.trials.foreign_classify import ForeignEnding, classify_foreign, evidence_of
 from highwater.trials.foreign_trial import bounded_allocator, memory_budget, past_the_bound
 from highwater.units import GIB
-from places import question_of
 from tables import table
 
-QUESTION = question_of(loss="full", allocator="native")
-FOREIGN = ForeignTrainer(trainer="command", command=("train", "{length}"))
-SPEC = msgspec.structs.replace(QUESTION.trial(QUESTION.cells[0], 4096), foreign=FOREIGN)
-
-OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total"
-FRAMES = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    x @ y\n'
-RAN_OUT = FRAMES + OOM + "\n"
 STEP = "{{'loss': '{0}', 'grad_norm': '1.5', 'learning_rate': '2e-05', 'epoch': '0.5'}}\n"
 STEPS = STEP.format(2.5) + STEP.format(2.25)
 SUMMARY = (
@@ -36,24 +27,6 @@ SUMMARY = (
     "[0]:\n  time      : 2026-01-01_00:00:00\n  rank      : 1 (local_rank: 1)\n"
     "  exitcode  : {0} (pid: 12)\n  error_file: <N/A>\n"
 )
-
-
-def trial(device: Device = "cuda", pattern: str | None = None) -> TrialSpec:
-    spec = msgspec.structs.replace(
-        SPEC, foreign=msgspec.structs.replace(FOREIGN, done_pattern=pattern)
-    )
-    if device == "cpu":
-        spec = msgspec.structs.replace(spec, device=device, memory_budget_bytes=2**30)
-    return spec
-
-
-def outcome(log: str, exit_code: int | None = 1, **ending: Any) -> Outcome:
-    spec = trial(ending.pop("device", "cuda"), ending.pop("pattern", None))
-    if exit_code is None:
-        ending.setdefault("ended_for", "timeout")
-    return classify_foreign(
-        spec, ForeignEnding(exit_code=exit_code, timeout_s=60.0, log=log, **ending)
-    ).outcome
 
 
 def by_rank(rank: int, text: str) -> str:
@@ -249,7 +222,7 @@ def test_a_timeout_says_how_far_it_came():
     ending = ForeignEnding(
         exit_code=None, ended_for="timeout", timeout_s=60.0, log=STEP.format(2.5)
     )
-    verdict = classify_foreign(trial(), ending)
+    verdict = classify_foreign(typed_trial(), ending)
     assert verdict.outcome is Outcome.TIMEOUT
     assert "1 of 2 steps" in verdict.reason
 
@@ -260,7 +233,7 @@ def test_a_timeout_says_how_far_it_came():
 )
 def test_a_reason_names_whoever_ran_out_as_the_log_does(before, who):
     log = "".join(f"{before}{line}\n" for line in RAN_OUT.splitlines())
-    verdict = classify_foreign(trial(), ForeignEnding(exit_code=1, timeout_s=60.0, log=log))
+    verdict = classify_foreign(typed_trial(), ForeignEnding(exit_code=1, timeout_s=60.0, log=log))
     assert verdict == (Outcome.OUT_OF_MEMORY, f"{who}{OOM}")
 
 
@@ -287,7 +260,7 @@ CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to alloca
 )
 def test_a_reason_names_the_line_of_the_allocator(line, said):
     log = f"step 1/2 loss 2.5\n{line}\nstep 2/2 loss 2.4\n"
-    verdict = classify_foreign(trial(), ForeignEnding(exit_code=0, timeout_s=60.0, log=log))
+    verdict = classify_foreign(typed_trial(), ForeignEnding(exit_code=0, timeout_s=60.0, log=log))
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason.endswith(f": {said}")
 
@@ -297,10 +270,10 @@ def test_a_hang_after_an_error_is_judged_by_the_error_where_that_is_certain():
     assert outcome(RAN_OUT, None, ended_for="hang", is_stuck=True) is Outcome.OUT_OF_MEMORY
     assert outcome(RAN_OUT, None) is Outcome.TIMEOUT, "it may have been caught"
     assert outcome(FRAMES + "KeyError: 'x'\n", None, is_stuck=True) is Outcome.TIMEOUT
-    assert evidence_of(trial(), by_rank(1, RAN_OUT)).is_certain
-    assert not evidence_of(trial(), RAN_OUT).is_certain
-    assert evidence_of(trial(), RAN_OUT).has_run_out
-    assert not evidence_of(trial(), RAN_OUT + STEPS).has_run_out
+    assert evidence_of(typed_trial(), by_rank(1, RAN_OUT)).is_certain
+    assert not evidence_of(typed_trial(), RAN_OUT).is_certain
+    assert evidence_of(typed_trial(), RAN_OUT).has_run_out
+    assert not evidence_of(typed_trial(), RAN_OUT + STEPS).has_run_out
 
 
 WORDS = st.lists(
@@ -337,18 +310,18 @@ def test_words_that_a_trainer_does_not_take_are_said():
         "usage: train.py [-h] ...\nAccelerate launch command: error: unrecognized arguments: --x\n"
     )
     ending = ForeignEnding(exit_code=2, timeout_s=60.0, log=log)
-    outcome, reason = classify_foreign(trial("cuda"), ending)
-    assert outcome is Outcome.CRASHED
+    found, reason = classify_foreign(typed_trial(), ending)
+    assert found is Outcome.CRASHED
     assert "unrecognized arguments: --x" in reason
 
 
 def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen():
-    bounded = msgspec.structs.replace(trial(), memory_budget_bytes=40 * GIB)
+    bounded = msgspec.structs.replace(typed_trial(), memory_budget_bytes=40 * GIB)
     budget = memory_budget(bounded)
     assert budget is not None
     assert budget.allocator_cap_bytes + budget.context_bytes + budget.nccl_bytes == 40 * GIB
-    assert bounded_allocator(trial(), None) == {}
-    assert bounded_allocator(trial("cpu"), None) == {}
+    assert bounded_allocator(typed_trial(), None) == {}
+    assert bounded_allocator(typed_trial("cpu"), None) == {}
 
     def past(used_bytes: int | None) -> str | None:
         memory = RankMemory(device_used_bytes=used_bytes)

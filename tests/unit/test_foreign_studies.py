@@ -17,10 +17,7 @@ from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Study
 from highwater.nouns.trial import (
-    MemoryBudget,
     Outcome,
-    RankMemory,
-    RankReport,
     TrialResult,
     TrialSpec,
 )
@@ -38,6 +35,7 @@ from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 from places import machine_with
+from trial_specs import rank_that_used
 
 COMMAND = "python train.py --max-len {length}"
 FITS = 60_000
@@ -51,14 +49,10 @@ class Trainer(OneByOne):
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         fits = spec.length_tokens <= FITS
         used = (10 * GIB + spec.length_tokens * GIB // 1024) if fits else 78 * GIB
-        memory = RankMemory(device_used_bytes=used, device_total_bytes=80 * GIB)
-        budget = MemoryBudget(
-            budget_bytes=79 * GIB, context_bytes=GIB, nccl_bytes=0, allocator_cap_bytes=78 * GIB
-        )
         return TrialResult(
             outcome=Outcome.FIT if fits else Outcome.OUT_OF_MEMORY,
             reason="2 steps seen in the log" if fits else "torch.OutOfMemoryError: CUDA out of ...",
-            ranks=(RankReport(rank=0, memory=memory, budget=budget),),
+            ranks=(rank_that_used(used, 79 * GIB),),
             attempt=attempt,
         )
 

@@ -9,34 +9,14 @@ import pytest
 
 from highwater.errors import UsageError
 from highwater.nouns.codec import from_json, to_json
-from highwater.nouns.corpus import Corpus
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.training import RunState, Schedule, TrainingSpec, differences, run_digest
-from trial_specs import trial_in
+from trial_specs import training_of, trial_in
 
-CORPUS = Corpus(
-    directory="/corpora/a",
-    digest="a",
-    objective="sft",
-    length_tokens=64,
-    documents=8,
-    units=8,
-    tokens=400,
-    trained_tokens=400,
-    longest_tokens=64,
-)
 TRIAL = trial_in("/models/tiny", layout=Layout(gpus=2))
-SPEC = TrainingSpec(
-    trial=TRIAL,
-    corpus=CORPUS,
-    steps=20,
-    micro_batches=8,
-    schedule=Schedule(steps=20),
-    output_directory="/runs/a",
-    model_directory="/runs/a/model",
-)
+SPEC = training_of(TRIAL, steps=20, micro_batches=8)
 
 
 def changed(**changes: Any) -> TrainingSpec:
@@ -131,7 +111,7 @@ def training_with(numbers: Hyperparameters) -> Settings:
         {"trial__memory_budget_bytes": 2**31},
         {"trial__model_directory": "/elsewhere/tiny"},
         {"corpus__directory": "/elsewhere/a"},
-        {"evaluation": CORPUS},
+        {"evaluation": SPEC.corpus},
         {"steps": 40, "schedule": Schedule(steps=40)},
         {"evaluate_every": 5},
         {"save_every": 5},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from markup import Page, markdown_rows
 
-from highwater import guide, open_study, predict, write_guide
+from highwater import guide, open_study, predict
 from highwater.errors import UsageError
 from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.nouns.capacities import Capacity, study_capacities
@@ -33,6 +33,7 @@ from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped
 from places import question_of
 from tiny_models import write_model
+from trial_specs import answer_of
 
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
@@ -182,15 +183,11 @@ def test_our_own_rungs_are_joined_like_the_published_ones():
 def answer(
     cell: Cell, fits: int | None, fails: int | None, memory_only: int | None = None
 ) -> CellAnswer:
-    return CellAnswer(
-        cell=cell,
-        capacity_tokens=fits,
-        does_not_fit_tokens=fails,
-        limit="memory" if fails else "inconclusive",
-        reason="",
-        trials=2,
-        memory_only=memory_only
-        and MemoryOnlyFit(length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None),
+    held = memory_only and MemoryOnlyFit(
+        length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None
+    )
+    return answer_of(
+        cell, fits, fails, limit="memory" if fails else "inconclusive", memory_only=held
     )
 
 
@@ -474,11 +471,6 @@ def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made):
     assert f'<td class="figure">{shown}' in text.replace("figure ", "figure")
     assert shown in guide_markdown(made)
     assert "Tokens a second, predicted" in Page(text).text("caption")
-
-
-def test_the_name_of_the_file_says_whether_it_is_a_page(made, tmp_path):
-    assert write_guide(tmp_path / "guide.html", made).read_text().startswith("<!doctype html>")
-    assert write_guide(tmp_path / "guide.md", made).read_text().startswith("# ")
 
 
 LONG = FOUND / "long-0.6b-79gib.jsonl"

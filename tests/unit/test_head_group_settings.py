@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import highwater
-from highwater.errors import HighwaterError, UsageError
+from highwater.errors import HighwaterError
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -14,20 +14,6 @@ from highwater.nouns.settings import Settings, settings_in_words
 from highwater.speed import predicted_step
 
 ONE, FOUR = {"gpus": "1xH100-80GB"}, {"gpus": "4xH100-80GB"}
-
-
-@pytest.mark.parametrize(
-    ("asked", "problem"),
-    [
-        ({"attention_head_groups": 0}, "0 head groups"),
-        ({"attention_head_groups": -2}, "-2 head groups"),
-        ({"attention_head_groups": 2, "recompute": "none"}, "nothing else is recomputed"),
-        ({"attention_head_groups": 2, "attention": "block_sparse"}, "block-sparse"),
-    ],
-)
-def test_what_head_groups_do_not_go_with_is_refused(asked, problem):
-    with pytest.raises(UsageError, match=problem):
-        Settings(**asked)
 
 
 @pytest.mark.parametrize(

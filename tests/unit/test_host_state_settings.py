@@ -93,21 +93,6 @@ def test_a_file_and_python_name_it_as_the_flags_do(offload):
     assert again.settings.offload == offload
 
 
-@pytest.mark.parametrize(
-    ("other", "words", "works"),
-    [
-        ({"optimizer": "adamw-8bit"}, "adamw-8bit has its own", {"optimizer": "adamw"}),
-        ({"optimizer": "adamw-bf16"}, "adamw-bf16 has its own", {"offload": False}),
-        ({"strategy": "fsdp"}, "FSDP1 has flat ones", {"strategy": "fsdp2"}),
-        ({"strategy": "fsdp"}, "FSDP1 has flat ones", {"offload": True}),
-    ],
-)
-def test_what_is_not_exact_is_refused_by_name(other, words, works):
-    with pytest.raises(UsageError, match=words):
-        Settings(offload="states", **other)
-    assert Settings(**{"offload": "states", **other, **works}), "which the hint says works"
-
-
 def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape):
     layout = Layout(gpus=8)
     here, states, model = (

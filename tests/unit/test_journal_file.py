@@ -13,10 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from studies import FOUND, REAL, fifo, without_checksums
+from studies import FOUND, REAL, without_checksums
 from test_journal import QUESTION, lengths, record, search
 
-from highwater.cli.app import main
 from highwater.errors import StudyError
 from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
@@ -254,39 +253,6 @@ def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_c
         path.parent.rmdir()
         with pytest.raises(StudyError, match="cannot be kept"):
             record(journal, 8192)
-
-
-@pytest.fixture
-def odd_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Something that is no regular file."""
-    if request.param == "pipe":
-        return fifo(tmp_path / "pipe.jsonl")
-    if request.param == "folder":
-        (tmp_path / "folder.jsonl").mkdir()
-        return tmp_path / "folder.jsonl"
-    (tmp_path / "link.jsonl").symlink_to(request.param)
-    return tmp_path / "link.jsonl"
-
-
-@pytest.mark.parametrize(
-    "odd_file", ["pipe", "folder", "/dev/zero", "/dev/null", "/dev/urandom"], indirect=True
-)
-@pytest.mark.parametrize("command", ["show", "report", "guide", "recommend", "find"])
-def test_what_is_no_regular_file_is_no_study(odd_file, command, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    words = {
-        "recommend": (
-            *("Qwen3-0.6B", "--gpus", "H200-141GB", "--length", "8k", "--study", str(odd_file)),
-        ),
-        "find": (
-            *("Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run", "--study"),
-            str(odd_file),
-        ),
-    }.get(command, (str(odd_file),))
-    assert main((command, *words)) == 2
-    said = capsys.readouterr().err
-    assert "regular file" in said or "directory" in said
-    assert "hint: " in said
 
 
 FEW, MANY = 500, 2_000

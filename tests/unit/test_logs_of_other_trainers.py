@@ -10,43 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from foreign_trials import FRAMES, OOM, RAN_OUT, outcome
 from studies import fifo
 
-from highwater.nouns.trainer import ForeignTrainer
-from highwater.nouns.trial import LogEnd, Outcome, TrialSpec
+from highwater.nouns.trial import LogEnd, Outcome
 from highwater.store.logs import LINES, log_end
-from highwater.trials.foreign_classify import ForeignEnding, classify_foreign
-from places import question_of
 from tables import table
 
 FOLDER = Path(__file__).parents[1] / "data" / "foreign_logs"
 EXPECTED: list[dict[str, Any]] = json.loads((FOLDER / "expectations.json").read_text("utf-8"))
 NAMES = [each["name"] for each in EXPECTED]
-QUESTION = question_of(loss="full", allocator="native")
 
 
-def trial(*, device: str = "cuda", steps: int = 2, pattern: str | None = None) -> TrialSpec:
-    foreign = ForeignTrainer(trainer="command", command=("train", "{length}"), done_pattern=pattern)
-    spec = QUESTION.trial(QUESTION.cells[0], 4096)
-    spec = msgspec.structs.replace(spec, foreign=foreign, steps=steps)
-    if device == "cpu":
-        spec = msgspec.structs.replace(spec, device="cpu", memory_budget_bytes=2**30)
-    return spec
-
-
-def judged(log: str, exit_code: int | None, *, kernel_kills: int = 0, **named: Any) -> str:
+def judged(log: str, exit_code: int | None, **named: Any) -> str:
     """The outcome in lower case; ``inconclusive`` where it says nothing about memory."""
-    ending = ForeignEnding(
-        exit_code=exit_code,
-        ended_for=None if exit_code is not None else "timeout",
-        timeout_s=60.0,
-        log=log,
-        kernel_kills=kernel_kills,
-    )
-    outcome = classify_foreign(trial(**named), ending).outcome
-    return outcome.value.lower() if outcome.tells else "inconclusive"
+    found = outcome(log, exit_code, **named)
+    return found.value.lower() if found.tells else "inconclusive"
 
 
 def judged_as(expected: dict[str, Any], log: str) -> str:
@@ -98,12 +78,6 @@ def test_what_stands_before_every_line_changes_no_verdict(prefix):
         assert judged_as(expected, log) == expected["outcome"], expected["name"]
 
 
-OOM = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
-    "capacity of 79.11 GiB of which 1.20 GiB is free."
-)
-FRAMES = 'Traceback (most recent call last):\n  File "t.py", line 3, in <module>\n    x @ y\n'
-RAN_OUT = f"{FRAMES}{OOM}\n"
 STEPS = "step 1/2 loss 2.5\nstep 2/2 loss 2.4\n"
 
 NO_FIT = table("logs_in_words", "no fit")

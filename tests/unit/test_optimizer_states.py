@@ -126,18 +126,6 @@ def test_what_parameters_in_bf16_are_not_trained_with_is_refused_by_name(asked, 
     assert predict("Qwen3-0.6B", gpus="2xH100-80GB", **{**BF16, **asked, **hint}).cells
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-8bit", "adamw-bf16"])
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [({"offload": True}, "`--offload` on the host"), ({"strategy": "fsdp"}, "FSDP1 flat ones")],
-)
-def test_what_moments_of_few_bits_are_not_computed_with_is_refused_by_name(optimizer, other, words):
-    with pytest.raises(UsageError, match=words) as refused:
-        Settings(optimizer=optimizer, **other)
-    assert "`--optimizer adamw`" in str(refused.value.hint)
-    assert Settings(**other), "which the hint says works"
-
-
 @pytest.mark.parametrize(
     "frame",
     [

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from foreign_trials import trainer_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,19 +19,18 @@ from highwater.memory.interval.calibration import COVERAGE, factors_of, interval
 from highwater.memory.interval.residuals import Residual
 from highwater.memory.trainers import MEMORY
 from highwater.model.model import load_model
-from highwater.nouns.foreign_request import config_digest
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import ForeignName, ForeignTrainer, TrainerName
-from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.nouns.trainer import ForeignName, TrainerName
+from highwater.nouns.trial import Outcome, RankReport, TrialResult
 from highwater.pages.prediction_tables import prediction_answer, prediction_table
 from highwater.pages.table import plain_table
 from highwater.store.journal import open_journal
 from highwater.trainers.hugging_face import footprint
 from highwater.trainers.user_file import study_as_told
 from highwater.units import GIB
-from trial_specs import grid_of, question_on
+from trial_specs import grid_of, question_on, rank_that_used
 
 OTHERS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "studies"
 SHAPE = load_model("Qwen3-0.6B").shape
@@ -59,11 +59,7 @@ def study_of(
     """Trials on an H100 that fit, each of which took a share of what the law says of it where its
     settings are as ``told``; the study has them as ``recorded``.
     """
-    foreign = ForeignTrainer(
-        trainer=trainer,
-        base_config_path=None if config is None else str(config),
-        base_config_digest=None if config is None else config_digest(config),
-    )
+    foreign = trainer_of(trainer, config)
     layout = layout or Layout()
     question = question_on(
         grid_of(1024, 262_144),
@@ -89,10 +85,7 @@ def predicted(length: int, told: Settings, layout: Layout) -> int:
 def ended(
     study: Study, length: int, outcome: Outcome, used_bytes: int, given_bytes: int = 640 * GIB
 ) -> RecordedTrial:
-    memory = RankMemory(device_used_bytes=used_bytes, device_total_bytes=80 * GIB)
-    given = {"budget_bytes": given_bytes, "allocator_cap_bytes": given_bytes}
-    budget = MemoryBudget(context_bytes=0, nccl_bytes=0, **given)
-    ranks = (RankReport(rank=0, memory=memory, budget=budget),)
+    ranks = (rank_that_used(used_bytes, given_bytes),)
     result = TrialResult(outcome=outcome, reason="as it was", ranks=ranks)
     return RecordedTrial(spec=study.question.trial(study.question.cells[0], length), result=result)
 
@@ -312,6 +305,9 @@ def test_a_study_without_a_reading_teaches_nothing():
         ("one-gpu-highwater", "accelerate", "of highwater: predictions are about accelerate"),
         ("accelerate-one-gpu", "highwater", "of accelerate: predictions are about highwater"),
         ("accelerate-one-gpu", "transformers", "say nothing about the step that Hugging Face"),
+        ("one-gpu-highwater", "trl", "of highwater: predictions are about TRL"),
+        ("one-gpu-trl", "highwater", "of TRL: predictions are about highwater"),
+        ("../../find/qwen3-0.6b-79gib-full", "trinity", "trials of this engine"),
     ],
 )
 def test_a_study_of_another_trainer_is_refused(study, trainer, problem):

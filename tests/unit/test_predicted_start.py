@@ -25,14 +25,13 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, Study
-from highwater.nouns.trial import Outcome, TrialSpec
+from highwater.nouns.trial import TrialSpec
 from highwater.search import start_length as predicted_start
 from highwater.search.bracket import HINT_COST
-from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
-from trial_specs import grid_of, question_on
+from trial_specs import answers_among, fits_up_to, grid_of, question_on
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 STEP, SIZE = 1000, 64
@@ -54,14 +53,9 @@ def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where
 ):
     cell = Cell(layout=Layout(), settings=Settings())
     question = ask(cell)
-    runner = SimulatedRunner(
-        lambda spec: Outcome.FIT if spec.length_tokens <= capacity * STEP else Outcome.OUT_OF_MEMORY
-    )
-    (answer,) = [
-        event.answer
-        for event in search_cells(question, runner, expected={cell: expected * STEP}.get)
-        if isinstance(event, CellAnswered)
-    ]
+    runner = SimulatedRunner(fits_up_to(capacity * STEP))
+    events = search_cells(question, runner, expected={cell: expected * STEP}.get)
+    (answer,) = answers_among(events)
     assert answer.capacity_tokens == capacity * STEP
     if expected == capacity:
         assert answer.trials <= 2
@@ -97,19 +91,14 @@ def find(path: Path, **changes: Any) -> Study:
     return highwater.find(**asked)
 
 
-def test_the_first_trial_of_a_search_is_the_length_in_the_file(tmp_path):
+@pytest.mark.parametrize("has_intervals", [True, False])
+def test_the_first_trial_of_a_search_is_the_likely_length_in_the_file(tmp_path, has_intervals):
+    """A file from before there were intervals names it as its capacity."""
     path = predicted(tmp_path)
     told = json.loads(path.read_text())
-    told["cells"][0]["likely_tokens"] = 61_440
-    path.write_text(json.dumps(told))
-    assert find(path).trials[0].spec.length_tokens == 61_440
-
-
-def test_a_file_from_before_there_were_intervals_names_the_likely_length_as_its_capacity(tmp_path):
-    path = predicted(tmp_path)
-    told = json.loads(path.read_text())
-    del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
-    told["cells"][0]["capacity_tokens"] = 61_440
+    if not has_intervals:
+        del told["calibration"], told["cells"][0]["likely_tokens"], told["cells"][0]["interval"]
+    told["cells"][0]["likely_tokens" if has_intervals else "capacity_tokens"] = 61_440
     path.write_text(json.dumps(told))
     assert find(path).trials[0].spec.length_tokens == 61_440
 

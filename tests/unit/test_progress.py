@@ -5,12 +5,12 @@ import dataclasses
 import msgspec
 
 from highwater.cli.progress import Progress
-from highwater.nouns.study import CellAnswer
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
 from highwater.search.cell_outcomes import CellAnswered, TrialFinished, TrialRuns, TrialStarted
 from highwater.search.proof import trial_s
 from highwater.units import format_seconds
 from places import question_of
+from trial_specs import answer_of
 
 QUESTION = question_of(loss="full")
 CELL = QUESTION.cells[0]
@@ -78,15 +78,7 @@ def test_the_table_says_where_every_cell_stands():
     now, *rest = progress.table().rows[0][3:]
     assert now.startswith("51,200: ")
     assert rest == ["40,960", "2"]
-    answer = CellAnswer(
-        cell=CELL,
-        capacity_tokens=40960,
-        does_not_fit_tokens=51200,
-        limit="memory",
-        reason="",
-        trials=2,
-    )
-    progress.hear(CellAnswered(answer=answer))
+    progress.hear(CellAnswered(answer=answer_of(CELL, 40960, 51200)))
     assert progress.table().rows[0][3] == "done: 40,960"
 
 
@@ -249,16 +241,5 @@ def test_several_trials_that_run_are_told_each_with_its_cell_and_share_the_time_
     assert ["step 1 of 2" in line for line in lines] == [False, True]
     assert progress.left_s == (4 * 40 - 2 * 10) / 2
     for cell in QUESTION.cells:
-        progress.hear(
-            CellAnswered(
-                answer=CellAnswer(
-                    cell=cell,
-                    capacity_tokens=8192,
-                    does_not_fit_tokens=None,
-                    limit="ceiling",
-                    reason="",
-                    trials=1,
-                )
-            )
-        )
+        progress.hear(CellAnswered(answer=answer_of(cell, 8192, None, limit="ceiling")))
     assert progress.left_s is None

@@ -29,6 +29,7 @@ from highwater.pages.prediction_tables import (
     recommendation_answer,
     rollout_tables,
 )
+from highwater.pages.recommendation_tables import reason
 from highwater.units import GIB, MIB
 
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2
@@ -175,6 +176,14 @@ def test_without_room_for_one_sequence_vllm_does_not_start():
     assert longest.does_not_fit_tokens is not None
     blocks = terms(longest, "awake")["KV cache"] // (BLOCK_TOKENS * TOKEN_BYTES)
     assert longest.capacity_tokens <= blocks * BLOCK_TOKENS < longest.does_not_fit_tokens
+
+
+def test_a_recommendation_says_that_vllm_has_no_room():
+    asked: dict[str, Any] = {"gpus": "8xH20-96GB", "objective": "grpo", "rollout": "vllm"}
+    found = highwater.recommend("Qwen3-32B", length=4096, **asked)
+    assert found.chosen is None
+    with_room = [each for each in found.candidates if (each.headroom_bytes or -1) >= 0]
+    assert {reason(each) for each in with_room} == {"vLLM's share holds no such sequence"}
 
 
 def test_on_gpus_of_its_own_it_changes_no_training():

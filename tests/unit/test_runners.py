@@ -513,11 +513,3 @@ def test_every_result_says_that_it_is_simulated_and_measures_no_time():
         result = SimulatedRunner(law).run(local_trial())
         assert result.simulated
         assert (result.tokens_per_s, result.step_time_s) == (None, None)
-
-
-def test_what_a_law_raises_reaches_the_caller():
-    def law(spec: TrialSpec) -> int:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        SimulatedRunner(law).run(local_trial())

@@ -19,7 +19,7 @@ from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_answer import study_answer
 from highwater.search.budget import Budget, outlook, time_notes
-from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
+from highwater.search.cell_outcomes import SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, recorded_search, search_cells
 from highwater.search.start_length import first_index
@@ -27,6 +27,7 @@ from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law, OneByOne
 from places import examples, machine_with, script
 from tables import table
+from trial_specs import answers_among, fits_up_to
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))
@@ -279,10 +280,7 @@ def test_full_trials_take_no_more_than_their_share():
     assert question.timeout_s is not None
     for each in full:
         assert trial_s(question, each.spec) <= FULL_SHARE * question.timeout_s
-    answers: list[CellAnswer] = [
-        e.answer for e in search_cells(question, runner) if isinstance(e, CellAnswered)
-    ]
-    for answer in answers:
+    for answer in answers_among(search_cells(question, runner)):
         assert answer.memory_only is not None
         assert answer.capacity_tokens
         assert answer.memory_only.length_tokens == question.grid.length(question.grid.size)
@@ -309,10 +307,6 @@ def in_full(timeout: str, **named: Any) -> Plan:
     return msgspec.structs.replace(planned, question=one)
 
 
-def holds(tokens: int) -> Law:
-    return lambda s: Outcome.FIT if s.length_tokens <= tokens else Outcome.OUT_OF_MEMORY
-
-
 def predicted_tokens(question: Question) -> int:
     return question.grid.length(first_index(question, question.cells[0], []) or 1)
 
@@ -327,7 +321,7 @@ def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice
     question, cell = planned.question, planned.question.cells[0]
     expected = predicted_tokens(question)
     assert (trial_s(question, question.trial(cell, expected)) or 0) > timeout
-    ended, answer = found_with(question, holds(expected), tmp_path / "s.jsonl", timeout)
+    ended, answer = found_with(question, fits_up_to(expected), tmp_path / "s.jsonl", timeout)
     assert all(result.outcome is Outcome.FIT for _, result in ended)
     assert all((trial_s(question, spec) or 0) <= timeout for spec, _ in ended)
     assert len(ended) == 1, "the first is the longest that time allows"
@@ -342,7 +336,7 @@ def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice
 def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_path):
     planned = in_full("90s")
     question = planned.question
-    found_with(question, holds(predicted_tokens(question)), tmp_path / "s.jsonl", 90)
+    found_with(question, fits_up_to(predicted_tokens(question)), tmp_path / "s.jsonl", 90)
     sentence = study_answer(read_study(tmp_path / "s.jsonl"))
     assert "take too long to tell" in sentence
     assert "ran out of memory" not in sentence
@@ -363,7 +357,7 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
     question = msgspec.structs.replace(in_full(f"{limit_s}s").question, method=method)
     capacity = int(share * predicted_tokens(question))
     path = tmp_path_factory.mktemp("limit") / "s.jsonl"
-    ended, answer = found_with(question, holds(capacity), path, limit_s, slower=slower)
+    ended, answer = found_with(question, fits_up_to(capacity), path, limit_s, slower=slower)
     for number, (spec, result) in enumerate(ended):
         said = trial_s(question, spec) or 0.0
         is_first = number == 0 and spec.length_tokens == question.grid.length(1)
@@ -393,11 +387,11 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
 def test_where_even_the_shortest_length_is_predicted_to_be_late_it_is_tried_once(tmp_path):
     question = in_full("60s", start_length="256k").question
     assert (trial_s(question, question.trial(question.cells[0], 262_144)) or 0) > 60
-    ended, answer = found_with(question, holds(2**20), tmp_path / "late.jsonl", 60)
+    ended, answer = found_with(question, fits_up_to(2**20), tmp_path / "late.jsonl", 60)
     assert [result.outcome for _, result in ended] == [Outcome.TIMEOUT]
     assert (answer.limit, answer.capacity_tokens) == ("time", None)
     # and where it ends in time after all, the others are judged by it
-    ended, answer = found_with(question, holds(2**20), tmp_path / "s.jsonl", 60, slower=0.1)
+    ended, answer = found_with(question, fits_up_to(2**20), tmp_path / "s.jsonl", 60, slower=0.1)
     assert ended[0][1].outcome is Outcome.FIT
     assert (answer.capacity_tokens or 0) > 262_144
 
@@ -408,7 +402,9 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
     grid, cell = question.grid, question.cells[0]
     at, beyond = (question.trial(cell, grid.length(i)) for i in (edge, edge + 1))
     limit_s = ((trial_s(question, at) or 0) + (trial_s(question, beyond) or 0)) / 2
-    ended, answer = found_with(question, holds(grid.length(edge)), tmp_path / "s.jsonl", limit_s)
+    ended, answer = found_with(
+        question, fits_up_to(grid.length(edge)), tmp_path / "s.jsonl", limit_s
+    )
     assert (answer.limit, answer.capacity_tokens) == ("memory", grid.length(edge))
     assert len(ended) == 2
 
@@ -416,7 +412,7 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
 def test_a_late_trial_that_nobody_predicted_is_not_begun_again(tmp_path):
     question = msgspec.structs.replace(in_full("90s").question, device_name="a GPU of no rates")
     assert time_notes(question, 90) == ()
-    law = holds(2**20)
+    law = fits_up_to(2**20)
     runner = trials.TimedRunner(in_full("90s").question, law, trials.Clock(), timeout_s=90)
     with open_journal(tmp_path / "s.jsonl", question) as journal:
         events = list(recorded_search(question, runner, journal, timeout_s=90))

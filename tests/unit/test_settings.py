@@ -28,7 +28,6 @@ from highwater.nouns.trial import (
     TrialResult,
     TrialSpec,
 )
-from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import (
@@ -44,19 +43,20 @@ from highwater.units import (
 )
 from places import question_of
 from tables import table
-from trial_specs import grid_of
+from trial_specs import answers_among, grid_of
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "mended"),
+    ("settings", "said", "hint", "mended"),
     table("settings", "settings_that_exclude_each_other_are_refused"),
 )
 def test_settings_that_exclude_each_other_are_refused_and_what_the_hint_says_is_not(
-    settings, said, mended
+    settings, said, hint, mended
 ):
     with pytest.raises(UsageError) as refusal:
         Settings(**settings)
     assert refusal.value.problem.startswith(said)
+    assert hint in (None, refusal.value.hint)
     if said.startswith("the objective rw"):
         mended = mended | {"sequences_per_micro_batch": 2}
     Settings(**(settings | mended))
@@ -100,11 +100,7 @@ def test_a_search_ends_where_its_token_budget_does():
     question = question_of(
         token_budget="20k", loss="chunked", allocator="expandable", resolution="4k"
     )
-    (answer,) = [
-        event.answer
-        for event in search_cells(question, SimulatedRunner(lambda _: 0))
-        if isinstance(event, CellAnswered)
-    ]
+    (answer,) = answers_among(search_cells(question, SimulatedRunner(lambda _: 0)))
     assert (answer.capacity_tokens, answer.limit) == (20_480, "ceiling")
     assert answer.reason.startswith("20,480 tokens fit, ")
     assert "token budget" in answer.reason

@@ -114,12 +114,6 @@ def test_a_prediction_says_that_the_model_is_another_one():
     assert not any("changes the model" in note for note in dense.notes)
 
 
-def test_an_adaptive_share_of_a_window_is_refused_in_the_flags_that_were_typed():
-    with pytest.raises(UsageError, match="the window of local_window says") as refused:
-        Settings(attention="block_sparse", pattern_type="local_window", sparsity_ratio="adaptive")
-    assert "`--sparsity-ratio`" in (refused.value.hint or "")
-
-
 def test_a_ring_of_gpus_is_refused_with_a_layout_that_works():
     with pytest.raises(UsageError, match="in a ring of GPUs is not predicted") as refused:
         predict("Qwen3-0.6B", gpus="2xH100-80GB", ulysses=[1], ring=[2], **SPARSE)

@@ -8,12 +8,11 @@ from highwater.memory.trainers import predictor_of
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Limit, Question
-from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import search_cells
 from highwater.search.start_length import carried_start, first_index, unknown_trainer_line
 from highwater.trials.simulated import FormulaLaw, SimulatedRunner
 from highwater.units import GIB
-from trial_specs import grid_of, question_on
+from trial_specs import answer_of, answers_among, grid_of, question_on
 
 GRID = grid_of(4096, 2**20, native=40960, beyond=10240)
 
@@ -28,14 +27,8 @@ def ask(*cells: Cell, model: str = "Qwen3-4B", **changes) -> Question:
 
 
 def answered(where: Cell, index: int, limit: Limit = "memory") -> CellAnswer:
-    return CellAnswer(
-        cell=where,
-        capacity_tokens=GRID.length(index) if index else 0,
-        does_not_fit_tokens=GRID.length(index + 1) if limit == "memory" else None,
-        limit=limit,
-        reason="told by the test",
-        trials=2,
-    )
+    fails = GRID.length(index + 1) if limit == "memory" else None
+    return answer_of(where, GRID.length(index) if index else 0, fails, limit=limit)
 
 
 ANSWERS = st.builds(
@@ -139,12 +132,7 @@ def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers
     galloping = msgspec.structs.replace(sharing, device_total_bytes=None)
     runner = SimulatedRunner(FormulaLaw(shape=sharing.model.shape), device_total_bytes=140 * GIB)
     with_hints, without = (
-        [
-            event.answer
-            for event in search_cells(question, runner)
-            if isinstance(event, CellAnswered)
-        ]
-        for question in (sharing, galloping)
+        answers_among(search_cells(question, runner)) for question in (sharing, galloping)
     )
     assert [answer.capacity_tokens for answer in with_hints] == [
         answer.capacity_tokens for answer in without

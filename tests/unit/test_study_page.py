@@ -297,20 +297,6 @@ def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(p
     assert (report.cells[0].expected_tokens, report.cells[0].begun_at_tokens) == (4096, None)
 
 
-def test_a_report_of_a_search_whose_prediction_left_cells_out_says_what_ordered_those():
-    question = question_of(loss="full")
-    vanilla, env = question.cells
-    trials = [RecordedTrial(spec=question.trial(cell, 8192)) for cell in question.cells]
-    told = (
-        Expectation(cell=vanilla, likely_tokens=4096, prediction="formula"),
-        Expectation(cell=env, likely_tokens=8192, prediction="a.json"),
-    )
-    report = study_report(study_of(*trials, question=question, expectations=told))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    assert ordered.startswith("the prediction a.json; ")
-    assert ordered.endswith(", the formula")
-
-
 def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
     assert report.beginning is not None
@@ -361,14 +347,18 @@ def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
     assert recorded.startswith("none by ")
 
 
-def test_each_cell_says_what_predicted_it_before_its_trials():
+def test_each_cell_says_what_predicted_it_before_its_trials_and_what_ordered_those_left_out():
     question = question_of(loss="full")
     vanilla, env = question.cells
+    trials = [RecordedTrial(spec=question.trial(cell, 8192)) for cell in question.cells]
     told = (
         Expectation(cell=vanilla, likely_tokens=4096, prediction="formula"),
         Expectation(cell=env, likely_tokens=8192, prediction="kept/a|b.json"),
     )
-    report = study_report(study_of(question=question, expectations=told))
+    report = study_report(study_of(*trials, question=question, expectations=told))
+    ordered = dict(question_table(report).rows)["ordered by"]
+    assert ordered.startswith("the prediction kept/a|b.json; ")
+    assert ordered.endswith(", the formula")
     assert [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells] == [
         (4096, None),
         (8192, 8192),

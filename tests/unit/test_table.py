@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from highwater.nouns.codec import to_json
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
-from highwater.nouns.study import CellAnswer, Question, RecordedTrial, Study
-from highwater.nouns.trial import MemoryBudget, Outcome, RankMemory, RankReport, TrialResult
+from highwater.nouns.study import Question, RecordedTrial, Study
+from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult
 from highwater.pages.study_answer import (
     answer_table,
     published_line,
@@ -29,6 +29,7 @@ from highwater.pages.text import plain, plain_json, plain_lines
 from highwater.units import GIB
 from places import NO_GPU, question_of
 from tiny_models import write_model
+from trial_specs import answer_of, rank_that_used
 
 QUESTION = question_of(gpus=[1, 2])
 
@@ -47,19 +48,11 @@ def answered(question: Question, *capacities: int | None) -> Study:
     """A study whose cells have these capacities, in order; cells beyond them are not answered
     yet.
     """
+    figures = {"peak_reserved_bytes": 70 * GIB, "headroom_bytes": GIB, "tokens_per_s": 12345.6}
     answers = tuple(
-        CellAnswer(
-            cell=cell,
-            capacity_tokens=capacity,
-            does_not_fit_tokens=None if capacity is None else capacity + 4096,
-            limit="inconclusive" if capacity is None else "memory",
-            reason="the worker crashed" if capacity is None else "rank 0, backward: out of memory",
-            trials=3,
-            peak_reserved_bytes=70 * GIB,
-            headroom_bytes=GIB,
-            tokens_per_s=12345.6,
-            mfu=0.4321,
-        )
+        answer_of(cell, None, None, limit="inconclusive", reason="the worker crashed", **figures)
+        if capacity is None
+        else answer_of(cell, capacity, capacity + 4096, mfu=0.4321, **figures)
         for cell, capacity in zip(question.cells, capacities, strict=False)
     )
     return Study(question=question, answers=answers)
@@ -82,14 +75,13 @@ def tried(
     question: Question, cell: int, outcomes: dict[int, Outcome | None]
 ) -> tuple[RecordedTrial, ...]:
     """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
-    memory = RankMemory(device_used_bytes=79 * GIB, device_total_bytes=80 * GIB)
     return tuple(
         RecordedTrial(
             spec=question.trial(
                 question.cells[cell], length, memory_only=outcome is Outcome.MEMORY_ONLY_FIT
             ),
             result=outcome
-            and TrialResult(outcome=outcome, reason="", ranks=(RankReport(rank=0, memory=memory),)),
+            and TrialResult(outcome=outcome, reason="", ranks=(rank_that_used(79 * GIB),)),
         )
         for length, outcome in outcomes.items()
     )

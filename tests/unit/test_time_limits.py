@@ -22,12 +22,11 @@ from highwater.nouns.study import Cell, CellAnswer, Past, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_commands import commands, find_words
 from highwater.pages.study_page import question_table, state
-from highwater.search.cell_outcomes import CellAnswered
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
 from places import examples
-from trial_specs import TimedRunner, TimeLaw
+from trial_specs import TimedRunner, TimeLaw, answers_among
 
 Ends = Sequence[Outcome | None]
 
@@ -95,12 +94,8 @@ def search(
     path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False
 ) -> tuple[CellAnswer, ...]:
     """A search as the interface makes it: recorded, and resumed from what is."""
-    answers: list[CellAnswer] = []
     with open_journal(path, question, retry_crashed=retry_crashed) as journal:
-        for event in recorded_search(question, ran, journal):
-            if isinstance(event, CellAnswered):
-                answers.append(event.answer)
-    return tuple(answers)
+        return tuple(answers_among(recorded_search(question, ran, journal)))
 
 
 def told(path: Path) -> set[tuple[str, int]]:

@@ -22,7 +22,6 @@ from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.codec import to_json
-from highwater.nouns.corpus import Corpus
 from highwater.nouns.request import request_from
 from highwater.nouns.training import (
     CHECKPOINTS,
@@ -51,6 +50,7 @@ from highwater.units import GIB, format_bytes
 from places import NO_GPU, machine_with
 from tables import table
 from tiny_models import write_model
+from trial_specs import corpus_of, training_of
 
 MACHINE = msgspec.structs.replace(
     NO_GPU, host_memory_total_bytes=128 * GIB, host_memory_available_bytes=128 * GIB
@@ -193,17 +193,7 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
         {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}, keywords=True
     )
     asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
-    corpus = Corpus(
-        directory="/corpus",
-        digest="0",
-        objective="sft",
-        length_tokens=LENGTH,
-        documents=1,
-        units=1,
-        tokens=1000,
-        trained_tokens=trained_tokens,
-        longest_tokens=1000,
-    )
+    corpus = corpus_of(length_tokens=LENGTH, tokens=1000, trained_tokens=trained_tokens)
     chosen = chosen_trial(request, asked, probe())
     assert data_notes(chosen, corpus) == (), "every token is predicted to be trained"
     # A study has the headroom of its own trials: half of a sequence has no logits there.
@@ -438,26 +428,7 @@ def spec() -> TrainingSpec:
     """A run of four steps on the CPU."""
     request = request_from({"model": "tiny", "device": "cpu", "memory": 2**30}, keywords=True)
     asked = TrainingRequest(data=("data.jsonl",), length=256, steps=STEPS, output="run")
-    corpus = Corpus(
-        directory="/corpus",
-        digest="0",
-        objective="sft",
-        length_tokens=256,
-        documents=1,
-        units=1,
-        tokens=256,
-        trained_tokens=255,
-        longest_tokens=256,
-    )
-    return TrainingSpec(
-        trial=chosen_trial(request, asked, probe()).spec,
-        corpus=corpus,
-        steps=STEPS,
-        micro_batches=1,
-        schedule=Schedule(steps=STEPS),
-        output_directory="/run",
-        model_directory="/run/model",
-    )
+    return training_of(chosen_trial(request, asked, probe()).spec, steps=STEPS, micro_batches=1)
 
 
 def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(spec, capsys):

@@ -43,6 +43,7 @@ from highwater.store.lines import unsupported
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
 from places import examples, question_of
+from trial_specs import trial_among
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted(RESULTS.rglob("*.jsonl"))
@@ -141,11 +142,7 @@ def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_the
     trials: list[RecordedTrial] = []
     for event in search_cells(question, Odd(seed, question)):
         if isinstance(event, TrialFinished):
-            trials.append(
-                RecordedTrial(
-                    spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
-                )
-            )
+            trials.append(trial_among(event))
         if isinstance(event, CellAnswered):
             assert unsupported(question, event.answer, trials) is None
             trials = []

@@ -2,19 +2,17 @@
 refused; and what TRL's log shows of its steps.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from foreign_trials import trainer_of
 
 from highwater.errors import HighwaterError, MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
-from highwater.nouns.foreign_request import config_digest
-from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import FILE
 from highwater.trainers.files import FinetunerTrial, TrialPlace
@@ -29,6 +27,7 @@ from highwater.trainers.trl.trial import (
 )
 from highwater.trials.foreign_trial import check_foreign, python_of, versions_there
 from highwater.trials.trial_process import cache_directory
+from tiny_models import write_model
 from trial_specs import trial_of
 
 LENGTH = 16384
@@ -212,28 +211,15 @@ def test_a_step_without_a_finite_loss_does_not_count():
     assert steps_of("{'loss': '6.2', 'epoch': 1", step_tokens=512) == 0
 
 
-def trainer(path: Path | None = None, *command: str) -> ForeignTrainer:
-    return ForeignTrainer(
-        trainer="trl",
-        command=command,
-        base_config_path=None if path is None else str(path),
-        base_config_digest=None if path is None else config_digest(path),
-    )
-
-
-def trl_trial(name: str, **settings: Any) -> TrialSpec:
-    return trial_of(name, loss="chunked", **settings)
-
-
 def test_without_a_configuration_there_is_nothing_to_keep():
-    assert not own_files(trainer()).config
+    assert not own_files(trainer_of("trl")).config
 
 
 def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("learning_rate: 1.0e-4\naccelerate_config: launch.yaml\n")
     (tmp_path / "launch.yaml").write_text("distributed_type: DEEPSPEED\n")
-    base = own_files(trainer(own))
+    base = own_files(trainer_of("trl", own))
     assert base.config["learning_rate"] == 1e-4
     assert base.launcher == {"distributed_type": "DEEPSPEED"}
     assert base.source == "base.yaml"
@@ -251,22 +237,28 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text(text)
     with pytest.raises(UsageError, match=said):
-        own_files(trainer(own))
+        own_files(trainer_of("trl", own))
 
 
 def test_a_configuration_that_changed_is_refused(tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text("bf16: true\n")
-    asked = trainer(own)
+    asked = trainer_of("trl", own)
     own.write_text("bf16: false\n")
     with pytest.raises(UsageError, match="has changed"):
         own_files(asked)
 
 
-def test_the_python_of_a_program_is_that_of_its_first_line(tmp_path):
-    program = tmp_path / "trl"
-    program.write_text(f"#!{sys.executable}\nprint(1)\n")
-    program.chmod(0o755)
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """TRL's, of this Python."""
+    path = tmp_path / "trl"
+    path.write_text(f"#!{sys.executable}\nprint(1)\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_python_of_a_program_is_that_of_its_first_line(program, tmp_path):
     assert python_of(str(program)) == Path(sys.executable)
     program.write_text("#!/bin/sh\nexec trl\n")
     assert python_of(str(program)) is None
@@ -279,34 +271,27 @@ def test_versions_are_those_of_the_other_python(tmp_path):
     assert versions_there(tmp_path / "nowhere", ("msgspec",)) == {}
 
 
-def checked(spec: TrialSpec, program: str) -> tuple[str, ...]:
-    return check_foreign([msgspec.structs.replace(spec, foreign=trainer(None, program))])
+def checked(spec: TrialSpec, program: Path) -> tuple[str, ...]:
+    return check_foreign(
+        [msgspec.structs.replace(spec, foreign=trainer_of("trl", command=(str(program),)))]
+    )
 
 
-def test_what_a_reader_should_know_is_said_before_the_first_trial(tmp_path):
-    program = tmp_path / "trl"
-    program.write_text(f"#!{sys.executable}\n")
-    program.chmod(0o755)
-    spec = trl_trial("Qwen3-0.6B", objective="grpo")
-    said = "\n".join(checked(spec, str(program)))
+def test_what_a_reader_should_know_is_said_before_the_first_trial(program, tmp_path):
+    spec = trial("Qwen3-0.6B", objective="grpo")
+    said = "\n".join(checked(spec, program))
     for each in ("weights", "tokenizer", "sdpa", "8 micro-batches", "generated one by one"):
         assert each in said
     with pytest.raises(HighwaterError, match="not found"):
-        checked(spec, str(tmp_path / "nowhere"))
+        checked(spec, tmp_path / "nowhere")
 
 
-def test_a_disk_without_room_for_random_weights_is_said(tmp_path, monkeypatch):
-    program = tmp_path / "trl"
-    program.write_text(f"#!{sys.executable}\n")
-    program.chmod(0o755)
+def test_a_disk_without_room_for_random_weights_is_said(program, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = json.loads(Path(load_model("Qwen3-4B").directory, "config.json").read_text())
-    huge = tmp_path / "huge"
-    huge.mkdir()
-    (huge / "config.json").write_text(json.dumps(config | {"intermediate_size": 10**7}))
-    spec = trl_trial(str(huge))
+    huge = write_model(tmp_path / "huge", intermediate_size=10**9)
+    spec = trial(str(huge))
     with pytest.raises(MachineError, match="has no weights here"):
-        checked(spec, str(program))
+        checked(spec, program)
 
 
 def test_prepared_models_are_in_the_users_cache():

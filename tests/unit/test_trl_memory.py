@@ -20,13 +20,13 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Study
-from highwater.nouns.trial import Outcome, TrialSpec
-from highwater.search.cell_outcomes import CellAnswered
+from highwater.nouns.trial import Outcome
 from highwater.search.scheduler import search_cells
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import MIB
 from tables import table
+from trial_specs import answers_among, fits_up_to
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers"
 TRIED = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
@@ -198,19 +198,11 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
     (before,) = recorded.answers
     assert before.capacity_tokens is not None
 
-    def law(spec: TrialSpec) -> Outcome:
-        fits = spec.length_tokens <= (before.capacity_tokens or 0)
-        return Outcome.FIT if fits else Outcome.OUT_OF_MEMORY
-
-    answers = [
-        event.answer
-        for event in search_cells(recorded.question, SimulatedRunner(law))
-        if isinstance(event, CellAnswered)
-    ]
-    assert [(each.capacity_tokens, each.does_not_fit_tokens) for each in answers] == [
-        (before.capacity_tokens, before.does_not_fit_tokens)
-    ]
-    assert answers[0].trials == trials
+    runner = SimulatedRunner(fits_up_to(before.capacity_tokens))
+    (found,) = answers_among(search_cells(recorded.question, runner))
+    assert found.capacity_tokens == before.capacity_tokens
+    assert found.does_not_fit_tokens == before.does_not_fit_tokens
+    assert found.trials == trials
     assert trials < before.trials
 
 
@@ -245,16 +237,6 @@ def test_a_study_of_trl_teaches_and_counts_once():
     assert known is not None
     assert known == again
     assert (known.edges, known.own_trials) == (3, 0)
-    with pytest.raises(UsageError, match="is of trials of highwater: predictions are about TRL"):
-        highwater.predict(
-            "Qwen3-4B", **asked, calibrate_with=[RESULTS / "studies" / "one-gpu-highwater.jsonl"]
-        )
-    with pytest.raises(UsageError, match="is of trials of TRL: predictions are about highwater"):
-        highwater.predict(
-            "Qwen3-4B",
-            gpus="1xH200-141GB",
-            calibrate_with=[RESULTS / "studies" / "one-gpu-trl.jsonl"],
-        )
 
 
 def test_a_recommendation_takes_trials_and_predicts_the_rest():

@@ -63,7 +63,8 @@ def test_heads_of_full_attention_are_read_of_either_form(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block = True"),
+        ({"enable_moe_block": True}, "num_experts is None"),
+        ({"enable_moe_block": True, "num_experts": 4}, "top_k_experts is None"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
         ({"num_kv_shared_layers": 5}, "the last 5 of 6 layers"),
         ({"num_kv_shared_layers": 6}, "the last 6 of 6 layers"),

@@ -67,8 +67,10 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     @property
     def enough(self) -> KeptLength:
-        """The shortest length that keeps at least 95 % of the tokens."""
-        return next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
+        """The shortest length that keeps 95 % of the tokens, or where none trains the longest."""
+        found = next(each for each in self.lengths if each.kept_tokens >= 0.95 * self.tokens)
+        trained = [each for each in self.lengths if each.trained]
+        return trained[-1] if trained and found not in trained else found
 
 
 def data_lengths(

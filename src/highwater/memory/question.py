@@ -31,7 +31,7 @@ from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
-from highwater.speed import MEASURED, predicted_step, rates_of
+from highwater.speed import BASIS_IN_WORDS, MEASURED, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
 WIDE_HEADS_NOTE = (
@@ -67,9 +67,11 @@ def predicted_question(
     longest = plans[0].question.grid.max_tokens
     notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
     notes += tuple(_hardware_notes(where, cells))
-    widest = plans[0].question.model.shape.widest_head
-    if widest > WIDEST_FUSED_HEAD and trainer == OURS:
-        notes += (WIDE_HEADS_NOTE.format(widest),)
+    shape = plans[0].question.model.shape
+    if shape.widest_head > WIDEST_FUSED_HEAD and trainer == OURS:
+        notes += (WIDE_HEADS_NOTE.format(shape.widest_head),)
+    if shape.delta is not None and trainer == OURS:
+        notes += (BASIS_IN_WORDS["of_an_operator"],)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
 
 

@@ -105,8 +105,8 @@ def near_names(name: str) -> list[str]:
 def _told_by(name: str) -> tuple[str, float, float]:
     """Family, version and billions of parameters by a name; empty and 0 where it has none."""
     version, size = _VERSION.search(name), _BILLIONS.search(name)
-    family = (version[1], float(version[2])) if version else ("", 0.0)
-    return (*family, float(size[1]) if size else 0.0)
+    family, number = version.groups() if version else ("", 0)
+    return family, float(number), float(size[1]) if size else 0.0
 
 
 @cache

@@ -361,8 +361,8 @@ def prediction_table(
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
         *reach,
-        ("a step", "step.time_s") if is_timed else None,
-        ("tokens/s", "step.tokens_per_s") if is_timed and is_wide else None,
+        ("a step", "step.time_s") if is_timed and is_wide else None,
+        ("tokens/s", "step.tokens_per_s") if is_timed else None,
         ("headroom", "headroom_bytes") if is_wide or at_length else None,
         ("host memory", "footprint.host_bytes") if is_wide else None,
         ("ended by", ended) if is_explained else None,
@@ -503,15 +503,19 @@ def data_answer(found: "DataLengths") -> str:
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     enough = found.enough
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
+    is_last = enough.kept_tokens < 0.95 * found.tokens
     said = (
-        f"{name}: {format_tokens(enough.length_tokens)} tokens keep {_of(enough, found)} of your "
+        f"{name}: {format_tokens(enough.length_tokens)} tokens"
+        f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
         f"tokens, and {enough.documents / found.documents:.0%} of "
         f"{counted(found.documents, 'document')} whole"
     )
     step, next_step = (each and each.trained and each.trained.step for each in (enough, longer))
     if longer is not None:
         said += f"; {format_tokens(longer.length_tokens)} keep {_of(longer, found)}"
-        if step and next_step:
+        if is_last:
+            said += ", and do not train here"
+        elif step and next_step:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
     if enough.epoch_s is not None:
         money = "" if enough.epoch_price is None else f" and {enough.epoch_price:,.2f} dollars"

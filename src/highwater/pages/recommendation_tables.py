@@ -188,6 +188,8 @@ def reason(candidate: Candidate) -> str:
         return "does not fit"
     left_bytes, is_predicted = candidate.headroom_bytes, candidate.source == "predicted"
     if is_predicted and candidate.lacks_of == "device" and (left_bytes or -1) >= 0:
+        if candidate.risk is None:  # a GPU has room: what vLLM may take of it has none
+            return "vLLM's share holds no such sequence"
         return f"{candidate.risk}: leaves {format_bytes(left_bytes)} of a GPU"
     if candidate.lacks_bytes is not None and candidate.lacks_of is not None:
         least = "at least " if candidate.source == "measured" else ""

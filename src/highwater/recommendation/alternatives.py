@@ -32,7 +32,7 @@ from highwater.recommendation.candidates import (
 from highwater.units import GIB, format_bytes, parse_memory
 
 MOST_GPUS_TRIED = 64
-"""GPUs tried at the most: every count of one machine, then twice as many, up to here."""
+"""GPUs tried at the most: machines have powers of two."""
 _LORA_RANK = 32
 _SHARES = (0.6, 0.7, 0.75, 0.8, 0.9)
 """Of a GPU, for vLLM."""
@@ -78,9 +78,8 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
 
 
 def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
-    """More GPUs of the same kind, the fewest first. Counts within one machine come before twice a
-    machine's GPUs, and twice that: in copies that a machine holds, where copies were named. Of a
-    model in NF4 each GPU has a copy.
+    """More GPUs of the same kind, the fewest first: above a machine's in copies that a machine
+    holds, where copies were named. Of a model in NF4 each GPU has a copy.
     """
     for where in _larger_clusters(goal):
         copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
@@ -101,10 +100,8 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
             gpus, machines = where.gpus << doubled, where.machines << doubled
             yield msgspec.structs.replace(where, gpus=gpus, machines=machines, host_bytes=None)
         return
-    doublings = (MOST_GPUS_TRIED // MOST_GPUS_OF_A_MACHINE).bit_length()
-    larger = (MOST_GPUS_OF_A_MACHINE << doubled for doubled in range(1, doublings))
     has_copies = "copies" in goal.settings
-    for gpus in (*range(where.gpus + 1, MOST_GPUS_OF_A_MACHINE + 1), *larger):
+    for gpus in (1 << doubled for doubled in range(MOST_GPUS_TRIED.bit_length())):
         if gpus > where.gpus:
             yield msgspec.structs.replace(
                 where, gpus=gpus, may_shard_across=not has_copies, host_bytes=None
@@ -190,9 +187,9 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     asked = goal.memory_limit.rollout
     if asked is None:
         return
-    heads = {run.kind.attention.query_heads for run in load_model(goal.model).shape.runs}
-    gpus = asked.own_gpus or goal.where.gpus
-    degrees = [n for n in (2, 4, 8) if not any(each % n for each in (gpus, *heads))]
+    shape, gpus = load_model(goal.model).shape, asked.own_gpus or goal.where.gpus
+    parts = {gpus, *(run.kind.attention.query_heads for run in shape.runs)}
+    degrees = [n for n in (2, 4, 8) if not any(part % n for part in parts)]
     shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
     more = [("more of each GPU for vLLM", "gpu_memory_utilization", each) for each in _SHARES]
     for what, name, value in (*shared, *more):

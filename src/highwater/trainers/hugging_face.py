@@ -43,8 +43,6 @@ from highwater.nouns.trainer import TrainerTraits
 from highwater.nouns.trial import TrialSpec
 
 FILE = Path(__file__).with_name("hugging_face.json")
-VARIANTS = ("lora", "lora liger", "autocast", "autocast liger", "bf16", "bf16 liger")
-"""How a step trains, and with whose kernels."""
 _ALIKE = {"mistral": "llama", "qwen2": "llama"}
 """Families whose layers take what those of another do."""
 _LEFT_ON_THE_GPU = 2

@@ -48,7 +48,8 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     settings = chosen.cell.settings
     said = [
         "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
-        "how much; nor is the time of its generation"
+        "how much; nor is the time of its generation. What vLLM holds of rollout.gpu_memory_"
+        "utilization (0.5 by default): `highwater predict`, with `--rollout vllm`"
     ]
     if settings.allocator == "expandable":
         said.append(
@@ -94,6 +95,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         f"{_ACTOR}.fsdp_config.offload_policy": offload,
         f"{_REF}.log_prob_use_dynamic_bsz": True,
         f"{_REF}.log_prob_max_token_len_per_gpu": budget,
+        f"{_ROLLOUT}.name": "vllm",
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
         f"{_ROLLOUT}.max_model_len": found.length_tokens,

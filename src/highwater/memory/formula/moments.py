@@ -99,7 +99,8 @@ def mlp_name(family: str, mlp: MlpKind) -> str:
     """What the MLPs of a layer are called among others of its family: ``dense`` in the place of
     experts, ``shared`` beside them; nothing of experts alone, and where a family has none.
     """
-    if family_row(family).experts is not None and not mlp.is_routed:
+    usual = family_row(family).experts
+    if usual is not None and usual.switch is None and not mlp.is_routed:
         return DENSE
     return SHARED if mlp.shared_width else ""
 
