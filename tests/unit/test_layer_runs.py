@@ -341,7 +341,7 @@ WITH_WINDOWS = {
     **dict.fromkeys(("gemma-3-270m", "gemma-3-1b-pt"), 512),
     **dict.fromkeys(("gemma-3-4b-text", "gemma-3-12b-text", "gemma-3-27b-text"), 1024),
     **dict.fromkeys(("gemma-4-E2B-text", "gemma-4-E4B-text"), 512),
-    "gemma-4-31B-text": 1024,
+    **dict.fromkeys(("gemma-4-26B-A4B-text", "gemma-4-31B-text"), 1024),
     **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), 128),
     **dict.fromkeys(("Phi-3.5-mini-instruct", "Phi-4-mini-instruct"), 262_144),
 }

@@ -159,6 +159,17 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "asks again and writes this page."
     )
     yield ""
+    yield (
+        "Ten more ([blind.md](blind.md)) were written down and committed by somebody who had not "
+        "seen the program, and then asked with its help alone, three tries each, at 80 columns. "
+        "**Judged strictly, the first line was right and sufficient for two, mostly for two, half "
+        "for three, and not for three** ([blind.ndjson](blind.ndjson), at `0e4bdb89`). Since then "
+        "vLLM's own settings are named where it has no room, data that is longer than what trains "
+        "is told so first, rows compare tokens per second, and verl's rollout has its name. What "
+        "no command answers: how many GPUs of a kind, or which kind is cheapest; dollars without "
+        "a file of data; lengths of data for another trainer."
+    )
+    yield ""
     summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]
     agreed = summary(json.loads((HERE / "agreement.json").read_text()))
     yield (
