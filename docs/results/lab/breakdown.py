@@ -122,6 +122,7 @@ def traced(
         "gpu_memory": "4TiB",
         "ulysses": [ulysses],
         "length": length,
+        "activations": "gpu",
         "exact": True,
     }
     (answer,) = highwater.predict(model, **asked, **settings).cells
