@@ -55,9 +55,11 @@ def test_a_wrong_type_of_any_setting_is_answered_with_a_line_or_a_keyword_that_w
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, config_file="study.yaml")
     assert refusal.value.problem.startswith(f"study.yaml: {name} ")
-    request_from(
-        {**good, **yaml.safe_load(refusal.value.hint.split("`")[1])}, config_file="study.yaml"
-    )
+    line = refusal.value.hint.split("`")[1]
+    if line == "highwater schema":  # of some words none is like it, and the problem names them
+        assert " is not one of " in refusal.value.problem
+        return
+    request_from({**good, **yaml.safe_load(line)}, config_file="study.yaml")
     with pytest.raises(UsageError) as refusal:
         request_from({**good, name: {"a": 1}}, keywords=True)
     keyword, value = refusal.value.hint.split("`")[1].split("=")

@@ -22,11 +22,10 @@ from typing import NamedTuple
 from highwater.errors import ModelError
 from highwater.model.families import REFUSED
 from highwater.nouns.codec import Record, from_json, read_file
+from highwater.nouns.declaration import ALIKE
 
 _OFFERED = 3
 """Number of names that an error offers in place of an unknown one."""
-_ALIKE = 0.75
-"""Similarity (0 to 1) from which a name is offered for another one."""
 _VERSION = re.compile(r"([a-z]{3,})[-_]?(\d+(?:\.\d+)?)(?![\d.]*[bm]\b)")
 """A family and its version in a name: ``qwen2.5``, ``gemma-4``, and no size."""
 _BILLIONS = re.compile(r"(\d+(?:\.\d+)?)b\b")
@@ -87,7 +86,7 @@ def near_names(name: str) -> list[str]:
     """
     typed = name.lower()
     known = [each for each in _spellings() if ("/" in each) == ("/" in typed)]
-    alike = get_close_matches(typed, known, n=len(known), cutoff=_ALIKE)
+    alike = get_close_matches(typed, known, n=len(known), cutoff=ALIKE)
     family, version, size = _told_by(typed)
     akin = [each for each in known if family and _told_by(each)[:2] == (family, version)]
     far = {

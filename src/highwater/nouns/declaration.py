@@ -19,8 +19,8 @@ from highwater.errors import UsageError
 from highwater.nouns.codec import Record, from_json
 
 T = TypeVar("T")
-_ALIKE = 0.75
-"""Similarity (0 to 1) from which a word is offered for another one: less is another word."""
+ALIKE = 0.75
+"""Similarity (0 to 1) from which a word or a name is offered for another: less is another one."""
 REQUIRED: Any = msgspec.NODEFAULT
 """The default of a setting that has to be named."""
 
@@ -269,7 +269,7 @@ def in_file(path: str) -> Spelling:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The known name that was probably meant; None where none is like it."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=_ALIKE)), None)
+    return next(iter(get_close_matches(name, known, n=1, cutoff=ALIKE)), None)
 
 
 def word_hint(
