@@ -186,6 +186,13 @@ def test_a_recommendation_says_that_vllm_has_no_room():
     assert {reason(each) for each in with_room} == {"vLLM's share holds no such sequence"}
 
 
+def test_the_command_of_a_recommendation_has_the_rollout():
+    found = highwater.recommend("Qwen3-8B", length="32k", **ASKED, rollout="vllm", **HALF)
+    typed = found.chosen.found_in
+    assert "--rollout vllm --gpu-memory-utilization 0.5 --sleep-level 2" in typed
+    assert "--rollout-sequences 64" in typed
+
+
 def test_on_gpus_of_its_own_it_changes_no_training():
     found = predicted(65_536, trainer="highwater", rollout_gpus=4, rollout_sequences=1)
     alone = predicted(65_536, trainer="highwater", gpus="4xH100-80GB", rollout=None)

@@ -23,7 +23,7 @@ from highwater.nouns.capacities import Capacity
 from highwater.nouns.cluster import Cluster, nameless
 from highwater.nouns.declaration import words_of
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.objective import TRAITS
+from highwater.nouns.objective import TRAITS, RolloutRequest
 from highwater.nouns.recommendation import Candidate, Query, Recommendation, StepTime, order
 from highwater.nouns.request import DECLARED, setting_flags, taken_by
 from highwater.nouns.settings import Settings
@@ -297,10 +297,11 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
         "prompt_tokens": question.prompt_tokens if goal.settings.get("prompt_tokens") else None,
         "length": goal.length_tokens,
     }
-    words += words_of({name: value for name, value in more.items() if value is not None})
+    if memory_limit.rollout is not None and not memory_limit.rollout.own_gpus:
+        more |= {name: goal.settings.get(name) for name in RolloutRequest.__struct_fields__}
     degrees = cell.layout.degree_settings
-    refused = traits.refused(degrees)
-    return shlex.join((*words, *words_of({n: d for n, d in degrees.items() if n not in refused})))
+    more |= {name: degrees[name] for name in degrees if not traits.refused([name])}
+    return shlex.join((*words, *words_of({n: v for n, v in more.items() if v is not None})))
 
 
 _RECOMMENDED = ("allocator", "loss", "offload", "activations")
