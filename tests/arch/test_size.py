@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 71_182,
+    "src_lines": 71_188,
     "src_files": 284,
     "src_small_files": 11,
     "process_starts": 1,
@@ -22,9 +22,9 @@ traces and predictions of it: 194 lines; one answer from every command: two; len
 reporters: one; the hardware of trials, which the catalog of GPUs no longer reads: one; a page that
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
 closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
-files: one, of whose issue 26 lines are left; list prices: 22 lines; Gemma 4, its wide heads and
+files: one, of whose issue 26 lines were left; list prices: 22 lines; Gemma 4, its wide heads and
 what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; own studies of any
-trainer: 20)."""
+trainer: 20, and vLLM's own settings where it has no room: the last 6)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
     "find": {"modules": 200, "files": 121},

@@ -434,9 +434,8 @@ def typed_limits(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def typed_place(arguments: argparse.Namespace) -> dict[str, Any]:
     """The GPUs, their memory, and the trainer, as keywords of ``predict`` and ``recommend``."""
-    names = {"gpus": "cluster", "trainer": "predicted_for", "rollout_gpus": "rollout_gpus"}
-    named = {name: getattr(arguments, where) for name, where in names.items()}
-    return {**named, **typed_limits(arguments)}
+    named = {"gpus": arguments.cluster, "trainer": arguments.predicted_for}
+    return {**named, "rollout_gpus": arguments.rollout_gpus, **typed_limits(arguments)}
 
 
 def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]:

@@ -91,13 +91,8 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
     """The recommendation that was asked for."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     if arguments.length is None:
-        what, whole = "no length is named", [*arguments.command_line, "--length", "32k"]
-        if vars(arguments).get("for_") == "areal" and not arguments.rollout_gpus:
-            what, whole = (
-                f"{what}, and no GPUs for AReaL's rollout",
-                [*whole, "--rollout-gpus", "1"],
-            )
-        raise UsageError(what, hint=f"use `{shlex.join(whole)}`")
+        whole = shlex.join((*arguments.command_line, "--length", "32k"))
+        raise UsageError("no length is named", hint=f"use `{whole}`")
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]

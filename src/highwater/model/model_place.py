@@ -80,9 +80,8 @@ def catalog_model(name: str) -> tuple[str, CatalogModel] | None:
 
 
 def near_names(name: str) -> list[str]:
-    """Return catalog names similar to an unknown one, or of its family and version, one for each
-    model: the same family first, then the nearest version and size. Ids for an id, short names for
-    a short one.
+    """Return catalog names like an unknown one, or of its family and version, one for each model:
+    the same family first, then the nearest version and size. Ids for an id, short names for others.
     """
     typed = name.lower()
     known = [each for each in _spellings() if ("/" in each) == ("/" in typed)]

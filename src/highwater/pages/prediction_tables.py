@@ -503,7 +503,7 @@ def data_answer(found: "DataLengths") -> str:
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
     enough = found.enough
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
-    is_last = enough.kept_tokens < 0.95 * found.tokens
+    is_last = bool(longer and enough.trained and not longer.trained)
     said = (
         f"{name}: {format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "

@@ -34,8 +34,6 @@ from highwater.units import GIB, format_bytes, parse_memory
 MOST_GPUS_TRIED = 64
 """GPUs tried at the most: machines have powers of two."""
 _LORA_RANK = 32
-_SHARES = (0.6, 0.7, 0.75, 0.8, 0.9)
-"""Of a GPU, for vLLM."""
 _RESTRICTIONS = (
     *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
     "attention_head_groups",
@@ -191,7 +189,8 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     parts = {gpus, *(run.kind.attention.query_heads for run in shape.runs)}
     degrees = [n for n in (2, 4, 8) if not any(part % n for part in parts)]
     shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
-    more = [("more of each GPU for vLLM", "gpu_memory_utilization", each) for each in _SHARES]
+    shares = ("more of each GPU for vLLM", "gpu_memory_utilization")
+    more = [(*shares, each) for each in (0.6, 0.7, 0.75, 0.8, 0.9)]
     for what, name, value in (*shared, *more):
         rollout = msgspec.structs.replace(asked, **{name: value})
         limit = msgspec.structs.replace(goal.memory_limit, rollout=rollout)

@@ -48,8 +48,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     settings = chosen.cell.settings
     said = [
         "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
-        "how much; nor is the time of its generation. What vLLM holds of rollout.gpu_memory_"
-        "utilization (0.5 by default): `highwater predict`, with `--rollout vllm`"
+        "how much, `highwater predict --rollout vllm` what it may be; nor is the time it generates"
     ]
     if settings.allocator == "expandable":
         said.append(

@@ -59,35 +59,50 @@ def backward(
 
     The last dimension of ``gradient_THD`` must be dense.
     """
+    if not x_THD.is_cuda or x_THD.dtype == torch.float64:
+        return _backward_in_blocks(gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD)
     x_gradient_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
-    wide = torch.promote_types(x_THD.dtype, torch.float32)
-    has_kernels = x_THD.is_cuda and x_THD.dtype != torch.float64
     sums_PD = None
     if weight_D is not None:
-        sums_PD = (torch.empty if has_kernels else torch.zeros)(
-            PARTS if has_kernels else 1, x_THD.shape[-1], dtype=wide, device=x_THD.device
-        )
-    if has_kernels:
-        _triton().backward(
-            gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD, x_gradient_THD, sums_PD
-        )
-    for part in () if has_kernels else _blocks(x_THD):
+        wide = torch.promote_types(x_THD.dtype, torch.float32)
+        sums_PD = torch.empty(PARTS, x_THD.shape[-1], dtype=wide, device=x_THD.device)
+    _triton().backward(
+        gradient_THD, x_THD, weight_D, scales_TH, cosines_TD, sines_TD, x_gradient_THD, sums_PD
+    )
+    if weight_D is None or sums_PD is None:
+        return x_gradient_THD, None
+    return x_gradient_THD, sums_PD.sum(0).to(weight_D.dtype)
+
+
+def _backward_in_blocks(
+    gradient_THD: Tensor,
+    x_THD: Tensor,
+    weight_D: Tensor | None,
+    scales_TH: Tensor | None,
+    cosines_TD: Tensor,
+    sines_TD: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``backward`` in PyTorch, a block of tokens at a time."""
+    x_gradient_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    weight_gradient_D = None if weight_D is None else torch.zeros_like(weight_D, dtype=wide)
+    for part in _blocks(x_THD):
         # The transpose of a rotation: each half takes back what the other got, by the other's sine.
         turned_back = gradient_THD[part].to(wide)
         turned_back = turned_back * cosines_TD[part, None] - _turned(
             turned_back * sines_TD[part, None]
         )
-        if weight_D is not None and scales_TH is not None and sums_PD is not None:
+        if weight_D is not None and scales_TH is not None and weight_gradient_D is not None:
             scale = scales_TH[part][..., None]
             unit = x_THD[part] * scale
-            sums_PD[0] += (turned_back * unit).sum((0, 1))
+            weight_gradient_D += (turned_back * unit).sum((0, 1))
             turned_back = turned_back * weight_D
             # The norm's output ignores a head's length: drop the gradient's part along the head.
             turned_back = (turned_back - unit * (turned_back * unit).mean(-1, keepdim=True)) * scale
         x_gradient_THD[part] = turned_back
-    if weight_D is None or sums_PD is None:
+    if weight_D is None or weight_gradient_D is None:
         return x_gradient_THD, None
-    return x_gradient_THD, sums_PD.sum(0).to(weight_D.dtype)
+    return x_gradient_THD, weight_gradient_D.to(weight_D.dtype)
 
 
 def _turned(x: Tensor) -> Tensor:
