@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import attended
+from highwater.engine.kernels.recurrence import recurrence
 from highwater.nouns.layout import DELTA_GROUP_TOKENS
 
 CHUNK_TOKENS = 64
@@ -242,13 +243,11 @@ def _by_recurrence(
     new_nHcV, read_nHcD = solved_nHcX.split([side.shape[-1] for side in sides], dim=-1)
     within_nHcc = (query_nHcD @ key_nHcD.mT) * between_nHcc
     query_nHcD, key_nHcD = query_nHcD * from_start_nHc1, key_nHcD * to_end_nHc1
-    kept_nH11 = from_start_nHc1[:, :, -1:]
-    outputs_HcV: list[Tensor] = []
-    for chunk in range(len(documents_nc)):
-        written_HcV = new_nHcV[chunk] - read_nHcD[chunk] @ state_HDV
-        outputs_HcV.append(query_nHcD[chunk] @ state_HDV + within_nHcc[chunk] @ written_HcV)
-        state_HDV = state_HDV * kept_nH11[chunk] + key_nHcD[chunk].mT @ written_HcV
-    return torch.stack(outputs_HcV).transpose(1, 2).flatten(0, 1), state_HDV
+    written_nHcV, states_nHDV, state_HDV = recurrence(
+        new_nHcV, read_nHcD, key_nHcD, from_start_nHc1[:, :, -1, 0], state_HDV
+    )
+    out_nHcV = query_nHcD @ states_nHDV + within_nHcc @ written_nHcV
+    return out_nHcV.transpose(1, 2).flatten(0, 1), state_HDV
 
 
 def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:
