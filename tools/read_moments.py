@@ -49,7 +49,7 @@ from learn_moments import TILES, UNEVEN, mixture, sums_of
 
 FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 RANK = 4
-TOKENS = 13 * 1024
+TOKENS = 7 * DELTA_GROUP_TOKENS
 """Of a rank: a number of whole groups of the delta rule."""
 Bytes = Counter[str]
 """Bytes for each product of sizes."""
