@@ -26,7 +26,6 @@ sys.path[:0] = (str(Path(__file__).parent), str(TESTS / "numeric"), str(TESTS))
 import numpy as np
 from traces import trace, trial
 
-from highwater.engine.attention.gated_delta import CHUNK_TOKENS
 from highwater.memory.formula.moments import FILE, columns, kind_name, products
 from highwater.model.families import EXPERTS_PER_TOKEN, family_row
 from highwater.model.layer_kind import AttentionKind, DeltaKind, LayerKind, MlpKind
@@ -41,7 +40,7 @@ from highwater.nouns.events import (
     TraceOrder,
     column_sums,
 )
-from highwater.nouns.layout import DELTA_GROUP_TOKENS, Layout
+from highwater.nouns.layout import DELTA_CHUNK_TOKENS, DELTA_GROUP_TOKENS, Layout
 from highwater.nouns.objective import ALL_LINEAR, ATTENTION, DELTA, DELTA_JOINED
 from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
@@ -212,7 +211,7 @@ def sizes(kind: LayerKind, case: Case) -> dict[int, Bytes]:
     if attention.delta is not None:
         sums += [
             *({"g*Q": 1, "g*K": 2}, {"g*Q": 1, "g*P": 1}),
-            *({"g*H": CHUNK_TOKENS}, {"g": CHUNK_TOKENS}),
+            *({"g*H": DELTA_CHUNK_TOKENS}, {"g": DELTA_CHUNK_TOKENS}),
         ]
     else:
         sums += [{"T*Q": 1, "T*K": 1}]

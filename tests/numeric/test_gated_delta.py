@@ -9,7 +9,8 @@ from torch import Tensor
 
 from closeness import assert_near, with_gradients
 from highwater.engine.attention import gated_delta as module
-from highwater.engine.attention.gated_delta import CHUNK_TOKENS, DeltaHeads, gated_delta
+from highwater.engine.attention.gated_delta import DeltaHeads, gated_delta
+from highwater.nouns.layout import DELTA_CHUNK_TOKENS as CHUNK_TOKENS
 
 GROUP = 3 * CHUNK_TOKENS
 HEADS = DeltaHeads(key_heads=2, value_heads=4, key_size=6, value_size=5)

@@ -35,7 +35,7 @@ _PROOF_ATTENTION = "highwater_proof"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMS norm that equals PyTorch's, in place, 1 added to its weight where the family
+    """Replace every RMS norm that equals ours in place, 1 added to its weight where the family
     does; returns how many were replaced.
 
     Parameters keep their names.
