@@ -389,7 +389,8 @@ def last_layer(seen: list[tuple[str, str, int]]) -> Iterator[tuple[str, int]]:
 
 def config(family: str, drawn: random.Random, attends: Kind) -> dict[str, Any]:
     """The config of a small model whose layers are all alike."""
-    kv_heads = drawn.choice((2, 3, 4))  # a single one needs fewer copies
+    # a single one needs fewer copies; some classes want a hidden size that heads divide
+    kv_heads = drawn.choice((2, 4, 8))
     grouped = (1,) if family in UNGROUPED else (2, 4) if family_row(family).experts else (1, 2, 4)
     if family == "diffllama":
         kv_heads *= 2  # values go to pairs of them
