@@ -38,8 +38,8 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
     "off, five with offload 1 to 23 % (docs/results/speed)",
     "of_an_operator": "the time is what the rest takes by a GPU's rates, and linear attention's "
-    "own operator, which was timed once, on one H100: ten trials on H200s took 0.9 to 1.3 times as "
-    "long (docs/results/families)",
+    "own operator, which was timed on an H200: ten trials there took 1.0 to 1.3 times as long "
+    "(docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -111,11 +111,13 @@ def rates_of(device_name: str) -> Rates | None:
 
 USUAL_MICRO_BATCHES = 2
 """Micro-batches of a step if nothing else is given."""
-_DELTA_S, _DELTA_BACKWARD_S = 1.28, 4.96
-"""Seconds of the gated delta rule's passes over 262,144 tokens of a layer of Qwen3.5-9B on one H100
-(80 GB, SXM)."""
-_DELTA_TOKENS = 262_144
-"""Tokens that these are of."""
+_DELTA_S, _DELTA_BACKWARD_S = 0.39, 1.05
+"""Seconds of the gated delta rule's passes over 262,144 tokens of a layer of Qwen3.5-9B on an H200:
+16 times what 16,384 took."""
+_DELTA_TOKENS, _DELTA_NUMBERS = 262_144, 4096
+"""Tokens that these are of, and numbers of its value heads."""
+_DELTA_LAUNCHES = 0.65
+"""The least share of these that is left for fewer heads: the host launches as much for them."""
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
 """Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
 and on several. Fitted to trials of 8,192 tokens."""
@@ -220,8 +222,9 @@ def predicted_step(
     each = {
         "kernels, or their launches": max(work.seconds(rates), launches),
         "linear attention": _delta_s(
-            *(shape, settings),
+            *(shape, settings, rates),
             tokens=sequences * length_tokens,
+            degree=layout.ulysses_degree,
         ),
         "exchanges between GPUs": exchanged / rates.link_bytes,
         "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
@@ -242,15 +245,22 @@ def predicted_step(
     )
 
 
-def _delta_s(shape: ModelShape, settings: Settings, *, tokens: float) -> float:
+def _delta_s(
+    shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float, degree: int
+) -> float:
     """Seconds of a micro-batch in the operator of linear attention, over all tokens of its
-    sequences: the host launches as much for some heads as for all. Its projections are elsewhere.
+    sequences and a rank's share of the heads; its projections are elsewhere. It moves memory.
     """
     forwards = 2 if settings.recompute == "layer" else 1
     policy = forwards * _DELTA_S + _DELTA_BACKWARD_S
     beforehand = (settings.traits.has_reference + settings.critic) * _DELTA_S
     passes_s = settings.trained_models * policy + beforehand
-    layers = sum(run.count for run in shape.runs if run.kind.attention.delta is not None)
+    slower = _OF_H200.memory_bytes / rates.memory_bytes / degree / _DELTA_NUMBERS
+    layers = sum(
+        run.count * max(run.kind.attention.query_size * slower, _DELTA_LAUNCHES)
+        for run in shape.runs
+        if run.kind.attention.delta is not None
+    )
     return passes_s * layers * tokens / _DELTA_TOKENS
 
 

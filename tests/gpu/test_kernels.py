@@ -9,6 +9,8 @@ from closeness import assert_near, deviation, with_gradients
 from highwater.engine.attention.dense import attend, select_kernel
 from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.kernels import norm as norm_kernels
+from highwater.engine.kernels import recurrence as chunk_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module
@@ -23,6 +25,8 @@ LAYER_BYTES = 52_500
 ROW_TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 5e-3}
 """Norm-relative against float64 on the same logits; the gradient is stored in the logits' own
 dtype."""
+SWEEP_TOLERANCE = 5e-6
+"""Norm-relative against float64."""
 TRANSFORMS = {
     "plain": PLAIN,
     "scaled": LogitTransform(scale=0.0625),
@@ -130,6 +134,55 @@ def test_rotary_kernels_equal_float64(shape, has_norm, dtype):
     assert deviation(gradient[rows], wanted) < ROW_TOLERANCE[dtype]
     if weight_gradient is not None and wanted_weight is not None and tokens <= 1031:
         assert deviation(weight_gradient, wanted_weight) < ROW_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(ROW_TOLERANCE))
+@pytest.mark.parametrize("shape", [(1, 3), (5, 7, 256), (1031, 2560), (600_000, 4096)])
+def test_norm_kernels_equal_float64_and_touch_nothing_beside_their_rows(shape, dtype):
+    """With a weight in float32; rows lie apart, as those of heads beside gates."""
+    torch.manual_seed(0)
+    wide = torch.full((*shape[:-1], 2, shape[-1]), float("nan"), device="cuda", dtype=dtype)
+    x = wide[..., 0, :]
+    x.copy_(torch.randn(shape, device="cuda", dtype=dtype))
+    gradient = torch.randn(shape, device="cuda", dtype=dtype)
+    weight = 1 + torch.randn(shape[-1], device="cuda") / 9
+    out, scales = norm_kernels.normed(x, weight, 1e-6)
+    of_x, of_weight = norm_kernels.backward(gradient, x, weight, scales)
+    rows = slice(max(0, shape[0] - 999), None)
+    leaves = [each[rows].double().requires_grad_() for each in (x, gradient)]
+    exact_weight = weight.double().requires_grad_()
+    exact = leaves[0] * (leaves[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt() * exact_weight
+    wanted = torch.autograd.grad(exact, (leaves[0], exact_weight), leaves[1])
+    assert deviation(out[rows], exact) < ROW_TOLERANCE[dtype]
+    assert deviation(of_x[rows], wanted[0], beside=1e-6) < ROW_TOLERANCE[dtype]
+    if len(x) == len(leaves[0]):
+        assert deviation(of_weight, wanted[1]) < ROW_TOLERANCE[torch.float32]
+    assert wide[..., 1, :].isnan().all()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 17])
+@pytest.mark.parametrize(("heads", "size", "columns"), [(1, 6, 5), (4, 128, 128), (3, 96, 80)])
+def test_the_sweep_over_chunks_equals_float64(chunks, heads, size, columns):
+    """Operands are laid out as tokens' are, other numbers beside them poisoned."""
+    torch.manual_seed(0)
+
+    def numbers(last: int, scale: float) -> torch.Tensor:
+        wide = torch.full((chunks, 64, heads + 1, last + 3), float("nan"), device="cuda")
+        found = wide.transpose(1, 2)[:, 1:, :, :last]
+        return found.copy_(torch.randn(found.shape, device="cuda") * scale)
+
+    inputs = [
+        numbers(columns, 1.0),
+        numbers(size, 0.2 / size**0.5),
+        numbers(size, 0.2 / size**0.5),
+        torch.rand(chunks, heads, device="cuda"),
+        torch.randn(heads, size, columns, device="cuda"),
+    ]
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    found = with_gradients(chunk_kernels.recurrence(*leaves), leaves)
+    expected = with_gradients(chunk_kernels.recurrence(*wide), wide, rounded=torch.float32)
+    assert_near(found, expected, SWEEP_TOLERANCE)
 
 
 def test_one_layers_backward_pass_costs_what_it_is_said_to_cost():

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from closeness import assert_near, with_gradients
-from highwater.engine.attention.gated_delta import CHUNK_TOKENS, DeltaHeads, gated_delta
-from highwater.nouns.layout import DELTA_GROUP_TOKENS as GROUP
+from highwater.engine.attention import gated_delta as module
+from highwater.engine.attention.gated_delta import DeltaHeads, gated_delta
+from highwater.nouns.layout import DELTA_CHUNK_TOKENS as CHUNK_TOKENS
 
+GROUP = 3 * CHUNK_TOKENS
 HEADS = DeltaHeads(key_heads=2, value_heads=4, key_size=6, value_size=5)
 TAPS, EPSILON = 4, 1e-6
 TOLERANCE = 1e-10
@@ -104,7 +106,8 @@ def test_outputs_and_gradients_are_those_of_the_recurrence_document_by_document(
     "lengths",
     [(GROUP + 3,), (GROUP, 5), (GROUP - 1, 2, 70), (GROUP - 2, 1, 1, 1, 64), (100, GROUP + 30)],
 )
-def test_states_and_the_convolution_cross_groups_and_no_document(lengths):
+def test_states_and_the_convolution_cross_groups_and_no_document(lengths, monkeypatch):
+    monkeypatch.setattr(module, "DELTA_GROUP_TOKENS", GROUP)
     small = DeltaHeads(key_heads=1, value_heads=1, key_size=4, value_size=3)
     assert_as_defined(lengths, decay=0.05, heads=small)
 

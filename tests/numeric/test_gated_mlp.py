@@ -23,8 +23,8 @@ from closeness import assert_near, deviation, with_gradients
 from engine_models import on_meta
 from highwater.engine.activations.recompute import recompute_layers
 from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.kernels import norm as norm_kernels
 from highwater.engine.models.build import tile_mlps
-from highwater.engine.models.fused import fused as fused_module
 from highwater.engine.models.fused import gated_mlp
 from highwater.engine.models.fused.fused import RmsNorm, fuse_mlps
 from highwater.engine.models.fused.gated_mlp import GatedMlp, tile_rows
@@ -158,15 +158,16 @@ def test_no_token_gives_zero_gradients():
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(1, 1, 24), (1, 37, 24), (1, 5, 4, 24)])
-def test_the_norm_of_a_cpu_equals_the_formula_in_blocks(shape, dtype, monkeypatch):
-    monkeypatch.setattr(fused_module, "BLOCK_BYTES", 8 * 4 * 24)
+@pytest.mark.parametrize("added", [0.0, 1.0])
+def test_the_norm_of_a_cpu_equals_the_formula_in_blocks(added, shape, dtype, monkeypatch):
+    monkeypatch.setattr(norm_kernels, "BLOCK_BYTES", 8 * 4 * 24)
     torch.manual_seed(0)
-    norm = RmsNorm(24, eps=1e-6, dtype=dtype)
+    norm = RmsNorm(24, added=added, eps=1e-6, dtype=dtype)
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(24))
     wide, weight = (t.detach().double().requires_grad_() for t in (x, norm.weight))
-    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + added)
     # A gradient whose dimensions lie in another order, as attention's do.
     upstream = torch.randn(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape))))
     ours = norm(x)

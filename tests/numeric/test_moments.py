@@ -92,6 +92,8 @@ TOLERANCE = 0.01
 """Relative."""
 WIDER = {"shared": 0.06, "gpt_oss, all kept": 0.02}
 """Where ranks share a sequence the formula has a copy of what is attended throughout."""
+WIDER_DELTA = {"adapters": 0.02}
+"""Adapters on some of a layer's matrices alone: the formula has what those on all of them take."""
 
 
 DELTA_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
@@ -211,7 +213,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
 @pytest.mark.parametrize("family", deep(*DELTA_FAMILIES) or ("qwen3_5_text",))
 def test_a_step_with_a_delta_rule_peaks_there_too(family, case, tmp_path):
     """Its layers are learned divided, and frozen."""
-    compare(family, DELTA_CASES[case], tmp_path, TOLERANCE)
+    compare(family, DELTA_CASES[case], tmp_path, WIDER_DELTA.get(case, TOLERANCE))
 
 
 @pytest.mark.timeout(600)

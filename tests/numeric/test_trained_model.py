@@ -114,12 +114,30 @@ def test_norms_are_fused_under_the_same_names_and_compute_the_same():
         assert deviation(ours.grad, theirs.grad) < 5e-6, name
 
 
-def test_a_norm_that_computes_something_else_is_left_alone():
+def test_a_norm_that_adds_1_to_its_weight_is_replaced_by_one_that_does():
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-    model = torch.nn.ModuleDict({"norm": GemmaRMSNorm(16)})
+    theirs = GemmaRMSNorm(16)
+    torch.nn.init.normal_(theirs.weight, std=0.1)
+    model = torch.nn.ModuleDict({"norm": theirs})
+    assert fuse_norms(model) == 1
+    x = torch.randn(3, 16, dtype=torch.bfloat16)
+    assert torch.equal(model["norm"](x), theirs(x)), "in bfloat16 too, where 1 + weight has no room"
+    assert model["norm"].weight is theirs.weight
+
+
+def test_a_norm_that_computes_something_else_is_left_alone():
+    class TwiceRMSNorm(torch.nn.Module):
+        def __init__(self, size, eps=1e-6):
+            super().__init__()
+            self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(size)), eps
+
+        def forward(self, x):
+            return 2 * torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight)
+
+    model = torch.nn.ModuleDict({"norm": TwiceRMSNorm(16)})
     assert fuse_norms(model) == 0
-    assert isinstance(model["norm"], GemmaRMSNorm)
+    assert isinstance(model["norm"], TwiceRMSNorm)
 
 
 def test_packing_trains_no_first_token_and_counts_positions_anew():

@@ -125,30 +125,34 @@ def test_a_recommendation_has_a_time_without_a_study():
 def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_token():
     shape = load_model("Qwen3.5-9B").shape
 
-    def step(recompute="layer", gpus=1, length=262_144):
+    def step(recompute="layer", gpus=1, length=262_144, device="H200-141GB"):
         layout = Layout(gpus=gpus, ulysses_degree=gpus)
         found = predicted_step(
             *(shape, Settings(loss="chunked", recompute=recompute), layout),
             length_tokens=length,
-            device_name="H100-80GB",
+            device_name=device,
             micro_batches=1,
         )
         assert found is not None
         assert found.basis == "of_an_operator"
         return {part.name: part.seconds for part in found.parts}["linear attention"]
 
-    assert step() == pytest.approx(24 * (2 * 1.28 + 4.96))
-    assert step("all-but-attention") == pytest.approx(24 * (1.28 + 4.96))
+    assert step() == pytest.approx(24 * (2 * 0.39 + 1.05))
+    assert step("all-but-attention") == pytest.approx(24 * (0.39 + 1.05))
     assert step(length=131_072) == pytest.approx(step() / 2)
-    assert step(gpus=4) == pytest.approx(step()), "as many launches for a share of the heads"
+    assert step(gpus=4) == pytest.approx(0.65 * step()), "as many launches for a share of the heads"
+    assert step(device="H100-80GB") > 1.2 * step(), "it moves memory"
 
 
 def hybrids():
     recorded = json.loads((RESULTS / "families" / "hybrids.json").read_text())
     for asked, row in recorded.items():
-        spec = row["measured"]["document"]["spec"]
-        (first, *_) = row["measured"]["document"]["result"]["ranks"]
-        yield pytest.param(spec, first["step_times_s"][-1], id=asked.partition(" --loss")[0])
+        if "measured" in row and not asked.startswith("gemma"):  # whose time is not predicted
+            spec = row["measured"]["document"]["spec"]
+            (first, *_) = row["measured"]["document"]["result"]["ranks"]
+            if first["step_times_s"]:  # of a memory-only trial there is none
+                named = asked.partition(" --loss")[0]
+                yield pytest.param(spec, first["step_times_s"][-1], id=named)
 
 
 @pytest.mark.parametrize(("spec", "measured_s"), list(hybrids()))

@@ -1,5 +1,5 @@
-"""Whole models with layers of a gated delta rule on GPUs: peaks of Qwen3.5 and Qwen3.6 beside what
-the formula and a trace said before.
+"""Whole models with layers of a gated delta rule, and of Gemma 4, on GPUs: peaks beside what the
+formula and a trace said before.
 
     python docs/results/families/hybrids.py --predict [--exact]
     python docs/results/families/hybrids.py --measure
@@ -7,6 +7,7 @@ the formula and a trace said before.
 
 ``hybrids.json`` beside this file has a row for each trial of ``highwater try``, two full steps
 each; ``--measure`` gives each the GPUs it asks for, so that two on one GPU run side by side.
+``--attention-depth 1``: memory-only.
 """
 
 import argparse
@@ -23,6 +24,7 @@ GIB = 1024**3
 FILE = Path(__file__).with_suffix(".json")
 COMMON = "--loss chunked --allocator expandable --micro-batches 1"
 SMALL_CARD = "--memory 79.15GiB"
+OF_GEMMA = "--lora 16 --lora-targets q_proj,k_proj,v_proj,o_proj"
 TRIALS = tuple(
     f"{trial} {COMMON} {SMALL_CARD}"
     for trial in (
@@ -36,10 +38,15 @@ TRIALS = tuple(
         "Qwen3.5-9B --length 65536 --lora 16 --activations host",
         "Qwen3.5-9B --length 8192 --lora 64 --activations gpu",
         "Qwen3.5-9B --gpus 2 --ulysses 2 --length 65536 --lora 16 --activations gpu",
+        "Qwen3.5-9B --length 262144 --lora 16 --activations host",
+        "Qwen3.5-9B --length 458752 --lora 16 --activations host --attention-depth 1",
+        f"gemma-4-E4B --length 16384 {OF_GEMMA},gate_proj,up_proj,down_proj --activations gpu",
+        f"gemma-4-E4B --length 65536 {OF_GEMMA} --activations host",
+        f"gemma-4-26B-A4B --length 8192 {OF_GEMMA} --activations gpu",
     )
 )
 """What ``highwater try`` is asked."""
-LIMIT_S = 315
+LIMIT_S = 480
 """A trial that takes longer is ended."""
 
 
@@ -90,7 +97,7 @@ def traced(trial: str) -> dict[str, Any]:
 
 def asked(trial: str, *more: str) -> dict[str, Any]:
     """The one cell that ``highwater predict`` answers."""
-    words = trial.replace(SMALL_CARD, "").split()
+    words = trial.replace(SMALL_CARD, "").replace("--attention-depth 1", "").split()
     gpus = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
     at = words.index("--gpus") if "--gpus" in words else len(words)
     rest = words[:at] + words[at + 2 :]
@@ -102,7 +109,8 @@ def asked(trial: str, *more: str) -> dict[str, Any]:
     if done.returncode not in (0, 1):
         raise SystemExit(f"{trial}: {done.stderr}")
     cells = json.loads(done.stdout)["cells"]
-    (cell,) = (each for each in cells if each["cell"]["settings"]["offload"] is False)
+    offload = "--offload" in words
+    (cell,) = (each for each in cells if each["cell"]["settings"]["offload"] is offload)
     return cell
 
 

@@ -198,7 +198,10 @@ EXPERT_TILE_TOKENS = 32_768
 """Tokens of a tile of experts: each of many experts has few of them."""
 ELEMENT_BYTES: Mapping[str, int] = {"cuda": 2, "cpu": 4}
 """Bytes of a number of activations, logits, gathered and saved weights: bf16, or float32."""
-DELTA_GROUP_TOKENS = 1024
+DELTA_CHUNK_TOKENS = 64
+"""Tokens of a gated delta rule that are a triangular system; a state is passed from one such chunk
+to the next."""
+DELTA_GROUP_TOKENS = 2048
 """Tokens of a gated delta rule computed at once: one state is kept for each group, and what a group
 is computed with is in float32, some hundreds of KiB a token of a 9B."""
 SCORES_AT_HAND = 2**23

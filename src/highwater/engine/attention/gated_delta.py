@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import attended
-from highwater.nouns.layout import DELTA_GROUP_TOKENS
+from highwater.engine.kernels.recurrence import recurrence
+from highwater.nouns.layout import DELTA_CHUNK_TOKENS, DELTA_GROUP_TOKENS
 
-CHUNK_TOKENS = 64
 _NORM_EPSILON = 1e-6
 """Added to the square of a query's or a key's length, as the kernels of all libraries do."""
 
@@ -202,18 +202,18 @@ def _unit(x_sHD: Tensor) -> Tensor:
 
 def _by_chunks(x_sH: Tensor) -> Tensor:
     """Cut tokens into chunks, the last one filled up with zeros: from sHX to nHcX."""
-    missing = -len(x_sH) % CHUNK_TOKENS
+    missing = -len(x_sH) % DELTA_CHUNK_TOKENS
     filled_sH = F.pad(x_sH, (*(0, 0) * (x_sH.ndim - 1), 0, missing)) if missing else x_sH
-    return filled_sH.unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2)
+    return filled_sH.unflatten(0, (-1, DELTA_CHUNK_TOKENS)).transpose(1, 2)
 
 
 def _chunked_documents(documents_s: Tensor) -> Tensor:
     """Cut tokens' documents into chunks, nc; what fills up the last chunk is of the last document,
     whose state it leaves as it is.
     """
-    missing = -len(documents_s) % CHUNK_TOKENS
+    missing = -len(documents_s) % DELTA_CHUNK_TOKENS
     filled_s = torch.cat((documents_s, documents_s[-1:].expand(missing)))
-    return filled_s.unflatten(0, (-1, CHUNK_TOKENS))
+    return filled_s.unflatten(0, (-1, DELTA_CHUNK_TOKENS))
 
 
 def _by_recurrence(
@@ -227,7 +227,7 @@ def _by_recurrence(
     enters_n1c = (documents_nc == last_n[:, None])[:, None]
     is_seen_n1cc = (documents_nc[:, :, None] == documents_nc[:, None]).tril()[:, None]
     # Sums of their own from each token on: differences of the chunk's would round as its size does.
-    behind_nHcc = log_decay_nHc[..., None].expand(*log_decay_nHc.shape, CHUNK_TOKENS)
+    behind_nHcc = log_decay_nHc[..., None].expand(*log_decay_nHc.shape, DELTA_CHUNK_TOKENS)
     is_behind_cc = torch.ones_like(is_seen_n1cc[0, 0]).tril(-1)
     behind_nHcc = behind_nHcc.masked_fill(~is_behind_cc, 0).cumsum(-2)
     between_nHcc = behind_nHcc.masked_fill(~is_seen_n1cc, float("-inf")).exp()
@@ -242,13 +242,11 @@ def _by_recurrence(
     new_nHcV, read_nHcD = solved_nHcX.split([side.shape[-1] for side in sides], dim=-1)
     within_nHcc = (query_nHcD @ key_nHcD.mT) * between_nHcc
     query_nHcD, key_nHcD = query_nHcD * from_start_nHc1, key_nHcD * to_end_nHc1
-    kept_nH11 = from_start_nHc1[:, :, -1:]
-    outputs_HcV: list[Tensor] = []
-    for chunk in range(len(documents_nc)):
-        written_HcV = new_nHcV[chunk] - read_nHcD[chunk] @ state_HDV
-        outputs_HcV.append(query_nHcD[chunk] @ state_HDV + within_nHcc[chunk] @ written_HcV)
-        state_HDV = state_HDV * kept_nH11[chunk] + key_nHcD[chunk].mT @ written_HcV
-    return torch.stack(outputs_HcV).transpose(1, 2).flatten(0, 1), state_HDV
+    written_nHcV, states_nHDV, state_HDV = recurrence(
+        new_nHcV, read_nHcD, key_nHcD, from_start_nHc1[:, :, -1, 0], state_HDV
+    )
+    out_nHcV = query_nHcD @ states_nHDV + within_nHcc @ written_nHcV
+    return out_nHcV.transpose(1, 2).flatten(0, 1), state_HDV
 
 
 def _normed(plan: DeltaPlan, out_sHV: Tensor, gate_sHV: Tensor, norm_V: Tensor) -> Tensor:

@@ -102,6 +102,10 @@ class Stream:
         """Return True: all work counts as done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Return False: no graph is recorded."""
+        return False
+
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Return an event that covers the work launched here so far."""
         event = event or Event()
@@ -176,6 +180,8 @@ def _put_streams() -> None:
     }
     for name, answer in answers.items():
         setattr(cuda, name, answer)
+    accelerator: Any = torch.accelerator  # FSDP2 asks it where a unit was gathered in vain
+    accelerator.current_stream = answers["current_stream"]
     tensor: Any = torch.Tensor
     tensor.record_stream = _tell_of_use
     tensor.pin_memory = lambda self, *_: self  # host memory is not recorded

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from highwater.engine.attention import gated_delta, plain_block
 from highwater.engine.attention import kernel_proof as window_proof
 from highwater.engine.kernels import gates as gate_kernels
+from highwater.engine.kernels import norm as norm_kernels
+from highwater.engine.kernels import recurrence as chunk_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import build as model
@@ -68,11 +70,13 @@ def put(kernel: Kernel) -> None:
     names.rms_norm = rms_norm
     names.scaled_dot_product_attention = attention
     loose: Any = (
-        *(process_mesh, gate_kernels, rotary_kernels, row_kernels, model, fill),
-        *(trinity_step, weights, transformers.masking_utils),
+        *(process_mesh, chunk_kernels, gate_kernels, norm_kernels, rotary_kernels, row_kernels),
+        *(model, fill, trinity_step, weights, transformers.masking_utils),
     )
-    meshes, gates, rotary, rows, models, values, actors, saved, masks = loose
+    meshes, chunks, gates, norms, rotary, rows, models, values, actors, saved, masks = loose
     meshes.every_ranks = every_ranks
+    chunks._triton = lambda: SimpleNamespace(sweep=in_place)
+    norms._triton = lambda: SimpleNamespace(normed=in_place, backward=in_place)
     gates._triton = lambda: SimpleNamespace(product_=in_place, backward_=in_place)
     rotary._triton = lambda: SimpleNamespace(rotate=in_place, backward=in_place)
     rows._triton = lambda: SimpleNamespace(statistics=statistics, backward_=in_place)

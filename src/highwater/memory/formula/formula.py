@@ -61,7 +61,7 @@ experts that are one. Layers of others are learned (memory/formula/moments)."""
 _NORM_BYTES = {
     "olmo": 4,
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), 10),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "nanochat"), 6),
+    "nanochat": 6,
 }
 _NORM_BACKWARD_BYTES, _LESS_BACKWARD_BYTES = 14, 4
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no

@@ -461,9 +461,6 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
         most += step.tokens * step.element * copied
     if step.layout.ring_degree > 1:
         most += step.tokens * _ring_bytes(layer)
-    if step.settings.activations == "host" and step.shape.delta is not None:
-        # Its norms go by a copy in float32: what came from the host is gone once that is made.
-        most -= step.tokens * step.element * layer.kind.hidden_size
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
 

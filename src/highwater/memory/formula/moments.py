@@ -21,6 +21,7 @@ from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import RESIDENT_THREADS, column_sums
 from highwater.nouns.layout import (
+    DELTA_CHUNK_TOKENS,
     DELTA_GROUP_TOKENS,
     WIDE_SCORES_AT_HAND,
     WIDEST_FUSED_HEAD,
@@ -197,7 +198,8 @@ def products(
 def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[str, int]:
     """Products of what a gated delta rule takes for a group of tokens, in numbers of one rank: g
     tokens of a group, P numbers of a token's keys, one for each value head, s those of a state, N
-    groups; nothing of other attention. ``tokens``: of the row, whose heads the ranks divide.
+    groups, n chunks of one; nothing of other attention. ``tokens``: of the row, whose heads the
+    ranks divide.
     """
     if attention.delta is None:
         return {}
@@ -210,6 +212,7 @@ def _group_products(attention: AttentionKind, tokens: int, degree: int) -> dict[
         "g*P": group * heads * attention.delta.key_head_dim,
         "g*H": group * heads,
         "s": state,
+        "n*s": -(-group // DELTA_CHUNK_TOKENS) * state,
         "N*s": -(-tokens // DELTA_GROUP_TOKENS) * state,
     }
 

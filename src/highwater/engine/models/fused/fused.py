@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from highwater.engine.kernels.gates import BLOCK_BYTES
+from highwater.engine.kernels import norm as norm_kernels
 from highwater.engine.models.fused.experts import IMPLEMENTATION, experts_output, use_tiles
 from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
@@ -27,7 +27,7 @@ PROOF_SIZE = 32
 PROOF_TOLERANCE = 1e-5
 """Relative tolerance in float32, for the same operations in another order.
 
-A norm that adds 1 to its weight, or a family that changes its logits, is off by far more."""
+A family that changes its logits is off by far more."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _PROOF_HEADS, _PROOF_KEYS = 4, 2
 _PROOF_ATTENTION = "highwater_proof"
@@ -35,11 +35,12 @@ _PROOF_ATTENTION = "highwater_proof"
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMS norm that equals PyTorch's, in place; returns how many were replaced.
+    """Replace every RMS norm that equals ours in place, 1 added to its weight where the family
+    does; returns how many were replaced.
 
     Parameters keep their names.
     """
-    proven: dict[tuple[type[nn.Module], float], bool] = {}
+    proven: dict[tuple[type[nn.Module], float], float | None] = {}
     count = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
@@ -48,10 +49,11 @@ def fuse_norms(model: nn.Module) -> int:
                 continue
             kind = (type(norm), eps)
             if kind not in proven:
-                proven[kind] = _computes_rms_norm(*kind)
-            if proven[kind]:
+                proven[kind] = _added_to_the_weight(*kind)
+            if (added := proven[kind]) is not None:
                 weight = cast(nn.Parameter, norm.weight)
-                fused = RmsNorm(weight.shape[0], eps=eps, device=weight.device, dtype=weight.dtype)
+                how: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+                fused = RmsNorm(weight.shape[0], added=added, eps=eps, **how)
                 fused.weight = weight
                 setattr(parent, name, fused)
                 count += 1
@@ -69,69 +71,63 @@ def _epsilon(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def _computes_rms_norm(kind: type[nn.Module], eps: float) -> bool:
-    """True if a small norm of this class equals PyTorch's, on inputs of many magnitudes."""
+def _added_to_the_weight(kind: type[nn.Module], eps: float) -> float | None:
+    """What a class of norms adds to its weight, 0 or 1, where a small one equals ours with that, on
+    inputs of many magnitudes; else None.
+    """
     try:
         theirs = cast(Any, kind)(PROOF_SIZE, eps=eps).to(device="cpu", dtype=torch.float32)
     except TypeError:
-        return False  # its constructor takes other arguments: not replaced
+        return None  # its constructor takes other arguments: not replaced
     generator = torch.Generator().manual_seed(0)
-    ours = nn.RMSNorm(PROOF_SIZE, eps=eps)
     inputs = torch.randn(64, PROOF_SIZE, generator=generator) * torch.logspace(-4, 2, 64)[:, None]
     with torch.no_grad():
         theirs.weight.copy_(torch.randn(PROOF_SIZE, generator=generator))
-        ours.weight.copy_(theirs.weight)
-        off = PROOF_TOLERANCE
-        return bool(torch.allclose(theirs(inputs), ours(inputs), rtol=off, atol=off))
+        for added in (0.0, 1.0):
+            ours = nn.RMSNorm(PROOF_SIZE, eps=eps)
+            ours.weight.copy_(theirs.weight + added)
+            off = PROOF_TOLERANCE
+            if torch.allclose(theirs(inputs), ours(inputs), rtol=off, atol=off):
+                return added
+    return None
 
 
 class RmsNorm(nn.RMSNorm):
-    """PyTorch's RMS norm on a GPU; on the CPU an own implementation that works in blocks.
-
-    On the CPU PyTorch's is a dozen operators with copies in float32.
+    """PyTorch's RMS norm on a GPU; on the CPU, and for a weight that something is added to, our own
+    (engine/kernels/norm.py): PyTorch's would be a dozen operators with copies in float32.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __init__(self, size: int, *, added: float = 0.0, **how: Any) -> None:
+        """``added``: what is added to the weight, in float32; ``how`` is as in PyTorch's."""
+        super().__init__(size, **how)
+        self.added = added
+
+    @property
+    def scale(self) -> Tensor:
+        """What a row is multiplied by: the weight itself, or what is added to it too."""
+        if not self.added:
+            return self.weight
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.added
+
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` over its last dimension."""
-        if x.is_cuda:
+        if x.is_cuda and not self.added:
             return super().forward(x)
-        return cast(torch.Tensor, _RmsNorm.apply(x, self.weight, self.eps))
+        return cast(Tensor, _RmsNorm.apply(x, self.scale, self.eps))
 
 
 class _RmsNorm(torch.autograd.Function):
-    """``x / rms(x) * weight`` in float32 (float64 for float64); keeps one number per row."""
+    """``x / rms(x) * weight``; keeps one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        scales: list[torch.Tensor] = []
-        for rows, target in _blocks(x, out):
-            inputs = rows.to(wide)
-            scales.append(inputs.square().mean(-1, keepdim=True).add_(eps).rsqrt_())
-            target.copy_(inputs.mul(scales[-1]).mul_(weight))
-        every = torch.cat(scales) if scales else x.new_empty(0, 1, dtype=wide)
-        ctx.save_for_backward(x, weight, every)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scales_N1 = norm_kernels.normed(x, weight, eps)
+        ctx.save_for_backward(x, weight, scales_N1)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight, scales = ctx.saved_tensors
-        x_gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
-        weight_gradient = torch.zeros_like(weight, dtype=scales.dtype)
-        for rows, gradient, scale, target in _blocks(x, gradients[0], scales, x_gradient):
-            unit, wide = rows * scale, gradient.to(scales.dtype)
-            weight_gradient += (wide * unit).sum(dim=0)
-            # The output ignores a row's length, so the gradient has no part along the row.
-            wide = wide * weight
-            target.copy_((wide - unit * (wide * unit).mean(-1, keepdim=True)).mul_(scale))
-        return x_gradient, weight_gradient.to(weight.dtype), None
-
-
-def _blocks(*tensors: torch.Tensor) -> Any:
-    """Split tensors by rows, into blocks of ``BLOCK_BYTES`` in float32."""
-    rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
-    return zip(*(t.reshape(-1, t.shape[-1]).split(rows) for t in tensors), strict=True)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *norm_kernels.backward(gradients[0], *ctx.saved_tensors), None
 
 
 def fuse_attentions(model: nn.Module) -> int:
@@ -159,7 +155,7 @@ def _has_projected_heads(module: nn.Module) -> bool:
     norms = [child for name, child in children.items() if name in NORMS]
     return (
         all(type(children[name]) is nn.Linear for name in PROJECTIONS)
-        and all(isinstance(norm, nn.RMSNorm) and norm.eps is not None for norm in norms)
+        and all(isinstance(norm, RmsNorm) and norm.eps is not None for norm in norms)
         and not list(module.parameters(recurse=False))
         and not list(module.buffers())
     )
@@ -234,8 +230,9 @@ def _rotates_a_part(attention: Any, inputs: Tensor, cosines: Tensor, sines: Tens
 
 
 def _small_child(name: str, child: nn.Module, size: int, generator: torch.Generator) -> nn.Module:
-    if isinstance(child, nn.RMSNorm):
-        small: nn.Module = RmsNorm(size, eps=child.eps, device="cpu", dtype=torch.float64)
+    if isinstance(child, RmsNorm):
+        wide: dict[str, Any] = {"device": "cpu", "dtype": torch.float64}
+        small: nn.Module = RmsNorm(size, added=child.added, eps=child.eps, **wide)
     else:
         heads = {"q_proj": _PROOF_HEADS, "k_proj": _PROOF_KEYS, "v_proj": _PROOF_KEYS}
         is_output = name == "o_proj"

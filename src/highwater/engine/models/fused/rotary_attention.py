@@ -101,7 +101,7 @@ class RotaryAttention(nn.Module):
 
         norms = [getattr(own, name, None) for name in NORMS]
         positions_TD = [each[0] for each in positions]
-        weights = [None if norm is None else norm.weight for norm in norms]
+        weights = [None if norm is None else norm.scale for norm in norms]
         projections = [getattr(own, name) for name in PROJECTIONS]
         return attention_in_groups(hidden, weights, projections, attend_group, groups=groups)
 
@@ -119,16 +119,14 @@ class RotaryAttention(nn.Module):
         )
         return next(works, self.groups)
 
-    def _rotated(
-        self, projected: Tensor, norm: nn.RMSNorm | None, cosines: Tensor, sines: Tensor
-    ) -> Tensor:
+    def _rotated(self, projected: Tensor, norm: Any, cosines: Tensor, sines: Tensor) -> Tensor:
         """Norm and rotate a projection's heads: from (B, T, heads * D) to (B, heads, T, D)."""
         assert len(projected) == 1, "documents are packed into one row"
         assert cosines.shape[-1] == self.head_dim, "the whole head is rotated"
         heads_THD = projected[0].unflatten(-1, (-1, self.head_dim))
         eps = 0.0 if norm is None else cast(float, norm.eps)
         rotated: Tensor = _Rotate.apply(
-            heads_THD, None if norm is None else norm.weight, eps, cosines[0], sines[0]
+            heads_THD, None if norm is None else norm.scale, eps, cosines[0], sines[0]
         )
         return rotated.transpose(0, 1)[None]
 
