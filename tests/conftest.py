@@ -17,9 +17,6 @@ from hypothesis import settings
 from fork_server import COMMANDS, TESTS, ForkServer
 from highwater.trials.trial_process import ON_THE_CPU
 
-FAMILIES = ("commands", "doctor", "documents", "predict", "recommend")
-"""Modules of commands that are imported before a command is forked."""
-
 settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
 settings.register_profile("deep", deadline=None, max_examples=500)
@@ -69,10 +66,10 @@ def long_tests() -> dict[str, int]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """One for all tests of this process, which has imported what commands and trials do."""
+    """One for all tests of this process, which has imported and answered what commands do."""
     programs = [main.partition(":")[0] for main in COMMANDS.values()]
     server = ForkServer(
-        *("forked_modules", *programs, *(f"highwater.cli.{name}" for name in FAMILIES)),
+        *("forked_modules", *programs, "highwater.cli.doctor", "warmed_commands"),
         environment={**ON_THE_CPU, "PYTHONPATH": str(TESTS)},
     )
     server.start()

@@ -21,10 +21,13 @@ WORDS = {
     "LoRA": r"\bLoRA-\d",
 }
 """By the word that is said of a setting: other words for the same."""
+_PATH = re.compile(r"\w/\w")
 
 
 def other_words(text: str) -> dict[str, list[str]]:
     """The other words of each setting in a text, whose paths, as the log tree has, are not read."""
-    read = re.sub(r"\S*\w/\w\S*", " ", html.unescape(text))
+    read = re.sub(
+        r"\S+", lambda word: "" if _PATH.search(word[0]) else word[0], html.unescape(text)
+    )
     found = {word: re.findall(others, read) for word, others in WORDS.items()}
     return {word: others for word, others in found.items() if others}

@@ -29,6 +29,13 @@ SIMULATED_ON_THE_CPU = (
 TIMEOUT_S = 240
 """Of one command."""
 
+FORKING = """\
+import subprocess
+from forked_modules import Forked
+subprocess.Popen = Forked
+"""
+"""Beginning of a program that is forked: the commands that it starts are forks, too."""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -99,6 +106,15 @@ def installed(
 def highwater(run: Run) -> Run:
     """Runs ``highwater``."""
     return lambda *words, **environment: run("highwater", *words, **environment)
+
+
+@pytest.fixture(scope="session")
+def simulated(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study of a dry run."""
+    folder = tmp_path_factory.mktemp("simulated")
+    words = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "study.jsonl")
+    assert forked("highwater", *words, cwd=folder, environment={**os.environ}).returncode == 0
+    return folder / "study.jsonl"
 
 
 @pytest.fixture

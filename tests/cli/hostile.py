@@ -1,18 +1,18 @@
 """Commands with hostile values, run one after another in this process: prints what of them ended as
 no command may.
 
-``python hostile.py SEED COUNT``: so many cases, drawn by the seed; COUNT 0: all of them.
+``python hostile.py``: each flag with the next one of the values; with ``every``: with all of them.
 """
 
 import contextlib
 import io
 import json
 import os
-import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 from highwater.cli.app import main
@@ -91,13 +91,14 @@ def prepare() -> None:
     Path("locked.txt").chmod(0)
 
 
-def cases() -> Iterator[list[str]]:
-    """Every value of every flag and every argument of every command."""
+def cases(*, is_every: bool) -> Iterator[list[str]]:
+    """Every flag and every argument of every command, with every value, or one in turn."""
+    turn = cycle((*NUMBERS, *PLACES))
     for command, words in BASES.items():
-        for action in commands()[command]._actions:
+        for action in commands()[command].arguments:
             if action.nargs == 0:
                 continue
-            for value in (*NUMBERS, *PLACES):
+            for value in (*NUMBERS, *PLACES) if is_every else islice(turn, 1):
                 if action.option_strings:
                     yield [command, *words, f"{action.option_strings[-1]}={value}"]
                 else:
@@ -131,14 +132,11 @@ def _hang(*_: object) -> None:
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    seed, most = map(int, sys.argv[1:])
     prepare()
     signal.signal(signal.SIGVTALRM, _hang)
-    every = list(cases())
-    chosen = random.Random(seed).sample(every, most) if most else every
-    ended = [(words, *fault_of(words)) for words in chosen]
+    ended = [(words, *fault_of(words)) for words in cases(is_every="every" in sys.argv)]
     faults = [
         ([word[:60] for word in words], fault) for words, _, fault in ended if fault is not None
     ]
     codes = Counter(str(code) for _, code, _ in ended)
-    sys.stdout.write(json.dumps({"cases": len(chosen), "codes": codes, "faults": faults}) + "\n")
+    sys.stdout.write(json.dumps({"cases": len(ended), "codes": codes, "faults": faults}) + "\n")

@@ -5,11 +5,10 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run, following, offered, refusal
+from conftest import FORKING, SIMULATED, following, offered, refusal
 
 from highwater import study_report
 from highwater.api.search import open_study
@@ -182,13 +181,14 @@ TIME_LIMIT_S = 420
 
 
 @pytest.mark.timeout(TIME_LIMIT_S)
-def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(tmp_path):
+def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(
+    tmp_path, fork_server
+):
     others = {path.name for path in tmp_path.iterdir()}
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "demo" / "1").mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "examples/demo.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    demo = f"-c{FORKING}import runpy\nrunpy.run_path('examples/demo.py', run_name='__main__')"
+    done = fork_server.run(demo, within_s=TIME_LIMIT_S, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     capacities = re.findall(
         r"^model_name = tiny, trainer_gpu_num = 1, sp_num = 1, max_model_len = (\d+)$",
@@ -240,9 +240,9 @@ WRITERS = {
 
 
 @pytest.fixture(autouse=True)
-def things(highwater: Run, tmp_path: Path) -> None:
+def things(simulated: Path, tmp_path: Path) -> None:
     """A study and a snapshot."""
-    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "study.jsonl").returncode == 0
+    shutil.copy(simulated, tmp_path / "study.jsonl")
     shutil.copy(SNAPSHOT, tmp_path / "snapshot.pickle")
 
 

@@ -10,6 +10,7 @@ from conftest import refusal
 import highwater
 from highwater.errors import HighwaterError
 
+pytestmark = pytest.mark.usefixtures("forks")
 LENGTHS = (*([500] * 60), *([3_000] * 25), *([9_000] * 10), *([20_000] * 4), 70_001)
 """Bytes of each text, with the end of a text a token more."""
 TOKENS = sum(LENGTHS) + len(LENGTHS)

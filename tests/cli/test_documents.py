@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, refusal
+from conftest import FORKING, SIMULATED, TIMEOUT_S, refusal
 
 from highwater.cli.grammar import commands, parse
 
@@ -174,10 +174,8 @@ def test_a_command_in_the_table_exists(name, run):
 
 
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))
-def test_a_program_in_a_document_runs(program, document, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+def test_a_program_in_a_document_runs(program, document, tmp_path, fork_server):
+    done = fork_server.run(f"-c{FORKING}{program}", within_s=TIMEOUT_S, cwd=tmp_path)
     assert done.returncode == 0, f"{document}: {done.stderr}"
     assert done.stdout
 

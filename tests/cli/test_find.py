@@ -216,9 +216,9 @@ def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(highwater, t
     (tmp_path / "stuck").touch()
     data = ("--data", "stuck_batches:stuck", "--study", "s.jsonl")
     words = ("find", str(tiny), *CPU, *GRID, *data, "--budget")
-    environment = {"PYTHONPATH": str(tmp_path / "own")}
+    own = str(tmp_path / "own")
     began = time.monotonic()
-    done = highwater(*words, "10s", **environment)
+    done = highwater(*words, "10s", found_in=own)
     assert done.returncode == EXIT_INCONCLUSIVE, done.stderr
     assert 10 <= time.monotonic() - began < 60
     assert "1 search, nobody knows beforehand" in done.stderr
@@ -232,7 +232,7 @@ def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(highwater, t
     assert following(done) == [*words, "10s"]
 
     (tmp_path / "stuck").unlink()
-    done = highwater(*following(done)[:-1], "4m", **environment)
+    done = highwater(*following(done)[:-1], "4m", found_in=own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny trains up to 512 tokens on 1 process on the CPU")
     assert following(done)[0] == "show"

@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BIN
+from conftest import BIN, FORKING, TIMEOUT_S
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 KERNEL = """\
@@ -40,7 +38,7 @@ def test_it_is_kept_without_outputs_and_in_one_form(notebook):
     assert '%pip install --quiet "{SOURCE}[train]"' in source(code[0])
 
 
-def test_every_cell_runs_on_the_cpu_and_the_loss_falls(notebook, tmp_path):
+def test_every_cell_runs_on_the_cpu_and_the_loss_falls(notebook, tmp_path, fork_server):
     lines = [
         re.sub(r"^!(.*)$", r"shell(f'\1')", line)
         for cell in notebook["cells"]
@@ -48,17 +46,10 @@ def test_every_cell_runs_on_the_cpu_and_the_loss_falls(notebook, tmp_path):
         for line in source(cell).splitlines()
         if not line.startswith("%pip")  # it is installed, and the tests have no network
     ]
-    program = tmp_path / "cells.py"
-    program.write_text(KERNEL + "\n".join(lines))
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    program = "\n".join(("-c", FORKING, KERNEL, *lines))
+    done = fork_server.run(program, within_s=TIMEOUT_S, cwd=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     said = done.stdout
     assert "what works here" in said

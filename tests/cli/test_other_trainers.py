@@ -12,18 +12,11 @@ from conftest import following, refusal
 
 SCRIPT = """
 import sys
-import torch
 
 length, steps = map(int, sys.argv[1:])
-weight = torch.nn.Parameter(torch.zeros(256, 256))
-optimizer = torch.optim.AdamW([weight])
 for step in range(1, steps + 1):
-    x = torch.randn(length, 256)
-    loss = (torch.relu(x @ weight) + x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {step}/{steps} loss {loss.item():.3f}", flush=True)
+    kept = b"x" * (6000 * length)
+    print(f"step {step}/{steps} loss {kept[0] / step:.3f}", flush=True)
 """
 CPU = ("--device", "cpu", "--memory", "1GiB", "--timeout", "120s")
 LENGTHS = ("--start-length", "32k", "--resolution", "64k", "--max-length", "256k")
@@ -39,7 +32,6 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
     highwater, tmp_path, command
 ):
-    pytest.importorskip("torch", reason="the script trains with torch")
     words = ("find", "Qwen3-0.6B", *command, *CPU, *LENGTHS, "--study", "study.jsonl")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr
@@ -66,7 +58,6 @@ def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
 
 
 def test_one_trial_says_what_it_was_and_offers_the_search(highwater, command):
-    pytest.importorskip("torch", reason="the script trains with torch")
     done = highwater("try", "Qwen3-0.6B", "--length", "4k", *command, *CPU)
     assert done.returncode == 0, done.stderr
     assert "2 steps seen in the log" in done.stdout

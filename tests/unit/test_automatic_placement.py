@@ -139,6 +139,7 @@ def test_a_training_takes_what_fits_and_goes_on_with_it(memory, placement, tmp_p
     assert '"auto"' not in to_json(chosen.settings).replace('"rope":"auto"', "")
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_training_is_told_its_placement(model: str, tmp_path: Path):
     (tmp_path / "data.jsonl").write_text('{"text": "one two three four five six seven"}\n')
     words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}

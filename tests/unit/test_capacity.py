@@ -249,10 +249,11 @@ def test_a_search_begins_where_the_prediction_itself_fits():
 
 
 def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
-    prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity")
+    prediction = highwater.predict("Llama-3.1-8B", gpus="4xA100-80GB", trainer="trinity")
     assert prediction.calibration is None
     assert {cell.interval for cell in prediction.cells} == {None}
-    whole = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", trainer="trinity", headroom=0)
+    asked = {"gpus": "4xA100-80GB", "trainer": "trinity", "headroom": 0}
+    whole = highwater.predict("Llama-3.1-8B", **asked)
     assert all(cell.likely_tokens == cell.capacity_tokens for cell in whole.cells)
     assert [cell.likely_tokens for cell in prediction.cells] == [
         cell.likely_tokens for cell in whole.cells

@@ -2,7 +2,6 @@
 and of all settings that are predicted the simplest, the longest and the frontier are shown.
 """
 
-import os
 import re
 import runpy
 from pathlib import Path
@@ -22,12 +21,13 @@ from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import prediction_answer, prediction_table
 from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.table import TextTable, plain_table
+from tables import deep
 
 AGREEMENT = runpy.run_path(
     str(Path(__file__).parents[2] / "docs" / "results" / "questions" / "agreement.py")
 )
 """The recorded questions: what may be asked, and what the text of an answer says."""
-QUESTIONS = AGREEMENT["COUNT"] if os.environ.get("HIGHWATER_DEEP") else settings().max_examples
+(QUESTIONS,) = deep(AGREEMENT["COUNT"]) or (16,)
 
 
 def found(model: str, memory: str, gpus: int, **named: Any) -> Study:

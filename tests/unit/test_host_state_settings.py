@@ -185,9 +185,9 @@ def test_a_search_offloads_only_where_it_is_asked_to():
 
 def test_a_trainer_that_offloads_all_or_nothing_refuses_states():
     with pytest.raises(UsageError, match="only with all the rest") as refused:
-        predict("Qwen3-8B", gpus="4xH100-80GB", trainer="trinity", offload="states")
+        predict("Llama-3.1-8B", gpus="4xH100-80GB", trainer="trinity", offload="states")
     assert "`--offload`" in str(refused.value.hint)
-    cells = predict("Qwen3-8B", gpus="4xH100-80GB", trainer="trinity").cells
+    cells = predict("Llama-3.1-8B", gpus="4xH100-80GB", trainer="trinity").cells
     assert not any(each.cell.settings.offloads_states for each in cells)
 
 
@@ -210,6 +210,7 @@ def test_a_search_tries_no_more_than_the_host_memory_that_is_named():
     assert {answer.limit for answer in bound.answers} == {"memory", "host_memory"}
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_trial_that_takes_more_host_memory_than_is_named_does_not_start():
     on_cpu: dict[str, Any] = {"device": "cpu", "memory": "1GiB"}
     with pytest.raises(MachineError, match=r"1\.00 GiB is more than this machine's memory, 512"):

@@ -255,7 +255,7 @@ def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_c
             record(journal, 8192)
 
 
-FEW, MANY = 500, 2_000
+FEW, MANY = 250, 1_000
 MOST_TIMES = 6.0
 """Times as long that four times as many trials may take: 4 where it is linear, and some for caches
 and a busy machine; 16 where each trial looks at all others."""
@@ -328,22 +328,28 @@ def measured(*words: str) -> tuple[float, int]:
     return float(seconds), int(peak_bytes)
 
 
-@pytest.mark.parametrize("cells", [100, *deep(1)])
-@pytest.mark.parametrize("form", ["show", "html", "md", "csv", "json"])
-def test_showing_and_reporting_grow_no_faster_than_the_study(
-    form, cells, tmp_path, record_property
-):
-    taken: list[tuple[float, int]] = []
-    for trials in (FEW, MANY):
-        path = tmp_path / f"{trials}.jsonl"
+@pytest.fixture(scope="module", params=[10, *deep(1, 100)])
+def finished(request, tmp_path_factory) -> tuple[int, dict[int, Path]]:
+    """Studies of so many cells, by their trials."""
+    cells, folder = request.param, tmp_path_factory.mktemp("finished")
+    paths = {trials: folder / f"{trials}.jsonl" for trials in (FEW, MANY)}
+    for trials, path in paths.items():
         write_study(path, trials, cells)
         assert read_study(path).complete
-        words = (
-            ("show", str(path))
-            if form == "show"
-            else ("report", str(path), "-o", str(tmp_path / f"{trials}.{form}"))
-        )
-        taken.append(measured(*words))
+    return cells, paths
+
+
+@pytest.mark.parametrize("form", ["show", "html", "md", "csv", "json"])
+def test_showing_and_reporting_grow_no_faster_than_the_study(
+    form, finished, tmp_path, record_property
+):
+    cells, paths = finished
+    taken = [
+        measured("show", str(path))
+        if form == "show"
+        else measured("report", str(path), "-o", str(tmp_path / f"{trials}.{form}"))
+        for trials, path in paths.items()
+    ]
     (few_s, _), (many_s, peak_bytes) = taken
     said = (
         f"{form}, {cells} cells: {FEW:,} trials in {few_s:.1f} s, {MANY:,} in {many_s:.1f} s "

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -346,6 +347,7 @@ def groups() -> dict[str, list[str]]:
     return names
 
 
+@cache
 def grammar() -> Parser:
     """The grammar of ``highwater`` itself."""
     parser = Parser(

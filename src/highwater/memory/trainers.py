@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -11,11 +11,7 @@ from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import Formula
 from highwater.memory.interval.calibration import Calibration, calibrate
-from highwater.memory.interval.residuals import (
-    PredictionMethod,
-    Residual,
-    study_residuals,
-)
+from highwater.memory.interval.residuals import PredictionMethod, Residual, study_residuals
 from highwater.memory.predictor import (
     Asked,
     FormulaPredictor,
@@ -76,8 +72,8 @@ class TrainerMemory:
     """Raises UsageError for what it cannot be told. None: it is told anything."""
 
     def by_formula(self, *asked: *tuple[Question, Cell, MemoryLimit]) -> FormulaPredictor:
-        """The closed form of a question's cell, in a memory limit."""
-        return FormulaPredictor(self.formula, *asked)
+        """The closed form of a question's cell, in a memory limit; of each length once."""
+        return FormulaPredictor(cache(self.formula), *asked)
 
     def predictor(self, question: Question, cell: Cell, limit: MemoryLimit) -> Predictor:
         """The bundled replay of a cell; its closed form where there is none, or a rollout."""

@@ -10,6 +10,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Mapping
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from highwater.errors import UsageError
 from highwater.units import MIB, format_bytes
 
 T = TypeVar("T")
+_fields_of = cache(msgspec.structs.fields)  # it evaluates every annotation of the type anew
 
 
 class Record(
@@ -108,7 +110,7 @@ def _identified(value: Any, without: tuple[str, ...], blank: tuple[str, ...]) ->
     names = (kind.__name__ for kind in type(value).__mro__)
     always = next((_IN_EVERY_KEY[name] for name in names if name in _IN_EVERY_KEY), frozenset())
     identified: dict[str, Any] = {}
-    for field in msgspec.structs.fields(value):
+    for field in _fields_of(type(value)):
         own = getattr(value, field.name)
         if field.name not in without and (field.name in always or not _is_default(own, field)):
             said = None if field.name in blank else _identified(own, without, blank)

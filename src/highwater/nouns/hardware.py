@@ -115,6 +115,7 @@ def gpu_catalog() -> tuple[GpuKind, ...]:
     return from_json(path.read_bytes(), tuple[GpuKind, ...])
 
 
+@cache
 def kind_of(driver_name: str) -> GpuKind | None:
     """The catalog's entry for a driver's device name such as ``NVIDIA H200``; None when unknown."""
     words = driver_name.lower().replace("-", " ").split()

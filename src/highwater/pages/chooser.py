@@ -41,11 +41,7 @@ from highwater.pages.guide import (
     farthest,
     trained,
 )
-from highwater.pages.page import (
-    paths_shortened,
-    script_text,
-    without_folders,
-)
+from highwater.pages.page import paths_shortened, script_text, without_folders
 from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.recommendation_tables import recommendation_tables
 from highwater.pages.table import TextTable

@@ -23,12 +23,7 @@ from highwater.nouns.recommendation import Alternative, AlternativeKind, Candida
 from highwater.nouns.request import DECLARED
 from highwater.nouns.study import Cell, Study, counted_ranks
 from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
-from highwater.recommendation.candidates import (
-    Goal,
-    first_fit,
-    token_budget,
-    unknown_candidate,
-)
+from highwater.recommendation.candidates import Goal, first_fit, token_budget, unknown_candidate
 from highwater.units import GIB, format_bytes, parse_memory
 
 MOST_GPUS_TRIED = 64

@@ -5,7 +5,7 @@ simplest first; and what ``recommend`` can be asked about a study or a capacity.
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal
@@ -79,6 +79,10 @@ class Goal:
     """Fields of ``Request``, as for a prediction."""
     may_lower: bool = True
     """Whether a token budget below the default may be taken."""
+    _questions: dict[tuple[int, int | None], tuple[Question, tuple[str, ...]]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    """By sequences and length: each is planned once, whoever asks for it."""
 
     @property
     def sequences(self) -> int:
@@ -103,8 +107,12 @@ class Goal:
         self, sequences: int, *, length_tokens: int | None
     ) -> tuple[Question, tuple[str, ...]]:
         """Every rung and degree with a token budget for ``sequences``, and its plan's notes."""
-        settings = {**self.settings, "sequences_per_micro_batch": sequences}
-        return trainer_question(self.model, self.where, self.trainer, length_tokens, settings)
+        key = sequences, length_tokens
+        if key not in self._questions:
+            settings = {**self.settings, "sequences_per_micro_batch": sequences}
+            asked = self.model, self.where, self.trainer, length_tokens, settings
+            self._questions[key] = trainer_question(*asked)
+        return self._questions[key]
 
     def known(self, question: Question) -> Calibration | None:
         """The calibration that the intervals of predictions are learned from."""
@@ -393,8 +401,8 @@ def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...]
         if any(getattr(cell.settings, name) != getattr(default, name) for cell in cells):
             return None
     found: list[tuple[str, str | int | bool]] = []
-    for field, row in _ASKED.items():
-        values = {getattr(cell.settings, field) for cell in cells}
-        if len(values) == 1 and getattr(default, field) not in values:
+    for name, row in _ASKED.items():
+        values = {getattr(cell.settings, name) for cell in cells}
+        if len(values) == 1 and getattr(default, name) not in values:
             found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)

@@ -33,13 +33,7 @@ from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
-from highwater.nouns.trainer import (
-    OURS,
-    TRAINERS,
-    AnyTrainer,
-    TrainerName,
-    predicted_trainer,
-)
+from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, TrainerName, predicted_trainer
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
 from highwater.recommendation.candidates import (
     Goal,

@@ -7,10 +7,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.memory.formula.constants import (
-    CUBLAS_WORKSPACES_BYTES,
-    MachineConstants,
-)
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
 from highwater.memory.formula.formula import (
     Formula,
     likely_footprint,
