@@ -3,7 +3,6 @@ request: ``predict --trainer-config``. What is typed goes first; what the file a
 is refused by name; what is left over is named in a note. Each trainer's words are in its module.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -114,7 +113,8 @@ def settings_of(
         if value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
     notes: list[str] = []
-    found = _sharing(config, launcher, path, gpus, notes)
+    is_known = not TRAINERS[trainer].refused(["deepspeed"])
+    found = _sharing(config, launcher, path, gpus, notes, is_known=is_known)
     if words.length:
         found = _training(words, config, source, typed, notes) | found
     else:
@@ -229,14 +229,26 @@ def _training(
 
 
 def _sharing(
-    config: FileFields, launcher: FileFields, path: Path, gpus: int, notes: list[str]
+    config: FileFields,
+    launcher: FileFields,
+    path: Path,
+    gpus: int,
+    notes: list[str],
+    *,
+    is_known: bool,
 ) -> dict[str, Any]:
-    """How processes share states: by FSDP, by ZeRO-3, or each with a copy."""
+    """How processes share states: by FSDP, by DeepSpeed, which is predicted where it ``is_known``,
+    or each with a copy.
+    """
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
-        _refuse_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
-        notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
-        return {}
+        found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
+        if is_known:
+            notes.append("DeepSpeed is predicted by its source (docs/results/other_trainers)")
+        elif found["deepspeed"] == "zero3":
+            notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
+            return {}
+        return found
     fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
@@ -256,15 +268,53 @@ def _is_set(fsdp: FileFields, name: str) -> bool:
     return bool(fsdp.get(name) or fsdp.get(f"fsdp_{name}"))
 
 
-def _refuse_zero(zero: Any, path: Path) -> None:
-    """Raise UsageError for DeepSpeed but at stage 3 on GPUs, nearly as which FSDP2 shards."""
-    if isinstance(zero, str) and (path.parent / zero).is_file():
-        beside = path.parent / zero  # JSON is YAML
-        zero = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
-    said = re.sub(r'\w*device": "none"', "", json.dumps(zero).lower())
-    stage = re.search(r"(?:stage\W+|z(?:ero)?_?-?)(\d)", said)
-    if stage is None or stage[1] != "3" or re.search(r"offload.*(cpu|nvme)|_offload", said):
+_ZERO = {
+    (2, False, False): "zero2",
+    (2, True, False): "zero2-offload",
+    (3, False, False): "zero3",
+    (3, True, False): "zero3-optimizer-offload",
+    (3, True, True): "zero3-offload",
+}
+"""What is predicted of DeepSpeed, by its stage and by what is in host memory: the optimizer, the
+parameters."""
+_ZERO_BUCKET = 500_000_000
+"""Numbers of its bucket of gradients where nobody says (deepspeed/runtime/zero/config.py)."""
+
+
+def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
+    """How DeepSpeed shares states, by its own file, by accelerate's fields, or by the name of a
+    template that is not here. Raises UsageError for stages and places that nobody predicts.
+    """
+    fields = mapping_in({"zero": zero}, "zero")
+    named = fields.get("deepspeed_config_file") or zero
+    if isinstance(named, str):
+        beside = next((each for each in (path.parent / named, Path(named)) if each.is_file()), None)
+        if beside is not None:  # JSON is YAML
+            fields = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
+        elif stage := re.search(r"z(?:ero)?[_-]?(\d)", named):
+            is_away = "offload" in named
+            params = "cpu" if is_away and stage[1] == "3" else "none"
+            fields = {"stage": stage[1], "offload_param_device": params}
+            fields["cpu_offload"] = is_away and "param" not in named
+    section = mapping_in(fields, "zero_optimization") or fields
+    devices = [
+        mapping_in(section, f"offload_{what}").get("device")
+        or section.get(f"offload_{what}_device")
+        for what in ("optimizer", "param")
+    ]
+    devices[0] = "cpu" if section.get("cpu_offload") else devices[0]
+    stage = str(section.get("stage", section.get("zero_stage")))
+    is_there = {str(device or "none").lower() for device in devices} <= {"cpu", "none"}
+    away = tuple(str(device).lower() == "cpu" for device in devices)
+    form = _ZERO.get((int(stage), *away)) if stage.isdecimal() and is_there else None
+    if form is None:
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
+    bucket = section.get("reduce_bucket_size", _ZERO_BUCKET)
+    if bucket == "auto":
+        return {"deepspeed": form}
+    # communication beside computation fills a second one
+    buckets = 2 if form.startswith("zero2") and section.get("overlap_comm") else 1
+    return {"deepspeed": form, "deepspeed_bucket": buckets * int(float(bucket))}
 
 
 def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:
