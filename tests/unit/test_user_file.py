@@ -175,7 +175,7 @@ def test_what_nobody_can_tell_is_named(tmp_path: Path):
 REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
     "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero1.json"}),
     "deepspeed: its": ("axolotl", AXOLOTL | {"deepspeed": "zero3_bf16_cpuoffload_params.json"}),
-    "stays whole": ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}),
+    "shares next to nothing": ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}),
     "deepspeed: zero2": (
         "trl",
         TRL | {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}},
@@ -247,6 +247,13 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path:
     assert any("by its source" in note for note in found.notes)
     host = sum(term.bytes for term in found.cells[0].footprint.host)
     assert (host > 0) == ("offload" in form)
+
+
+def test_zero_2_beside_a_model_in_nf4_is_taken_as_ddp(tmp_path: Path):
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"deepspeed": "zero2"}, gpus="2xH100-80GB")
+    assert settings(found).deepspeed == "none"
+    assert found.cells[0].cell.layout.replicate_degree == 2
+    assert any("taken as DDP" in note for note in found.notes)
 
 
 def test_accelerates_own_fields_of_deepspeed_are_read(tmp_path: Path):

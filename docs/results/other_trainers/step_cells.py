@@ -1,7 +1,7 @@
 """Peaks of transformers' own Trainer beside what ``predict --trainer transformers`` says of them:
-30 steps, of 0.6B to 8B parameters, with LoRA and everything trained, Liger's kernels and offload on
-and off, on one GPU, on two with FSDP2, with DDP and with DeepSpeed's ZeRO; and the edges of four of
-them in 24 GiB.
+21 steps, of 0.6B to 8B parameters, with LoRA and everything trained, Liger's kernels and offload on
+and off, on one GPU, on two with FSDP2 and with DDP; the edges of four of them in 24 GiB; and nine
+steps on two with DeepSpeed's ZeRO, which nobody has run yet.
 
     python docs/results/other_trainers/step_cells.py --predict
     python docs/results/other_trainers/step_cells.py --measure
@@ -62,7 +62,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         """The case in words."""
-        trained = f"LoRA {self.lora}" if self.lora else "bf16" if self.narrow else "autocast"
+        whole = "whole" if self.zero else "bf16" if self.narrow else "autocast"
+        trained = f"LoRA {self.lora}" if self.lora else whole
         how = ", Liger" * self.liger + ", offload" * self.offload
         by = self.zero or ("FSDP2" if self.sharded else "DDP")
         shared = "" if self.gpus == 1 else f", {by} {self.gpus}"
@@ -125,7 +126,7 @@ BY_ZERO = (
     Case("Qwen3-1.7B", 16_384, liger=True, gpus=2, zero="zero3", bucket=500_000_000),
     Case("Qwen3-4B", 16_384, liger=True, gpus=2, zero="zero2", micro_batches=2),
 )
-"""Predicted by DeepSpeed's source alone."""
+"""Predicted by DeepSpeed's source alone; whoever runs them needs ``pip install deepspeed``."""
 EDGES = (
     Case("Qwen3-0.6B", 0),
     Case("Qwen3-0.6B", 0, liger=True),
@@ -185,7 +186,7 @@ def left_out(rows: dict[str, Any]) -> str:
 
     shares: dict[str, list[float]] = {}
     for row in rows.values():
-        if "reserved_bytes" not in row["measured"] or "predicted_to_fit" in row:
+        if "reserved_bytes" not in row.get("measured", {}) or "predicted_to_fit" in row:
             continue
         case = Case(**row["case"])
         now = row_of(case, answer([*case.asked, "--length", str(case.length_tokens)]))["predicted"]

@@ -11,7 +11,6 @@ from highwater.nouns.activation_plan import ActivationPlan, Activations
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
-    PAPER,
     PREDICTED,
     TRAINED,
     TRIED,
@@ -139,7 +138,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         "none",
         "share states by DeepSpeed in the place of FSDP, in the step of Hugging Face's Trainer: "
         "ZeRO-2 or ZeRO-3; -offload: the optimizer in host memory, with zero3 the parameters, too",
-        commands=PAPER,
+        commands=("predict",),
         other_label="{}",
         told={...: ("DeepSpeed {}",) * 2},
     )
@@ -148,7 +147,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         None,
         "numbers of DeepSpeed's bucket of gradients, `reduce_bucket_size`; default: the square of "
         "the hidden size, as `auto` has it",
-        PAPER,
+        ("predict",),
         example=500_000_000,
         other_label="bucket-{}",
         told={...: ("buckets of {}", "gradients in buckets of {}")},
@@ -592,9 +591,9 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "leave `--parameters`, `--optimizer` and `--offload` out, or `--deepspeed`",
     ),
     (
-        lambda s: s.deepspeed.startswith("zero3") and s.lora is not None and s.lora_base == "nf4",
-        "ZeRO-3 cuts parameters into pieces, and a model in nf4 stays whole",
-        "use `--deepspeed zero2`, or leave `--lora-base` out",
+        lambda s: s.deepspeed != "none" and s.lora is not None and s.lora_base == "nf4",
+        "a model in nf4 stays whole on each GPU, and ZeRO shares next to nothing else",
+        "use `--copies` for each GPU's own, or leave `--lora-base` out",
     ),
     (
         lambda s: s.offloads_states and s.strategy != "fsdp2",

@@ -117,6 +117,9 @@ def settings_of(
     found = _sharing(config, launcher, path, gpus, notes, is_known=is_known)
     if words.length:
         found = _training(words, config, source, typed, notes) | found
+        if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
+            notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
+            found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
