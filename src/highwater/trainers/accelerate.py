@@ -50,7 +50,6 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "1.15.0"
 WORDS = Dialect("accelerate", "accelerate", VERSION)
@@ -498,7 +497,6 @@ def _opens_model(foreign: ForeignTrainer) -> bool:
     return "model" in placeholders_of(foreign.command)
 
 
-FILE_WORDS = FileWords()
 TRIED = ForeignTraits(
     is_typed=True,
     is_launched=True,

@@ -42,7 +42,6 @@ from highwater.trainers.files import (
 )
 from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
@@ -359,21 +358,6 @@ def _sharding(cell: Cell) -> dict[str, Value]:
     }
 
 
-FILE_WORDS = FileWords(
-    length="sequence_len",
-    rows="micro_batch_size",
-    rank=("lora_r", 8),
-    targets="lora_target_modules",
-    has_adapters=lambda config: config.get("adapter") in ("lora", "qlora"),
-    fused=_OF_LIGER,
-    recomputes=lambda config: bool(
-        config.get(_RECOMPUTES) or mapping_in(config, "fsdp_config").get("activation_checkpointing")
-    ),
-    on_host=("activation_offloading",),
-    optimizer="optimizer",
-    refused=("rl", "reward_model", "cut_cross_entropy", "layer_offloading"),
-    passed=("adapter", "lora_target_linear", "sequence_len_*", "liger_*", "train_on_inputs"),
-)
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
     has_run_on_gpus=False,

@@ -43,7 +43,6 @@ from highwater.trainers.files import (
 )
 from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "0.9.5"
 FILE = "llamafactory.yaml"
@@ -239,17 +238,6 @@ def _launcher(cell: Cell) -> dict[str, Value]:
     return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
 
 
-FILE_WORDS = FileWords(
-    length="cutoff_len",
-    rank=("lora_rank", 8),
-    targets="lora_target",
-    has_adapters=lambda config: config.get("finetuning_type", "lora") == "lora",
-    has_four_bits=lambda config: config.get("quantization_bit") == 4,
-    fused=("enable_liger_kernel",),
-    recomputes=lambda config: not config.get("disable_gradient_checkpointing"),
-    refused=("stage", "use_unsloth", "use_unsloth_gc", "pure_bf16"),
-    passed=("finetuning_type", "quantization_*", "disable_gradient_checkpointing", "media_dir"),
-)
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)
 TRIAL = trial_start(LLAMAFACTORY)
 TARGET = EmitTarget(

@@ -44,7 +44,6 @@ from highwater.trainers.files import (
 )
 from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -301,16 +300,6 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     )
 
 
-FILE_WORDS = FileWords(
-    length="max_length",
-    rank=("lora_rank", 8),
-    alpha=("lora_alpha", 32),
-    targets="target_modules",
-    has_adapters=lambda config: config.get("tuner_type", "lora") == "lora",
-    has_four_bits=lambda config: config.get("quant_bits") == 4,
-    refused=("rlhf_type", "device_map"),
-    passed=("tuner_type", "quant_*", "use_hf", "truncation_strategy", "add_version", "system"),
-)
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(

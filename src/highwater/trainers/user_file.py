@@ -4,27 +4,28 @@ is refused by name; what is left over is named in a note. Each trainer's words a
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.trainers import MEMORY
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings
 from highwater.nouns.study import RecordedTrial, Study
-from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
+from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
 
 
-class FileWords(NamedTuple):
+class FileWords(Record, frozen=True, kw_only=True):
     """Names of a trainer's fields, by what they say; empty: it has none, as a launcher's file."""
 
     length: str = ""
@@ -34,11 +35,15 @@ class FileWords(NamedTuple):
     alpha: tuple[str, int | None] = ("lora_alpha", None)
     """None: twice the rank."""
     targets: str = ""
-    has_adapters: Callable[[FileFields], bool] = lambda _: False
-    has_four_bits: Callable[[FileFields], bool] = lambda config: bool(config.get("load_in_4bit"))
+    adapters: tuple[str, tuple[Any, ...]] = ("", ())
+    """The field that asks for adapters, with its values that do; None: nobody has to."""
+    four_bits: tuple[str, tuple[Any, ...]] = ("load_in_4bit", (True,))
     fused: tuple[str, ...] = ("use_liger_kernel",)
     """Fields that all have to be true for the kernels that a chunked loss stands for."""
-    recomputes: Callable[[FileFields], bool] = lambda c: bool(c.get("gradient_checkpointing", True))
+    keeps_all: tuple[str, ...] = ()
+    """Fields by which layers are not recomputed."""
+    recomputes: bool = True
+    """True if layers are recomputed where nobody says."""
     on_host: tuple[str, ...] = ()
     """Fields that keep what layers keep in host memory."""
     optimizer: str = "optim"
@@ -48,30 +53,20 @@ class FileWords(NamedTuple):
     """Fields that take no memory, ``*`` for any end, beside those of every trainer."""
 
 
-FILE_WORDS: Mapping[TrainerName, FileWords] = TrainerParts(
-    Literal["trl", "accelerate", "llamafactory", "axolotl", "ms-swift"], "FILE_WORDS"
-)
-_REFUSED = (
-    *("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
-    *("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"),
-    *("load_in_8bit", "use_galore", "use_apollo", "use_badam", "use_dora", "lora_modules_to_save"),
-    *("modules_to_save", "relora", "use_rslora_full", "fp16", "fp8"),
-)
+class _AllWords(Record, frozen=True, kw_only=True):
+    """What is known of the fields in users' files (``user_file.json``)."""
+
+    trainers: dict[TrainerName, FileWords]
+    refused: tuple[str, ...]
+    """Of every trainer: fields that say something that is not predicted."""
+    known: tuple[str, ...]
+    """Of every trainer: fields that are read, or take no memory; ``*`` for any end."""
+
+
+_ALL = from_json(Path(__file__).with_suffix(".json").read_bytes(), _AllWords)
+FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""
-_KNOWN = (
-    *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
-    *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
-    *("max_steps", "seed", "logging*", "save_*", "eval*", "val_*", "report_to", "run_name"),
-    *("hub_*", "wandb*", "do_*", "overwrite*", "preprocessing*", "lora_dropout", "bf16", "tf32"),
-    *("special_*", "trust_remote_code", "env", "ENV", "split*", "plot_loss", "ddp_*", "resume*"),
-    *("plugins", "packing*", "*packing", "pad_to_*", "bnb_*", "use_bnb_*", "double_quant*"),
-    *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
-    *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
-    *("gradient_checkpointing*", "activation_checkpointing*", "gradient_accumulation_steps", "rl"),
-    *("fsdp*", "load_in_*", "deepspeed*", "accelerate*", "distributed_type", "parallelism_config"),
-)
-"""Fields of every trainer that are read, or take no memory; ``*`` for any end."""
 _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
 """What is predicted of an optimizer, by a pattern of its names."""
 
@@ -108,7 +103,7 @@ def settings_of(
     words, source = FILE_WORDS[trainer], path.name
     config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
-    for name in (*_REFUSED, *words.refused):
+    for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
@@ -123,7 +118,14 @@ def settings_of(
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, *_KNOWN, *words.passed}
+    known |= {
+        *words.fused,
+        *words.on_host,
+        *_ALL.refused,
+        *words.refused,
+        *_ALL.known,
+        *words.passed,
+    }
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
@@ -206,13 +208,13 @@ def _training(
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         is_on_host |= bool(re.search(r"\boffload\W+true", str(config.get(name)).lower()))
     found["activations"] = "host" if is_on_host else "gpu"
-    if not words.recomputes(config):
+    if not _recomputes(words, config):
         found["recompute"] = "none"
     is_fused = [bool(config.get(name)) for name in words.fused]
     found["loss"] = "chunked" if all(is_fused) else "full"
     if any(is_fused) and not all(is_fused):
         notes.append(f"{source} fuses some of Liger's kernels: taken as none, which takes more")
-    if words.has_adapters(config):
+    if config.get(words.adapters[0]) in words.adapters[1]:
         rank = _whole(config, words.rank[0], source, usual=words.rank[1])
         targets = config.get(words.targets) or "all"
         names = [*map(str, targets)] if isinstance(targets, list) else str(targets).split(",")
@@ -220,7 +222,8 @@ def _training(
         found |= {"lora": rank, "lora_targets": ALL_LINEAR if is_all else ",".join(names)}
         usual = words.alpha[1] or 2 * rank
         found["lora_alpha"] = float(_whole(config, words.alpha[0], source, usual=usual))
-        found["lora_base"] = "nf4" if words.has_four_bits(config) else "bf16"
+        is_narrow = config.get(words.four_bits[0]) in words.four_bits[1]
+        found["lora_base"] = "nf4" if is_narrow else "bf16"
     optimizer = str(config.get(words.optimizer) or "adamw")
     known = (name for name, form in _OPTIMIZERS.items() if re.fullmatch(form, optimizer))
     found["optimizer"] = next(known, None)
@@ -229,6 +232,13 @@ def _training(
     if found["optimizer"] == "adamw-8bit":
         notes.append(f"{optimizer} is taken as torchao's AdamW of 8 bits, which is not paged")
     return found
+
+
+def _recomputes(words: FileWords, config: FileFields) -> bool:
+    fsdp = mapping_in(config, "fsdp_config") if not words.recomputes else {}
+    asked = config.get("gradient_checkpointing", words.recomputes)
+    is_asked = bool(asked or fsdp.get("activation_checkpointing"))
+    return is_asked and not any(config.get(name) for name in words.keeps_all)
 
 
 def _sharing(
