@@ -40,6 +40,7 @@ from highwater.trainers.emitted import (
 )
 from highwater.trainers.foreign import (
     OUTPUT,
+    TRIAL_FIELDS,
     ForeignCommand,
     HasFlash,
     TrialFiles,
@@ -299,17 +300,7 @@ _BY_COMMAND = (
 )
 
 
-ENDS: Mapping[str, Any] = {
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": "none",
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "logging_nan_inf_filter": False,
-    "auto_find_batch_size": False,
-}
+ENDS: Mapping[str, Any] = TRIAL_FIELDS["ends"]
 """Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
 
 

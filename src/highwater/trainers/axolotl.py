@@ -40,7 +40,7 @@ from highwater.trainers.files import (
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
+from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.19.0"
@@ -95,26 +95,8 @@ class _Axolotl(Finetuner):
     subcommand = "train"
     file = FILE
     optimizers = OPTIMIZERS
-    left_out = (
-        *("datasets", "test_datasets", "pretraining_dataset", "streaming", "batch_size"),
-        *("val_set_size", "dataset_prepared_path", "skip_prepare_dataset", "dataset_shard_*"),
-        *("push_dataset_to_hub", "excess_length_strategy", "min_sample_len"),
-        *("eval_*", "evals_per_epoch", "evaluation_strategy", "do_causal_lm_eval"),
-        *("do_bench_eval", "save_steps", "saves_per_epoch", "save_total_limit"),
-        *("early_stopping_patience", "generate_samples", "resume_from_checkpoint"),
-        *("auto_resume_from_checkpoints", "hub_*", "wandb_*", "use_wandb", "mlflow_*"),
-        *("use_mlflow", "hf_mlflow_*", "comet_*", "use_comet", "trackio_*", "use_trackio"),
-        *("use_tensorboard", "otel_*", "use_otel_metrics", "sequence_parallel_degree"),
-        *("metric_for_best_model", "greater_is_better"),
-    )
-    ends: ClassVar = {
-        "val_set_size": 0,
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "load_best_model_at_end": False,
-        "logging_steps": 1,
-        "auto_find_batch_size": False,
-    }
+    left_out = tuple(TRIAL_FIELDS["axolotl"])
+    ends: ClassVar = TRIAL_FIELDS["axolotl, ends"]
     refused: ClassVar = {
         **dict.fromkeys(("rl", "reward_model", "process_reward_model"), _SFT),
         **dict.fromkeys(("deepspeed", "use_ray"), _BY_COMMAND),

@@ -57,9 +57,8 @@ LoRA, 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
 """Bytes of a number of what FSDP2 sums, and of what it gathers."""
 _ZERO_GROUP = 1_000_000_000
-"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and the distance in numbers to its next
-use within which a gathered parameter stays (``stage3_max_reuse_distance``): DeepSpeed's defaults.
-"""
+"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and the farthest next use, in numbers,
+for which a gathered parameter stays (``stage3_max_reuse_distance``), by DeepSpeed's defaults."""
 _ZERO_AHEAD = 50_000_000
 """Most numbers that ZeRO-3 fetches ahead of use, by default (``stage3_prefetch_bucket_size``)."""
 _ZERO_NORM = 250_000_000
@@ -275,9 +274,8 @@ def _by_zero(step: Step) -> _Held:
     part = -(-trained // shards)
     frozen = device_state_bytes(shape, settings, device=step.device)
     own = _NARROW * trained + frozen - STATE_BYTES_PER_PARAMETER * trained
-    own = own // shards if is_cut else own
-    is_away = settings.deepspeed == "zero3-offload"
-    table = 0 if step.is_frozen else step.table
+    own //= shards if is_cut else 1
+    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
     widest = max(each.rows * each.row_size for each in kind.matrices)
     bucket = settings.deepspeed_bucket or shape.hidden_size**2
     # ZeRO-2 adds the next micro-batch's gradients to those that are there
@@ -388,7 +386,8 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal (docs/results/other_trainers)",
+    "within 1.7 %; traces (`--exact`, one GPU) equal; with DeepSpeed by its source alone, and never "
+    "measured (docs/results/other_trainers)",
     of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
     refuse=refuse,
 )

@@ -41,7 +41,7 @@ from highwater.trainers.files import (
     FineTuning,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles
+from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.9.5"
@@ -74,12 +74,7 @@ class _LlamaFactory(Finetuner):
     file = FILE
     optimizers = OPTIMIZERS
     yarn = "its rope_scaling has whole factors alone"
-    left_out = (
-        *("dataset", "eval_dataset", "dataset_dir", "media_dir", "tokenized_path", "streaming"),
-        *("mix_strategy", "interleave_probs", "max_samples", "val_size", "eval_on_each_dataset"),
-        *("num_train_epochs", "save_steps", "eval_steps", "resume_from_checkpoint", "hub_*"),
-        *("overwrite_output_dir", "run_name", "swanlab_*", "trackio_*"),
-    )
+    left_out = tuple(TRIAL_FIELDS["llamafactory"])
     ends: ClassVar = {
         "do_eval": False,
         "do_predict": False,

@@ -257,7 +257,7 @@ def _sharing(
     if zero or mode == "DEEPSPEED":
         found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
         if is_known:
-            notes.append("DeepSpeed is predicted by its source (docs/results/other_trainers)")
+            notes.append("DeepSpeed is predicted by its source, and was never measured")
         elif found["deepspeed"] == "zero3":
             notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
             return {}
