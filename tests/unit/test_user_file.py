@@ -109,12 +109,12 @@ def test_the_public_report_of_llamafactory_that_ran_out_is_predicted_from_its_fi
     assert predicted(tmp_path, "llamafactory", fused, model="Llama-3.1-8B").answer is not None
 
 
-def test_ms_swifts_stage_3_is_taken_as_shards_and_says_so(tmp_path: Path):
+def test_ms_swifts_stage_3_is_deepspeeds_and_says_so(tmp_path: Path):
     found = predicted(tmp_path, "ms-swift", MS_SWIFT, gpus="4xH100-80GB")
     assert settings(found).lora is None
     assert not settings(found).accumulates
     assert found.cells[0].cell.layout.shard_degree == 4
-    assert any("ZeRO-3" in note for note in found.notes)
+    assert settings(found).deepspeed == "zero3"
     usual = predicted(tmp_path, "ms-swift", {"max_length": 16384})  # its own default is LoRA
     assert settings(usual).lora == 8
 
@@ -127,6 +127,8 @@ def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_states_are
     assert alone.length_tokens == 32_768
     assert alone.cells[0].cell.layout.replicate_degree == 2
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(FSDP))
+    zero = predicted(tmp_path, "trl", TRL | {"deepspeed": "zero3"}, gpus="2xH100-80GB")
+    assert any("taken as FSDP2" in note for note in zero.notes)
     shared = predicted(
         tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2xH100-80GB"
     )
@@ -171,8 +173,13 @@ def test_what_nobody_can_tell_is_named(tmp_path: Path):
 
 
 REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
-    "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero2.json"}),
-    "deepspeed: its": ("ms-swift", MS_SWIFT | {"deepspeed": "zero3_offload"}),
+    "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero1.json"}),
+    "deepspeed: its": ("axolotl", AXOLOTL | {"deepspeed": "zero3_bf16_cpuoffload_params.json"}),
+    "shares next to nothing": ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}),
+    "deepspeed: zero2": (
+        "trl",
+        TRL | {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}},
+    ),
     "context_parallel_size": ("axolotl", AXOLOTL | {"context_parallel_size": 4}),
     "gradient_checkpointing": ("axolotl", AXOLOTL | {"gradient_checkpointing": False}),
     "adafactor": ("axolotl", AXOLOTL | {"optimizer": "adafactor"}),
@@ -200,16 +207,64 @@ def test_what_nobody_predicts_is_refused_by_name(tmp_path: Path, what: str):
     assert "`" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("device", ["cpu", "none"])
-def test_a_file_of_deepspeeds_is_read_where_it_lies(tmp_path: Path, device: str):
-    zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}}
-    (tmp_path / "ds.json").write_text(json.dumps(zero))
-    config = AXOLOTL | {"deepspeed": "ds.json"}
-    if device == "none":
-        assert predicted(tmp_path, "axolotl", config).length_tokens == 16_384
-    else:
-        with pytest.raises(UsageError, match="deepspeed"):
-            predicted(tmp_path, "axolotl", config)
+HOST = {"device": "cpu", "pin_memory": True}
+DEEPSPEEDS: dict[str, tuple[Any, str, int | None]] = {
+    "a template's name": ("zero3_offload", "zero3-offload", 500_000_000),
+    "LLaMA-Factory's": (
+        "examples/deepspeed/ds_z2_offload_config.json",
+        "zero2-offload",
+        500_000_000,
+    ),
+    "what is auto": ({"stage": 3, "reduce_bucket_size": "auto"}, "zero3", None),
+    "numbers as YAML has them": ({"stage": 3, "reduce_bucket_size": "5e7"}, "zero3", 50_000_000),
+    "a second bucket": (
+        {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True},
+        *("zero2", 2000),
+    ),
+    "the optimizer away": (
+        {"stage": 3, "offload_optimizer": HOST, "reduce_bucket_size": "auto"},
+        *("zero3-optimizer-offload", None),
+    ),
+    "parameters away": (
+        {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
+        *("zero3-offload", 500_000_000),
+    ),
+    "nowhere": (
+        {"stage": 3, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 7},
+        *("zero3", 7),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DEEPSPEEDS)
+def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path: Path, how: str):
+    zero, form, bucket = DEEPSPEEDS[how]
+    if isinstance(zero, dict):
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+        zero = "ds.json"
+    found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4xH100-80GB")
+    assert (settings(found).deepspeed, settings(found).deepspeed_bucket) == (form, bucket)
+    assert any("by its source" in note for note in found.notes)
+    host = sum(term.bytes for term in found.cells[0].footprint.host)
+    assert (host > 0) == ("offload" in form)
+
+
+def test_zero_2_beside_a_model_in_nf4_is_taken_as_ddp(tmp_path: Path):
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"deepspeed": "zero2"}, gpus="2xH100-80GB")
+    assert settings(found).deepspeed == "none"
+    assert found.cells[0].cell.layout.replicate_degree == 2
+    assert any("taken as DDP" in note for note in found.notes)
+
+
+def test_accelerates_own_fields_of_deepspeed_are_read(tmp_path: Path):
+    own = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
+    config = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": own}
+    found = predicted(tmp_path, "accelerate", config, gpus="2xH100-80GB", length="8k")
+    assert settings(found).deepspeed == "zero2-offload"
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    config["deepspeed_config"] = {"deepspeed_config_file": "ds.json"}
+    found = predicted(tmp_path, "accelerate", config, gpus="2xH100-80GB", length="8k")
+    assert settings(found).deepspeed == "zero3"
 
 
 @pytest.mark.parametrize("trainer", FILE_WORDS)

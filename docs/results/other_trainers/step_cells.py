@@ -1,6 +1,7 @@
 """Peaks of transformers' own Trainer beside what ``predict --trainer transformers`` says of them:
 21 steps, of 0.6B to 8B parameters, with LoRA and everything trained, Liger's kernels and offload on
-and off, on one GPU, on two with FSDP2 and with DDP; and the edges of four of them in 24 GiB.
+and off, on one GPU, on two with FSDP2 and with DDP; the edges of four of them in 24 GiB; and nine
+steps on two with DeepSpeed's ZeRO, which nobody has run yet.
 
     python docs/results/other_trainers/step_cells.py --predict
     python docs/results/other_trainers/step_cells.py --measure
@@ -53,13 +54,20 @@ class Case(NamedTuple):
     sharded: bool = True
     """On several GPUs: by FSDP2, else DDP."""
     micro_batches: int = 1
+    zero: str = ""
+    """DeepSpeed's ZeRO, as ``--deepspeed`` has it; empty: none."""
+    bucket: int = 0
+    """Numbers of its bucket of gradients; 0: ``auto``."""
 
     @property
     def name(self) -> str:
         """The case in words."""
-        trained = f"LoRA {self.lora}" if self.lora else "bf16" if self.narrow else "autocast"
+        whole = "whole" if self.zero else "bf16" if self.narrow else "autocast"
+        trained = f"LoRA {self.lora}" if self.lora else whole
         how = ", Liger" * self.liger + ", offload" * self.offload
-        shared = "" if self.gpus == 1 else f", {'FSDP2' if self.sharded else 'DDP'} {self.gpus}"
+        by = self.zero or ("FSDP2" if self.sharded else "DDP")
+        shared = "" if self.gpus == 1 else f", {by} {self.gpus}"
+        shared += f" in buckets of {self.bucket:,}" if self.bucket else ""
         several = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
         return f"{self.model}, {trained}{how}{shared}{several}, {self.length_tokens:,} tokens"
 
@@ -75,6 +83,8 @@ class Case(NamedTuple):
             *(("--lora", str(self.lora)) if self.lora else ()),
             *(("--parameters", "bf16", "--optimizer", "adamw-bf16") if self.narrow else ()),
             *(() if self.gpus == 1 or self.sharded else ("--copies", str(self.gpus))),
+            *(("--deepspeed", self.zero) if self.zero else ()),
+            *(("--deepspeed-bucket", str(self.bucket)) if self.bucket else ()),
         ]
 
 
@@ -105,6 +115,18 @@ AFTERWARDS = (
     Case("Qwen3-4B", 65_536, lora=64, liger=True, offload=True),
 )
 """Predicted when the closed form had been set right by the cases above."""
+BY_ZERO = (
+    Case("Qwen3-1.7B", 32_768, liger=True, gpus=2, zero="zero3"),
+    Case("Qwen3-1.7B", 16_384, liger=True, gpus=2, zero="zero2"),
+    Case("Qwen3-1.7B", 32_768, liger=True, gpus=2, zero="zero3-optimizer-offload"),
+    Case("Qwen3-4B", 8192, gpus=2, zero="zero3"),
+    Case("Llama-3.1-8B", 32_768, lora=32, liger=True, gpus=2, zero="zero3"),
+    Case("Qwen3-4B", 32_768, liger=True, offload=True, gpus=2, zero="zero3-offload"),
+    Case("Qwen3-1.7B", 32_768, liger=True, gpus=2, zero="zero2-offload"),
+    Case("Qwen3-1.7B", 16_384, liger=True, gpus=2, zero="zero3", bucket=500_000_000),
+    Case("Qwen3-4B", 16_384, liger=True, gpus=2, zero="zero2", micro_batches=2),
+)
+"""Predicted by DeepSpeed's source alone; whoever runs them needs ``pip install deepspeed``."""
 EDGES = (
     Case("Qwen3-0.6B", 0),
     Case("Qwen3-0.6B", 0, liger=True),
@@ -116,6 +138,7 @@ SMALL = (
     Case("tiny", 256, gpus=2, micro_batches=2),
     Case("tiny", 256, gpus=2, lora=4),
     Case("tiny", 256, gpus=2, sharded=False),
+    Case("tiny", 256, gpus=2, zero="zero3"),
 )
 
 
@@ -137,7 +160,7 @@ def main() -> None:
         return
     rows: dict[str, Any] = json.loads(words.file.read_text()) if words.file.is_file() else {}
     if words.predict:
-        rows = dict(predicted()) | rows  # what was said before a run stays
+        rows |= dict(predicted(rows))
         words.file.write_text(json.dumps(rows, indent=1) + "\n")
     if words.small:
         for name, found in measured([(case, None) for case in SMALL], gpus=2):
@@ -163,7 +186,7 @@ def left_out(rows: dict[str, Any]) -> str:
 
     shares: dict[str, list[float]] = {}
     for row in rows.values():
-        if "reserved_bytes" not in row["measured"] or "predicted_to_fit" in row:
+        if "reserved_bytes" not in row.get("measured", {}) or "predicted_to_fit" in row:
             continue
         case = Case(**row["case"])
         now = row_of(case, answer([*case.asked, "--length", str(case.length_tokens)]))["predicted"]
@@ -189,11 +212,13 @@ def left_out(rows: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def predicted() -> Iterable[tuple[str, dict[str, Any]]]:
+def predicted(rows: dict[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
     """A row for each case and for both sides of each edge, with what the closed form and the trace
-    say before anything runs.
+    say before anything runs. What was said before a run stays: such rows are not made again.
     """
-    for case in CASES + AFTERWARDS:
+    for case in CASES + AFTERWARDS + BY_ZERO:
+        if case.name in rows:
+            continue
         cell = answer([*case.asked, "--length", str(case.length_tokens)])
         row = row_of(case, cell)
         if case.gpus == 1:
@@ -202,7 +227,7 @@ def predicted() -> Iterable[tuple[str, dict[str, Any]]]:
             row["predicted"]["trace_allocated_bytes"] = of_trace["peak_allocated_bytes"]
             row["predicted"]["trace_reserved_bytes"] = of_trace["peak_reserved_bytes"]
         yield case.name, row
-    for case in EDGES:
+    for case in () if any("predicted_to_fit" in row for row in rows.values()) else EDGES:
         room = ("--gpu-memory", f"{EDGE_GIB}GiB", "--headroom", "0")
         asked = [*case.asked, *room, "--resolution", str(EDGE_TOKENS)]
         longest = answer(asked)["likely_tokens"]
@@ -291,7 +316,8 @@ def started(
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(case.gpus),
                 "MEET_AT": str(folder / "meet"),
-                "MASTER_ADDR": "127.0.0.1",  # accelerate asks for it, and opens nothing
+                "MASTER_ADDR": "127.0.0.1",  # they are asked for, and nothing is opened
+                "MASTER_PORT": "29500",
             }
         command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(case)]
         with (folder / f"{rank}.log").open("w") as log:
@@ -383,7 +409,8 @@ def train(case: Case) -> None:
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"offload": case.offload},
             use_liger_kernel=case.liger,
-            fsdp=case.gpus > 1 and case.sharded,
+            fsdp=case.gpus > 1 and case.sharded and not case.zero,
+            deepspeed=zero_config(case) if case.zero else None,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -412,9 +439,36 @@ def train(case: Case) -> None:
         "versions": {
             name: version(name)
             for name in ("torch", "transformers", "accelerate", "peft", "liger-kernel")
+            + ("deepspeed",) * bool(case.zero)
         },
     }
     print(json.dumps(found), flush=True)
+
+
+def zero_config(case: Case) -> dict[str, Any]:
+    """DeepSpeed's configuration, as the templates of LLaMA-Factory and transformers have it."""
+    on_host = {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {
+        "stage": int(case.zero[4]),
+        "overlap_comm": case.zero.startswith("zero3"),
+        "reduce_bucket_size": case.bucket or "auto",
+    }
+    if "offload" in case.zero:
+        zero["offload_optimizer"] = on_host
+    if case.zero == "zero3-offload":
+        zero["offload_param"] = on_host
+    if case.zero.startswith("zero3"):
+        numbers = ("prefetch_bucket_size", "param_persistence_threshold")
+        zero |= {f"stage3_{name}": "auto" for name in numbers}
+    return {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 def table(rows: dict[str, Any]) -> str:

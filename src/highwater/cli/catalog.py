@@ -9,6 +9,7 @@ starts Python, and no other command imports shtab.
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import get_args
 
 from highwater.cli import console
@@ -147,49 +148,6 @@ _SOURCED = {
 }
 """The line that makes the open shell complete, by shell."""
 
-_BASH = """\
-{models}() (
-  shopt -s nocasematch
-  for name in {model_names}; do
-    [[ $name == "$1"* ]] && printf '%s\\n' "$name"
-  done
-  compgen -d -- "$1"
-)
-{gpus}() (
-  shopt -s nocasematch
-  [[ $1 =~ ^([0-9]+x)* ]]
-  count=${{BASH_REMATCH[0]}}
-  for kind in {gpu_kinds}; do
-    [[ $kind == "${{1#"$count"}}"* ]] && printf '%s\\n' "$count$kind"
-  done
-)
-"""
-_ZSH = """\
-{models}() {{
-  compadd -M 'm:{{a-zA-Z}}={{A-Za-z}}' -- {model_names}
-  _files -/
-}}
-{gpus}() {{
-  compset -P '[0-9]##x'
-  compset -P '[0-9]##x'
-  compadd -M 'm:{{a-zA-Z}}={{A-Za-z}}' -- {gpu_kinds}
-}}
-"""
-_FISH = """\
-function {models}
-  printf '%s\\n' {model_names}
-  __fish_complete_directories
-end
-function {gpus}
-  set -l count (string match -r '^(?:[0-9]+x)*' -- (commandline -ct))
-  for kind in {gpu_kinds}
-    printf '%s\\n' "$count$kind"
-  end
-end
-"""
-_FUNCTIONS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-"""Both functions, by shell: names in any case, as the catalogs know them."""
-
 
 def completion(arguments: argparse.Namespace) -> int:
     """Print the script of a shell; the next command tries it at once."""
@@ -215,7 +173,9 @@ def script(shell: str) -> str:
         "model_names": " ".join(dict.fromkeys(models)),
         "gpu_kinds": " ".join(kind.name for kind in gpu_catalog()),
     }
-    return complete(whole, shell=shell, preamble=_FUNCTIONS[shell].format(**names))
+    # names in any case, as the catalogs know them
+    functions = Path(__file__).with_name(f"completion.{shell}").read_text(encoding="utf-8")
+    return complete(whole, shell=shell, preamble=functions.format(**names))
 
 
 def _say_what_completes(parser: Parser) -> None:

@@ -38,7 +38,7 @@ from highwater.nouns.request import (
 )
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
+from highwater.nouns.trainer import FOREIGN, OF_OTHERS, OURS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
     accuracy_table,
@@ -224,7 +224,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
     model, settings = str(typed_values(arguments)["model"]), prediction.explained.cell.settings
     if not TRAINERS[prediction.trainer].is_run:
-        words = words_again(arguments, drop=("--trainer",))
+        words = words_again(arguments, drop=("--trainer", *map(flag_of, OF_OTHERS)))
         return shlex.join(("highwater", "predict", model, *words))
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
@@ -258,7 +258,7 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     if "trainer_config" in typed_values(arguments):  # which a recommendation does not read
         refused = TRAINERS[prediction.trainer].refused(DECLARED)
         saving = ("allocator", "loss", "activations")  # which a recommendation chooses
-        own += setting_flags(explained.cell.settings, but_not=(*refused, *saving))
+        own += setting_flags(explained.cell.settings, but_not=(*refused, *saving, *OF_OTHERS))
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
     return shlex.join(

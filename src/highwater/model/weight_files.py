@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
-from highwater.nouns.codec import open_regular, read_file
+from highwater.nouns.codec import from_json, open_regular, read_file
 
 SCORE = "score.weight"
 """Name of the weight of a head that gives one number per token, as in Hugging Face's sequence and
@@ -40,20 +40,9 @@ _EMBEDDINGS = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
-_MARKS = {
-    ".weight_scale_inv": "block-wise FP8",
-    ".weight_scale": "FP8 or INT8 with scales",
-    ".weight_scale_2": "NVFP4",
-    ".input_scale": "FP8",
-    ".activation_scale": "FP8",
-    ".weight_packed": "compressed-tensors",
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".absmax": "bitsandbytes 4-bit",
-    ".quant_map": "bitsandbytes 4-bit",
-    ".SCB": "bitsandbytes 8-bit",
-    ".scales": "MLX or GGUF scales",
-}
+_MARKS: Mapping[str, str] = from_json(
+    Path(__file__).with_name("quantised_tensors.json").read_bytes(), dict[str, str]
+)
 """Suffixes of tensor names that belong to a quantisation method, and the method's name."""
 _NARROW = ("F8_", "F6_", "F4", "I8", "U8", "I4", "U4")
 """Prefixes of dtypes in which only quantised weights are saved."""

@@ -16,27 +16,16 @@ from typing import NamedTuple
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import SETTINGS_BYTES, read_file
+from highwater.nouns.codec import SETTINGS_BYTES, from_json, read_file
 from highwater.nouns.declaration import nearest
 from highwater.nouns.request import DECLARED, Request
 from highwater.nouns.secrets import HIDDEN, hidden_words
 from highwater.nouns.trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.trial import TrialSpec
 
-PLACEHOLDERS: Mapping[str, str] = {
-    "length": "tokens of one sequence",
-    "gpus": "GPUs, or processes on the CPU",
-    "ulysses": "GPUs that share one sequence by heads",
-    "ring": "GPUs that share one sequence by passing keys and values on",
-    "copies": "copies of what is sharded",
-    "shards": "GPUs over copies",
-    "model": "directory of the model",
-    "steps": "optimizer steps",
-    "micro_batches": "micro-batches of a step",
-    "sequences": "sequences of a micro-batch",
-    "seed": "seed of the trial",
-    "output": "directory of the trial's own, removed after it",
-}
+PLACEHOLDERS: Mapping[str, str] = from_json(
+    Path(__file__).with_name("catalog").joinpath("placeholders.json").read_bytes(), dict[str, str]
+)
 """Words that may stand in braces, and their meaning."""
 EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 

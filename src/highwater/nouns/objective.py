@@ -22,13 +22,14 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import ModelShape
 from highwater.nouns import declaration as kinds
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.declaration import PAPER, DeclaredRecord, setting
 
 Objective = Literal["sft", "grpo", "ppo", "rw", "dpo"]
@@ -250,31 +251,12 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
 BASE_PREFIX = "base_layer."
 """Words that peft puts into the name of a layer's own parameters where it has an adapter."""
-_FUSED = {
-    "phi3": {
-        "q_proj": "qkv_proj",
-        "k_proj": "qkv_proj",
-        "v_proj": "qkv_proj",
-        "gate_proj": "gate_up_proj",
-        "up_proj": "gate_up_proj",
-    }
-}
-"""Model types that have several of the usual matrices in one."""
-_USUAL_NAMES = (
-    *("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gemma4_text", "granite", "llama"),
-    *(
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_5_moe_text",
-    ),
-    *("qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3"),
+_LINEAR: Mapping[str, Any] = from_json(
+    Path(__file__).with_name("catalog").joinpath("linear_layers.json").read_bytes(), dict[str, Any]
 )
+_FUSED: Mapping[str, Mapping[str, str]] = _LINEAR["fused"]
+"""Model types that have several of the usual matrices in one."""
+_USUAL_NAMES: tuple[str, ...] = tuple(_LINEAR["usual"])
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
 
 

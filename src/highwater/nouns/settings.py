@@ -51,6 +51,9 @@ Checkpoint = Literal["none", "sharded"]
 AttentionMethod = Literal["dense", "block_sparse"]
 Parameters = Literal["float32", "bf16"]
 Offload = bool | Literal["states"]
+DeepSpeed = Literal[
+    "none", "zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload"
+]
 
 TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
 """Fields after which something else is learned, which a guide can be asked for."""
@@ -131,6 +134,24 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         },
     )
     """Both are true: see ``offloads_model`` and ``offloads_states`` (training/host_states.py)."""
+    deepspeed: DeepSpeed = setting(
+        "none",
+        "share states by DeepSpeed in the place of FSDP, in the step of Hugging Face's Trainer: "
+        "ZeRO-2 or ZeRO-3; -offload: the optimizer in host memory, with zero3 the parameters, too",
+        commands=("predict",),
+        other_label="{}",
+        told={...: ("DeepSpeed {}",) * 2},
+    )
+    """By DeepSpeed's source, never measured here (trainers/hugging_face.py)."""
+    deepspeed_bucket: int | None = kinds.COUNT(
+        None,
+        "numbers of DeepSpeed's bucket of gradients, `reduce_bucket_size`; default: the square of "
+        "the hidden size, as `auto` has it",
+        ("predict",),
+        example=500_000_000,
+        other_label="bucket-{}",
+        told={...: ("buckets of {}", "gradients in buckets of {}")},
+    )
     lora: int | None = kinds.COUNT(
         None,
         "train LoRA adapters of this rank; the model is frozen, in bf16",
@@ -361,7 +382,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     @property
     def uses_host(self) -> bool:
         """Whether states or activations are in host memory."""
-        return self.offload is not False or self.activations == "host"
+        is_offloaded = self.offload is not False or "offload" in self.deepspeed
+        return is_offloaded or self.activations == "host"
 
     @property
     def optimizer_traits(self) -> OptimizerTraits:
@@ -560,6 +582,20 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "use `--layers-on-gpu 1` or more, or leave it out",
     ),
     (
+        lambda s: (
+            s.deepspeed != "none"
+            and (s.parameters, s.optimizer, s.offload) != ("float32", "adamw", False)
+        ),
+        "DeepSpeed {s.deepspeed} has its own parameters in bf16, AdamW's states in float32 and "
+        "words for what is in host memory",
+        "leave `--parameters`, `--optimizer` and `--offload` out, or `--deepspeed`",
+    ),
+    (
+        lambda s: s.deepspeed != "none" and s.lora is not None and s.lora_base == "nf4",
+        "a model in nf4 stays whole on each GPU, and ZeRO shares next to nothing else",
+        "use `--copies` for each GPU's own, or leave `--lora-base` out",
+    ),
+    (
         lambda s: s.offloads_states and s.strategy != "fsdp2",
         "`--offload states` keeps the moments of each tensor's shard, and FSDP1 has flat ones",
         "use `--strategy fsdp2`, or `--offload`, which FSDP1 has",
@@ -586,6 +622,9 @@ def _refuse_idle(settings: Settings) -> None:
     if settings.activations == "gpu":
         hint = "add `--activations host`, or leave `{}` out"
         idle["layers_on_gpu"] = ": all layers keep their activations there", hint
+    if settings.deepspeed == "none":
+        hint = "add `--deepspeed zero3`, or leave `{}` out"
+        idle["deepspeed_bucket"] = ", and no DeepSpeed", hint
     for name, (why, hint) in idle.items():
         row, value = RUNG_ROWS[name], getattr(settings, name)
         if value != row.default:

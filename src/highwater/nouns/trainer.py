@@ -139,6 +139,10 @@ class TrainerParts(Mapping[NameT, PartT]):
         return len(self._names)
 
 
+OF_OTHERS = {"deepspeed", "deepspeed_bucket"}
+"""Settings that no trainer has but one that says so."""
+
+
 class TrainerTraits(Record, frozen=True, kw_only=True):
     """Knowledge of one trainer."""
 
@@ -172,7 +176,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     def refused(self, named: Iterable[str]) -> list[str]:
         """The fields of ``Request`` among ``named`` that it does not take, alphabetically."""
         known = self.settings
-        return [] if known is None else sorted(set(named) - known)
+        return sorted({*named} & OF_OTHERS if known is None else {*named} - known)
 
 
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:

@@ -40,6 +40,7 @@ from highwater.trainers.emitted import (
 )
 from highwater.trainers.foreign import (
     OUTPUT,
+    TRIAL_FIELDS,
     ForeignCommand,
     HasFlash,
     TrialFiles,
@@ -50,7 +51,6 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "1.15.0"
 WORDS = Dialect("accelerate", "accelerate", VERSION)
@@ -300,17 +300,7 @@ _BY_COMMAND = (
 )
 
 
-ENDS: Mapping[str, Any] = {
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "report_to": "none",
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "logging_nan_inf_filter": False,
-    "auto_find_batch_size": False,
-}
+ENDS: Mapping[str, Any] = TRIAL_FIELDS["ends"]
 """Ends of every trial by transformers' trainer: no other output, and no batch that shrinks."""
 
 
@@ -498,7 +488,6 @@ def _opens_model(foreign: ForeignTrainer) -> bool:
     return "model" in placeholders_of(foreign.command)
 
 
-FILE_WORDS = FileWords()
 TRIED = ForeignTraits(
     is_typed=True,
     is_launched=True,

@@ -40,9 +40,8 @@ from highwater.trainers.files import (
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
+from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
@@ -96,26 +95,8 @@ class _Axolotl(Finetuner):
     subcommand = "train"
     file = FILE
     optimizers = OPTIMIZERS
-    left_out = (
-        *("datasets", "test_datasets", "pretraining_dataset", "streaming", "batch_size"),
-        *("val_set_size", "dataset_prepared_path", "skip_prepare_dataset", "dataset_shard_*"),
-        *("push_dataset_to_hub", "excess_length_strategy", "min_sample_len"),
-        *("eval_*", "evals_per_epoch", "evaluation_strategy", "do_causal_lm_eval"),
-        *("do_bench_eval", "save_steps", "saves_per_epoch", "save_total_limit"),
-        *("early_stopping_patience", "generate_samples", "resume_from_checkpoint"),
-        *("auto_resume_from_checkpoints", "hub_*", "wandb_*", "use_wandb", "mlflow_*"),
-        *("use_mlflow", "hf_mlflow_*", "comet_*", "use_comet", "trackio_*", "use_trackio"),
-        *("use_tensorboard", "otel_*", "use_otel_metrics", "sequence_parallel_degree"),
-        *("metric_for_best_model", "greater_is_better"),
-    )
-    ends: ClassVar = {
-        "val_set_size": 0,
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "load_best_model_at_end": False,
-        "logging_steps": 1,
-        "auto_find_batch_size": False,
-    }
+    left_out = tuple(TRIAL_FIELDS["axolotl"])
+    ends: ClassVar = TRIAL_FIELDS["axolotl, ends"]
     refused: ClassVar = {
         **dict.fromkeys(("rl", "reward_model", "process_reward_model"), _SFT),
         **dict.fromkeys(("deepspeed", "use_ray"), _BY_COMMAND),
@@ -359,21 +340,6 @@ def _sharding(cell: Cell) -> dict[str, Value]:
     }
 
 
-FILE_WORDS = FileWords(
-    length="sequence_len",
-    rows="micro_batch_size",
-    rank=("lora_r", 8),
-    targets="lora_target_modules",
-    has_adapters=lambda config: config.get("adapter") in ("lora", "qlora"),
-    fused=_OF_LIGER,
-    recomputes=lambda config: bool(
-        config.get(_RECOMPUTES) or mapping_in(config, "fsdp_config").get("activation_checkpointing")
-    ),
-    on_host=("activation_offloading",),
-    optimizer="optimizer",
-    refused=("rl", "reward_model", "cut_cross_entropy", "layer_offloading"),
-    passed=("adapter", "lora_target_linear", "sequence_len_*", "liger_*", "train_on_inputs"),
-)
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
     has_run_on_gpus=False,

@@ -29,6 +29,10 @@ from highwater.trainers.emitted import comment
 
 OUTPUT = "output"
 """Folder within a trial's own in which its trainer may write."""
+TRIAL_FIELDS: Mapping[str, Any] = json.loads(
+    Path(__file__).with_name("trial_fields.json").read_text(encoding="utf-8")
+)
+"""Fields of a trainer's file that a trial has its own of, by the trainer; and with which values."""
 QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 

@@ -10,16 +10,19 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
   or without, where the loss holds the logits of all tokens in float32, several times.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
-  does and ZeRO-3 nearly; with as many copies as GPUs they are DDP's, whose buckets are as large as
-  all gradients.
+  does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
+- DeepSpeed has the model in bfloat16, and of each GPU's part float32 parameters, both moments and
+  gradients in bfloat16, which it reduces in buckets; without autocast, in the place of FSDP.
 
 Sources: transformers 5.23, peft 0.21, accelerate 1.15, liger-kernel 0.8.5; ``Reducer`` in
-torch/csrc/distributed/c10d/reducer.cpp.
+torch/csrc/distributed/c10d/reducer.cpp; stage3.py, stage_1_and_2.py and
+partitioned_param_coordinator.py in deepspeed/runtime/zero of DeepSpeed 0.19.6.
 """
 
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
@@ -36,7 +39,7 @@ from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import MomentBytes, bytes_of, products
 from highwater.memory.trainers import TrainerMemory
 from highwater.model.footprint import device_state_bytes, gradient_bytes, trained_parameters
-from highwater.model.model import ModelShape
+from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.settings import Allocator, Settings
 from highwater.nouns.trainer import TrainerTraits
@@ -53,6 +56,13 @@ _FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
 LoRA, 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
 """Bytes of a number of what FSDP2 sums, and of what it gathers."""
+_ZERO_GROUP = 1_000_000_000
+"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and the farthest next use, in numbers,
+for which a gathered parameter stays (``stage3_max_reuse_distance``), by DeepSpeed's defaults."""
+_ZERO_AHEAD = 50_000_000
+"""Most numbers that ZeRO-3 fetches ahead of use, by default (``stage3_prefetch_bucket_size``)."""
+_ZERO_NORM = 250_000_000
+"""Numbers of a gradient whose norm is taken at once, in float64, on its way to host memory."""
 
 
 class Moments(Record, frozen=True, kw_only=True):
@@ -78,10 +88,9 @@ def moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | 
 
 
 def _variant(settings: Settings, shards: int) -> str:
-    if settings.lora is not None:
-        training = "lora"
-    else:
-        training = "bf16" if settings.parameters == "bf16" or shards > 1 else "autocast"
+    is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
+    whole = "bf16" if is_narrow else "autocast"
+    training = whole if settings.lora is None else "lora"
     return training if settings.holds_logits else f"{training} liger"
 
 
@@ -110,16 +119,14 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
     kept = bytes_of(learned.kept, sizes)
     is_offloaded = settings.activations == "host"
     on_gpu = min(shape.layers, _LEFT_ON_THE_GPU) if is_offloaded else shape.layers
-    states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards
-    gradients = gradient_bytes(shape, settings, shards=shards) // shards
-    come = 0 if settings.keeps_gradients else gradients
+    held = _by_zero(step) if settings.deepspeed != "none" else _by_fsdp(step)
     always = (
-        Term("states", states - come),
+        *held.always,
         Term(WORKSPACES, sum(CUBLAS_WORKSPACES_BYTES)),
         Term("ids", 2 * 8 * step.tokens),
-        Term("DDP's buckets", gradients if step.layout.gpus > shards == 1 else 0),
     )
-    at_the_loss, in_a_layer, at_the_embedding = _gathered(step)
+    at_the_loss, in_a_layer, at_the_embedding = held.gathered
+    come = held.come
     table = 0 if step.is_frozen else step.table
     of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
@@ -128,7 +135,8 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
         max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments)
         + step.layer(run.kind).unpacked_bytes,
     )
-    loss = max(bytes_of(moment, sizes) for moment in learned.loss)
+    of_head = sizes | {"V*E": round(sizes["V*E"] * held.reduced)}
+    loss = max(bytes_of(moment, of_head) for moment in learned.loss)
     behind = table + (run.count - 1) * step.trained_of(run.kind)
     of_others = come * behind // trained_parameters(shape, settings)
     phases = (
@@ -164,14 +172,18 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
             # of a table that is the head's too; one of its own has come
             Term("gradient of the embedding", of_table if shape.tied_embeddings else 0),
         ),
+        *(phase("update", *always, each) for each in held.update),
     )
     host = shape.layers * (1 << (kept - 1).bit_length()) if is_offloaded else 0
     return Footprint(
         phases=phases,
         outside=outside_terms_of(step),
-        host=present(Term("kept by recompute, pinned", step.layout.machine_gpus * host)),
+        host=present(
+            Term("kept by recompute, pinned", step.layout.machine_gpus * host),
+            Term("states", step.layout.machine_gpus * held.host),
+        ),
         filled_share=_FILLED_SHARE[settings.allocator],
-        cached_bytes=_cached_bytes(step, gradients),
+        cached_bytes=_cached_bytes(step),
     )
 
 
@@ -195,29 +207,129 @@ def _sizes(step: Step) -> Mapping[str, int]:
     }
 
 
-def _cached_bytes(step: Step, gradients: int) -> int:
+def _cached_bytes(step: Step) -> int:
     """What the allocator keeps until memory runs short: logits in bfloat16, whose block nothing
     else fills, and as much of what activations left as gradients that FSDP2 sums, on a stream of
     their own. Of the 16 steps in docs/results/other_trainers/step_cells.json.
     """
     logits = _NARROW * step.tokens * step.shape.vocab_size if step.settings.holds_logits else 0
-    return logits + (gradients if step.layout.shard_degree > 1 else 0)
+    is_summed = step.layout.shard_degree > 1 and step.settings.deepspeed == "none"
+    return logits + (_gradients(step) if is_summed else 0)
 
 
-def _gathered(step: Step) -> tuple[tuple[Term, ...], ...]:
-    """What FSDP2 holds whole at the loss, while a layer goes backward, and at the embedding: the
-    head's unit, a layer and the next one, and the embedding's, with what it sums.
+def _gradients(step: Step) -> int:
+    """Bytes of a GPU's share of the gradients, in the form of the parameters."""
+    shards = step.layout.shard_degree
+    return gradient_bytes(step.shape, step.settings, shards=shards) // shards
+
+
+class _Held(NamedTuple):
+    """What a way to share states has on a GPU, beside layers, logits and the loss."""
+
+    always: tuple[Term, ...]
+    gathered: tuple[tuple[Term, ...], ...]
+    """At the loss, while a layer goes backward, and at the embedding."""
+    come: int = 0
+    """Bytes of gradients that come as the backward pass goes."""
+    reduced: float = 1.0
+    """Size of the head's gradient while it is reduced, as so many of its own."""
+    update: tuple[Term, ...] = ()
+    """What an update takes, where it is known to take more than nothing."""
+    host: int = 0
+    """Bytes of states in host memory, for each GPU."""
+
+
+def _by_fsdp(step: Step) -> _Held:
+    """States sharded by FSDP2, which holds at the loss the head's unit whole, in a layer it and the
+    next one, at the embedding that, with what it sums; or whole, with DDP's buckets.
     """
-    if step.layout.shard_degree == 1:
-        return (), (), ()
-    (run,) = step.shape.runs
+    shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
+    states = device_state_bytes(shape, settings, device=step.device, shards=shards) // shards
+    gradients = _gradients(step)
+    come = 0 if settings.keeps_gradients else gradients
+    buckets = gradients if step.layout.gpus > shards == 1 else 0
+    always = (Term("states", states - come), Term("DDP's buckets", buckets))
+    if shards == 1:
+        return _Held(always, ((), (), ()), come)
+    (run,) = shape.runs
     table = Term("embedding or head, gathered", _NARROW * step.table)
     layers = (
         Term("layers, gathered", 2 * _NARROW * run.kind.parameters),
         Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
     whole = 0 if step.is_frozen else step.table
-    return (table,), layers, (table, Term("gradient reduction", _WIDE * whole))
+    return _Held(
+        always, ((table,), layers, (table, Term("gradient reduction", _WIDE * whole))), come
+    )
+
+
+def _by_zero(step: Step) -> _Held:
+    """States shared by DeepSpeed's ZeRO-2, which has the parameters whole, or ZeRO-3, which fetches
+    them; in host memory the optimizer, or the parameters as well.
+    """
+    shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
+    kind, is_cut = shape.runs[0].kind, settings.deepspeed.startswith("zero3")
+    is_on_host = "offload" in settings.deepspeed
+    trained = trained_parameters(shape, settings)
+    part = -(-trained // shards)
+    frozen = device_state_bytes(shape, settings, device=step.device)
+    own = _NARROW * trained + frozen - STATE_BYTES_PER_PARAMETER * trained
+    own //= shards if is_cut else 1
+    is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
+    widest = max(each.rows * each.row_size for each in kind.matrices)
+    bucket = settings.deepspeed_bucket or shape.hidden_size**2
+    # ZeRO-2 adds the next micro-batch's gradients to those that are there
+    of_gradients = 2 if settings.accumulates and not is_cut else 1
+    staged = max(table, widest) if is_on_host and not is_cut and not step.is_frozen else 0
+    always = (
+        Term("parameters", 0 if is_away else own),
+        Term("float32 parameters and moments", 0 if is_on_host else 12 * part),
+        Term("gradients", 0 if is_on_host else _NARROW * part * of_gradients),
+        Term("bucket of gradients", _NARROW * (bucket + staged)),
+    )
+    # while a gradient's piece is on its way to the host: itself and its norm, in float64
+    piece = (_NARROW * table + 8 * min(table, _ZERO_NORM * shards)) / shards if is_on_host else 0
+    copied = _NARROW * table if is_cut else 0
+    reduced = 1 + (copied + piece) / (_NARROW * step.table)
+    held = shape.tied_embeddings * _NARROW * table
+    group = min(part, _ZERO_GROUP) if is_cut else part
+    update = Term("gradients in both forms", 0 if is_on_host else (_NARROW + _WIDE) * group)
+    pinned = (_WIDE, _NARROW, *((_NARROW,) if is_away else ()))
+    if not is_cut:
+        pinned = (_WIDE, _WIDE, *(_NARROW,) * (1 + settings.accumulates))
+    ordinary = (12 if is_cut else 8) * part + is_away * (own - _NARROW * trained // shards)
+    blocks = sum(1 << (each * part - 1).bit_length() for each in pinned)
+    layer = (
+        Term("gradient of the head, until the embedding's", held),
+        *_fetched(step, bucket, widest if table else 0, is_cut=is_cut),
+    )
+    whole = Term("embedding or head, gathered", _NARROW * step.table * is_cut)
+    near = max(0, _ZERO_GROUP - 2 * step.table) // (3 * kind.parameters)
+    stay = Term("layers, gathered", _NARROW * kind.parameters * min(shape.layers, near) * is_cut)
+    alone = 0 if shape.tied_embeddings else _NARROW * table
+    of_embedding = Term("gradient reduction", round(alone + copied + piece))
+    return _Held(
+        always,
+        ((whole, stay), layer, (whole, of_embedding)),
+        reduced=reduced,
+        update=(update,),
+        host=ordinary + blocks if is_on_host else 0,
+    )
+
+
+def _fetched(step: Step, bucket: int, widest: int, *, is_cut: bool) -> tuple[Term, ...]:
+    """What ZeRO-3 holds while a layer goes backward: it, what is fetched ahead, and a copy of the
+    bucket that is reduced, or of the one gradient that is larger.
+    """
+    if not is_cut:
+        return ()
+    (run,) = step.shape.runs
+    gathered = run.kind.parameters + min(bucket, _ZERO_AHEAD)
+    copied = max(bucket, widest) if widest else 0
+    return (
+        Term("layers, gathered", _NARROW * gathered),
+        Term("gradient reduction", _NARROW * copied),
+    )
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
@@ -244,6 +356,11 @@ def refuse(spec: TrialSpec, shape: ModelShape) -> None:
             "Hugging Face's Trainer is not predicted with shared sequences",
             hint="leave `--ulysses` and `--ring` out",
         )
+    if settings.deepspeed != "none" and layout.replicate_degree > 1:
+        raise UsageError(
+            "DeepSpeed's ZeRO shares states among all GPUs: there are no copies",
+            hint="leave `--copies` or `--deepspeed` out",
+        )
     if settings.recompute != "layer":
         raise UsageError(
             "Hugging Face's Trainer is predicted with checkpointed layers alone",
@@ -258,7 +375,7 @@ PREDICTED = TrainerTraits(
         (
             *("allocator", "loss", "activations", "optimizer", "parameters", "copies"),
             *("lora", "lora_alpha", "lora_targets", "lora_base", "sequences_per_micro_batch"),
-            "micro_batches",
+            *("micro_batches", "deepspeed", "deepspeed_bucket"),
             *("rope", "headroom", "start_length", "resolution", "max_length"),
         )
     ),
@@ -269,7 +386,8 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal (docs/results/other_trainers)",
+    "within 1.7 %; traces (`--exact`, one GPU) equal; with DeepSpeed by its source alone, and never "
+    "measured (docs/results/other_trainers)",
     of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
     refuse=refuse,
 )

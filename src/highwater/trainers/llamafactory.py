@@ -41,9 +41,8 @@ from highwater.trainers.files import (
     FineTuning,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles
+from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "0.9.5"
 FILE = "llamafactory.yaml"
@@ -75,12 +74,7 @@ class _LlamaFactory(Finetuner):
     file = FILE
     optimizers = OPTIMIZERS
     yarn = "its rope_scaling has whole factors alone"
-    left_out = (
-        *("dataset", "eval_dataset", "dataset_dir", "media_dir", "tokenized_path", "streaming"),
-        *("mix_strategy", "interleave_probs", "max_samples", "val_size", "eval_on_each_dataset"),
-        *("num_train_epochs", "save_steps", "eval_steps", "resume_from_checkpoint", "hub_*"),
-        *("overwrite_output_dir", "run_name", "swanlab_*", "trackio_*"),
-    )
+    left_out = tuple(TRIAL_FIELDS["llamafactory"])
     ends: ClassVar = {
         "do_eval": False,
         "do_predict": False,
@@ -239,17 +233,6 @@ def _launcher(cell: Cell) -> dict[str, Value]:
     return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
 
 
-FILE_WORDS = FileWords(
-    length="cutoff_len",
-    rank=("lora_rank", 8),
-    targets="lora_target",
-    has_adapters=lambda config: config.get("finetuning_type", "lora") == "lora",
-    has_four_bits=lambda config: config.get("quantization_bit") == 4,
-    fused=("enable_liger_kernel",),
-    recomputes=lambda config: not config.get("disable_gradient_checkpointing"),
-    refused=("stage", "use_unsloth", "use_unsloth_gc", "pure_bf16"),
-    passed=("finetuning_type", "quantization_*", "disable_gradient_checkpointing", "media_dir"),
-)
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)
 TRIAL = trial_start(LLAMAFACTORY)
 TARGET = EmitTarget(

@@ -42,9 +42,8 @@ from highwater.trainers.files import (
     of_recomputation,
     trial_start,
 )
-from highwater.trainers.foreign import OwnFile, TrialFiles, mapping_in
+from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles, mapping_in
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
-from highwater.trainers.user_file import FileWords
 
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
@@ -81,14 +80,7 @@ class _MsSwift(Finetuner):
     file = FILE
     optimizers = OPTIMIZERS
     yarn = "the model is read from there"
-    left_out = (
-        *("dataset", "val_dataset", "cached_dataset", "cached_val_dataset", "eval_dataset"),
-        *("split_dataset_ratio", "columns", "streaming", "interleave_prob"),
-        *("stopping_strategy", "custom_dataset_info", "model_name", "model_author"),
-        *("packing_length", "num_train_epochs", "max_epochs", "save_steps", "eval_steps"),
-        *("save_total_limit", "resume_from_checkpoint", "metric_for_best_model"),
-        *("greater_is_better", "hub_*", "swanlab_*", "run_name", "logging_dir"),
-    )
+    left_out = tuple(TRIAL_FIELDS["ms-swift"])
     ends: ClassVar = {**ENDS, "create_checkpoint_symlink": False}
     refused: ClassVar = dict.fromkeys(("deepspeed", "device_map", "use_ray"), _BY_COMMAND)
     by_setting: ClassVar = {
@@ -301,16 +293,6 @@ def _known_by(launched: FinetunerTrial, base: OwnFile) -> tuple[str, ...]:
     )
 
 
-FILE_WORDS = FileWords(
-    length="max_length",
-    rank=("lora_rank", 8),
-    alpha=("lora_alpha", 32),
-    targets="target_modules",
-    has_adapters=lambda config: config.get("tuner_type", "lora") == "lora",
-    has_four_bits=lambda config: config.get("quant_bits") == 4,
-    refused=("rlhf_type", "device_map"),
-    passed=("tuner_type", "quant_*", "use_hf", "truncation_strategy", "add_version", "system"),
-)
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"ulysses", "ring"}, has_run_on_gpus=False)
 TRIAL = trial_start(MS_SWIFT)
 TARGET = EmitTarget(

@@ -12,6 +12,7 @@ Source of the names: ``torchtitan/trainer.py``, ``config``, ``components/lora.py
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from highwater.errors import UsageError
 from highwater.model.footprint import policy_parameters
@@ -55,28 +56,11 @@ _LAYERS: Mapping[str, str] = {
 _FUSED = ATTENTION[:3]
 _MODULE = "torchtitan_settings"
 _BY_ENVIRONMENT = 'os.environ["MODEL_PATH"]'
-_OWN = """\
-import os
-from dataclasses import replace
-
-{imports}from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.common.config_utils import decoder_vocab_size
-from torchtitan.models.{module} import model_registry
-from torchtitan.trainer import Trainer
-
-
-def train() -> Trainer.Config:
-{lora}    model = model_registry({flavor!r}{converters})
-{rope}    loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model))
-    return Trainer.Config(
-        model_spec=model,
-        hf_assets_path=os.environ["MODEL_PATH"],
-        loss={loss},
-{settings}    )
-"""
+_WRITTEN = {
+    name: Path(__file__).with_name(f"torchtitan_{name}.txt").read_text(encoding="utf-8")
+    for name in ("own", "transformers")
+}
+"""The module of one of its own models, and of any other by transformers."""
 _ROPE = """\
     for layer in model.model.layers:
         layer.attention.rope = replace(
@@ -86,23 +70,6 @@ _ROPE = """\
 _LORA = """\
     lora = LoRAConverter.Config(
 {lora}    )
-"""
-_TRANSFORMERS = """\
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.experiments.transformers_modeling_backend import model_registry
-from torchtitan.experiments.transformers_modeling_backend.configs import TransformersBackendConfig
-
-
-def train() -> TransformersBackendConfig:
-    return TransformersBackendConfig(
-        model_spec=model_registry("sft_full"),
-        hf_model={model},
-        hf_assets_path={directory},
-        loss=CrossEntropyLoss.Config(),
-{settings}    )
 """
 
 
@@ -305,12 +272,14 @@ def _program(
         # the tokenizer is read from a directory, the model by its id, too
         directory = _BY_ENVIRONMENT if model_path and is_hub_id(model_path) else model
         imports = "import os\n\n" if directory == _BY_ENVIRONMENT else ""
-        return imports + _TRANSFORMERS.format(model=model, directory=directory, settings=written)
+        return imports + _WRITTEN["transformers"].format(
+            model=model, directory=directory, settings=written
+        )
     rope = _arguments("rope", values)
     chunks = _chunks(chosen)
     loss = f"ChunkedLossWrapper.Config(num_chunks={chunks}, loss_fn=loss)" if chunks else "loss"
     lora = _converter(values)
-    return _OWN.format(
+    return _WRITTEN["own"].format(
         module=own[0],
         flavor=own[1],
         imports="from torchtitan.components.lora import LoRAConverter\n" if lora else "",

@@ -3,29 +3,29 @@ request: ``predict --trainer-config``. What is typed goes first; what the file a
 is refused by name; what is left over is named in a note. Each trainer's words are in its module.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.trainers import MEMORY
+from highwater.nouns.codec import Record, from_json
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings
 from highwater.nouns.study import RecordedTrial, Study
-from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName, TrainerParts
+from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
 
 
-class FileWords(NamedTuple):
+class FileWords(Record, frozen=True, kw_only=True):
     """Names of a trainer's fields, by what they say; empty: it has none, as a launcher's file."""
 
     length: str = ""
@@ -35,11 +35,15 @@ class FileWords(NamedTuple):
     alpha: tuple[str, int | None] = ("lora_alpha", None)
     """None: twice the rank."""
     targets: str = ""
-    has_adapters: Callable[[FileFields], bool] = lambda _: False
-    has_four_bits: Callable[[FileFields], bool] = lambda config: bool(config.get("load_in_4bit"))
+    adapters: tuple[str, tuple[Any, ...]] = ("", ())
+    """The field that asks for adapters, with its values that do; None: nobody has to."""
+    four_bits: tuple[str, tuple[Any, ...]] = ("load_in_4bit", (True,))
     fused: tuple[str, ...] = ("use_liger_kernel",)
     """Fields that all have to be true for the kernels that a chunked loss stands for."""
-    recomputes: Callable[[FileFields], bool] = lambda c: bool(c.get("gradient_checkpointing", True))
+    keeps_all: tuple[str, ...] = ()
+    """Fields by which layers are not recomputed."""
+    recomputes: bool = True
+    """True if layers are recomputed where nobody says."""
     on_host: tuple[str, ...] = ()
     """Fields that keep what layers keep in host memory."""
     optimizer: str = "optim"
@@ -49,30 +53,20 @@ class FileWords(NamedTuple):
     """Fields that take no memory, ``*`` for any end, beside those of every trainer."""
 
 
-FILE_WORDS: Mapping[TrainerName, FileWords] = TrainerParts(
-    Literal["trl", "accelerate", "llamafactory", "axolotl", "ms-swift"], "FILE_WORDS"
-)
-_REFUSED = (
-    *("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
-    *("tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size"),
-    *("load_in_8bit", "use_galore", "use_apollo", "use_badam", "use_dora", "lora_modules_to_save"),
-    *("modules_to_save", "relora", "use_rslora_full", "fp16", "fp8"),
-)
+class _AllWords(Record, frozen=True, kw_only=True):
+    """What is known of the fields in users' files (``user_file.json``)."""
+
+    trainers: dict[TrainerName, FileWords]
+    refused: tuple[str, ...]
+    """Of every trainer: fields that say something that is not predicted."""
+    known: tuple[str, ...]
+    """Of every trainer: fields that are read, or take no memory; ``*`` for any end."""
+
+
+_ALL = from_json(Path(__file__).with_suffix(".json").read_bytes(), _AllWords)
+FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""
-_KNOWN = (
-    *("model*", "base_model*", "tokenizer*", "*template*", "dataset*", "data*", "output_dir"),
-    *("learning_rate", "lr_*", "warmup*", "weight_decay", "adam_*", "max_grad_norm", "num_*epochs"),
-    *("max_steps", "seed", "logging*", "save_*", "eval*", "val_*", "report_to", "run_name"),
-    *("hub_*", "wandb*", "do_*", "overwrite*", "preprocessing*", "lora_dropout", "bf16", "tf32"),
-    *("special_*", "trust_remote_code", "env", "ENV", "split*", "plot_loss", "ddp_*", "resume*"),
-    *("plugins", "packing*", "*packing", "pad_to_*", "bnb_*", "use_bnb_*", "double_quant*"),
-    *("compute_environment", "num_machines", "num_processes", "machine_rank", "main_*", "same_*"),
-    *("rdzv*", "attn_*", "flash_*", "mixed_precision", "use_cpu", "debug", "gpu_ids", "*dtype"),
-    *("gradient_checkpointing*", "activation_checkpointing*", "gradient_accumulation_steps", "rl"),
-    *("fsdp*", "load_in_*", "deepspeed*", "accelerate*", "distributed_type", "parallelism_config"),
-)
-"""Fields of every trainer that are read, or take no memory; ``*`` for any end."""
 _OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
 """What is predicted of an optimizer, by a pattern of its names."""
 
@@ -109,18 +103,29 @@ def settings_of(
     words, source = FILE_WORDS[trainer], path.name
     config = yaml_fields(file_content(path), path, hint=f"name the file that {trainer} takes")
     launcher = launcher_of(config, path) if words.length else config
-    for name in (*_REFUSED, *words.refused):
+    for name in (*_ALL.refused, *words.refused):
         value = config.get(name)
         if value and (value is True or value not in _USUAL):
             raise _unknown(source, name, value)
     notes: list[str] = []
-    found = _sharing(config, launcher, path, gpus, notes)
+    is_known = not TRAINERS[trainer].refused(["deepspeed"])
+    found = _sharing(config, launcher, path, gpus, notes, is_known=is_known)
     if words.length:
         found = _training(words, config, source, typed, notes) | found
+        if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
+            notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
+            found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
     known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {*words.fused, *words.on_host, *_REFUSED, *words.refused, *_KNOWN, *words.passed}
+    known |= {
+        *words.fused,
+        *words.on_host,
+        *_ALL.refused,
+        *words.refused,
+        *_ALL.known,
+        *words.passed,
+    }
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
@@ -203,13 +208,13 @@ def _training(
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         is_on_host |= bool(re.search(r"\boffload\W+true", str(config.get(name)).lower()))
     found["activations"] = "host" if is_on_host else "gpu"
-    if not words.recomputes(config):
+    if not _recomputes(words, config):
         found["recompute"] = "none"
     is_fused = [bool(config.get(name)) for name in words.fused]
     found["loss"] = "chunked" if all(is_fused) else "full"
     if any(is_fused) and not all(is_fused):
         notes.append(f"{source} fuses some of Liger's kernels: taken as none, which takes more")
-    if words.has_adapters(config):
+    if config.get(words.adapters[0]) in words.adapters[1]:
         rank = _whole(config, words.rank[0], source, usual=words.rank[1])
         targets = config.get(words.targets) or "all"
         names = [*map(str, targets)] if isinstance(targets, list) else str(targets).split(",")
@@ -217,7 +222,8 @@ def _training(
         found |= {"lora": rank, "lora_targets": ALL_LINEAR if is_all else ",".join(names)}
         usual = words.alpha[1] or 2 * rank
         found["lora_alpha"] = float(_whole(config, words.alpha[0], source, usual=usual))
-        found["lora_base"] = "nf4" if words.has_four_bits(config) else "bf16"
+        is_narrow = config.get(words.four_bits[0]) in words.four_bits[1]
+        found["lora_base"] = "nf4" if is_narrow else "bf16"
     optimizer = str(config.get(words.optimizer) or "adamw")
     known = (name for name, form in _OPTIMIZERS.items() if re.fullmatch(form, optimizer))
     found["optimizer"] = next(known, None)
@@ -228,15 +234,34 @@ def _training(
     return found
 
 
+def _recomputes(words: FileWords, config: FileFields) -> bool:
+    fsdp = mapping_in(config, "fsdp_config") if not words.recomputes else {}
+    asked = config.get("gradient_checkpointing", words.recomputes)
+    is_asked = bool(asked or fsdp.get("activation_checkpointing"))
+    return is_asked and not any(config.get(name) for name in words.keeps_all)
+
+
 def _sharing(
-    config: FileFields, launcher: FileFields, path: Path, gpus: int, notes: list[str]
+    config: FileFields,
+    launcher: FileFields,
+    path: Path,
+    gpus: int,
+    notes: list[str],
+    *,
+    is_known: bool,
 ) -> dict[str, Any]:
-    """How processes share states: by FSDP, by ZeRO-3, or each with a copy."""
+    """How processes share states: by FSDP, by DeepSpeed, which is predicted where it ``is_known``,
+    or each with a copy.
+    """
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
-        _refuse_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
-        notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
-        return {}
+        found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
+        if is_known:
+            notes.append("DeepSpeed is predicted by its source, and was never measured")
+        elif found["deepspeed"] == "zero3":
+            notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
+            return {}
+        return found
     fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
@@ -256,15 +281,53 @@ def _is_set(fsdp: FileFields, name: str) -> bool:
     return bool(fsdp.get(name) or fsdp.get(f"fsdp_{name}"))
 
 
-def _refuse_zero(zero: Any, path: Path) -> None:
-    """Raise UsageError for DeepSpeed but at stage 3 on GPUs, nearly as which FSDP2 shards."""
-    if isinstance(zero, str) and (path.parent / zero).is_file():
-        beside = path.parent / zero  # JSON is YAML
-        zero = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
-    said = re.sub(r'\w*device": "none"', "", json.dumps(zero).lower())
-    stage = re.search(r"(?:stage\W+|z(?:ero)?_?-?)(\d)", said)
-    if stage is None or stage[1] != "3" or re.search(r"offload.*(cpu|nvme)|_offload", said):
+_ZERO = {
+    (2, False, False): "zero2",
+    (2, True, False): "zero2-offload",
+    (3, False, False): "zero3",
+    (3, True, False): "zero3-optimizer-offload",
+    (3, True, True): "zero3-offload",
+}
+"""What is predicted of DeepSpeed, by its stage and by what is in host memory: the optimizer, the
+parameters."""
+_ZERO_BUCKET = 500_000_000
+"""Numbers of its bucket of gradients where nobody says (deepspeed/runtime/zero/config.py)."""
+
+
+def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
+    """How DeepSpeed shares states, by its own file, by accelerate's fields, or by the name of a
+    template that is not here. Raises UsageError for stages and places that nobody predicts.
+    """
+    fields = mapping_in({"zero": zero}, "zero")
+    named = fields.get("deepspeed_config_file") or zero
+    if isinstance(named, str):
+        beside = next((each for each in (path.parent / named, Path(named)) if each.is_file()), None)
+        if beside is not None:  # JSON is YAML
+            fields = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
+        elif stage := re.search(r"z(?:ero)?[_-]?(\d)", named):
+            is_away = "offload" in named
+            params = "cpu" if is_away and stage[1] == "3" else "none"
+            fields = {"stage": stage[1], "offload_param_device": params}
+            fields["cpu_offload"] = is_away and "param" not in named
+    section = mapping_in(fields, "zero_optimization") or fields
+    devices = [
+        mapping_in(section, f"offload_{what}").get("device")
+        or section.get(f"offload_{what}_device")
+        for what in ("optimizer", "param")
+    ]
+    devices[0] = "cpu" if section.get("cpu_offload") else devices[0]
+    stage = str(section.get("stage", section.get("zero_stage")))
+    is_there = {str(device or "none").lower() for device in devices} <= {"cpu", "none"}
+    away = tuple(str(device).lower() == "cpu" for device in devices)
+    form = _ZERO.get((int(stage), *away)) if stage.isdecimal() and is_there else None
+    if form is None:
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
+    bucket = section.get("reduce_bucket_size", _ZERO_BUCKET)
+    if bucket == "auto":
+        return {"deepspeed": form}
+    # communication beside computation fills a second one
+    buckets = 2 if form.startswith("zero2") and section.get("overlap_comm") else 1
+    return {"deepspeed": form, "deepspeed_bucket": buckets * int(float(bucket))}
 
 
 def _whole(config: FileFields, name: str, source: str, *, usual: int = 1) -> int:

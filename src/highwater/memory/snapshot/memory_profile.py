@@ -11,7 +11,7 @@ from typing import Literal
 from highwater.memory.snapshot.attribution import CATEGORIES, Attribution, Category, is_traced
 from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
 from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
-from highwater.nouns.codec import Record
+from highwater.nouns.codec import Record, from_json
 
 _PLACES = 40
 _STACKS = 40
@@ -314,24 +314,9 @@ Advice = Literal[
     "smaller buckets",
 ]
 """Settings by the words that a rung's label has, or the field."""
-ADVICE: Mapping[Advice, str] = {
-    "expandable segments": "memory is there, in pieces: `--allocator expandable`, "
-    "`PYTORCH_ALLOC_CONF=expandable_segments:True`",
-    "chunked loss": "logits of all tokens are held at once: `--loss chunked`, or another loss that "
-    "goes in chunks",
-    "recompute": "activations are kept for the backward pass: `--recompute layer`, or gradient "
-    "checkpointing in each layer",
-    "context parallel": "activations of one sequence are most of it: `--ulysses 2`, where heads "
-    "do not divide `--ring 2`, or more GPUs for a sequence; a shorter one",
-    "fewer copies": "each copy has parameters, gradients and optimizer states: `--copies 1` shards "
-    "them over all GPUs",
-    "one-micro-batch": "gradients lie there from the start, for micro-batches to be added to: "
-    "`--micro-batches 1`",
-    "offload": "parameters, gradients and optimizer states are most of it: more GPUs that shard "
-    "them, or `--offload`",
-    "smaller buckets": "buffers of collectives are most of it: fewer parameters gathered at once, "
-    "as `--strategy fsdp2` does layer by layer",
-}
+ADVICE: Mapping[Advice, str] = from_json(
+    Path(__file__).with_name("advice.json").read_bytes(), dict[Advice, str]
+)
 """The reason for each, and what to type, here and elsewhere."""
 _STATES: tuple[Category, ...] = ("parameters", "gradients", "optimizer_states")
 _MOST_OF_IT = 4

@@ -53,7 +53,6 @@ from highwater.trainers.foreign import TrialStart
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 from highwater.trainers.trl import trial
 from highwater.trainers.trl.words import trl
-from highwater.trainers.user_file import FileWords
 from highwater.units import MIB
 
 LAUNCHER_BYTES = 518 * MIB
@@ -199,15 +198,6 @@ MEMORY = TrainerMemory(
         "prompt_tokens": PROMPT_TOKENS,
     },
     refuse=refuse,
-)
-FILE_WORDS = FileWords(
-    length="max_length",
-    rank=("lora_r", 16),
-    alpha=("lora_alpha", 32),
-    targets="lora_target_modules",
-    has_adapters=lambda config: bool(config.get("use_peft")),
-    refused=("activation_offloading", "use_vllm", "use_transformers_paged"),
-    passed=("use_peft", "lora_task_type", "num_generations", "max_completion_length", "reward_*"),
 )
 TRIED = ForeignTraits(
     settings=OF_FINETUNERS | SHARED | {"rope", "objective", "strategy"},

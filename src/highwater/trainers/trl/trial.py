@@ -36,6 +36,7 @@ from highwater.trainers.files import DOCUMENTS, FinetunerTrial, TrialPlace, laun
 from highwater.trainers.foreign import (
     OUTPUT,
     QUIET,
+    TRIAL_FIELDS,
     ForeignCommand,
     HasFlash,
     OwnFile,
@@ -59,22 +60,9 @@ PROMPT_TOKENS = 16
 _REWARD = "get_soft_overlong_punishment"
 """A reward of TRL's own that reads nothing but a completion's length."""
 
-_DATA = (
-    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
-    *("dataset_streaming", "streaming", "datasets", "test_split_size", "dataset_text_field"),
-    *("dataset_kwargs", "assistant_only_loss", "completion_only_loss", "truncation_mode"),
-    *("eval_packing", "model_revision", "resume_from_checkpoint", "reward_funcs"),
-)
+_DATA = tuple(TRIAL_FIELDS["trl"])
 """The user's fields about data, which a trial has its own of; and about where a run goes on."""
-_REFUSED: Mapping[str, str] = {
-    "deepspeed": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
-    "fsdp": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
-    "fsdp_config": "say it in accelerate's file: `accelerate_config: accelerate.yaml`",
-    "parallelism_config": "say it by `--ring` and `--copies`",
-    "use_vllm": "leave it out: a trial generates by transformers",
-    "use_transformers_continuous_batching": "leave it out: it is told no number of tokens",
-    "use_transformers_paged": "leave it out: it is told no number of tokens",
-}
+_REFUSED: Mapping[str, str] = TRIAL_FIELDS["trl, refused"]
 """Fields that a trial cannot take over, and what to do instead."""
 _RECOMPUTED = ("gradient_checkpointing", "activation_checkpointing")
 """Both names that transformers has for one thing."""

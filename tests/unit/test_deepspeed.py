@@ -1,0 +1,133 @@
+"""DeepSpeed's ZeRO beside Hugging Face's step: by its source, on paper."""
+
+from typing import Any
+
+import pytest
+
+import highwater
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction
+from highwater.memory.formula.constants import Phase
+from highwater.model.model import load_model
+from highwater.nouns.settings import Settings
+
+BILLION = 1_000_000_000
+FORMS = ("zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload")
+
+
+def cell(form: str, model: str = "Qwen3-8B", gpus: int = 4, **named: Any) -> CellPrediction:
+    """One cell of a step in 16,384 tokens with Liger's kernels."""
+    usual: dict[str, Any] = {"length": "16k", "loss": "chunked", "activations": "gpu"}
+    asked = {"allocator": "expandable", "micro_batches": 1, "deepspeed": form, **usual, **named}
+    gpus_ = f"{gpus}xH100-80GB"
+    (found,) = highwater.predict(model, gpus=gpus_, trainer="transformers", **asked).cells
+    return found
+
+
+def held(found: CellPrediction, phase: str = "backward of the last layer") -> dict[str, int]:
+    """Bytes by term of one phase."""
+    (each,) = (each for each in phases(found) if each.name == phase)
+    return {term.name: term.bytes for term in each.terms}
+
+
+def phases(found: CellPrediction) -> tuple[Phase, ...]:
+    assert found.footprint is not None
+    return found.footprint.phases
+
+
+def needed(form: str, **named: Any) -> int:
+    footprint = cell(form, **named).footprint
+    assert footprint is not None
+    return footprint.allocated_bytes
+
+
+def host(form: str, **named: Any) -> int:
+    footprint = cell(form, **named).footprint
+    assert footprint is not None
+    return footprint.host_bytes
+
+
+def test_a_parameter_of_zero_3_takes_sixteen_bytes_among_all_gpus_and_two_more_in_the_update():
+    """ZeRO's table: 2 for parameters, 2 for gradients, 12 for AdamW; and the fp32 gradient."""
+    number = load_model("Qwen3-8B").shape.parameters
+    found = cell("zero3")
+    states = held(found)
+    own = [states[name] for name in ("parameters", "gradients", "float32 parameters and moments")]
+    assert sum(own) == pytest.approx(16 * number / 4, rel=1e-6)
+    group = min(number / 4, BILLION)  # `sub_group_size`: what is updated at once
+    assert held(found, "update")["gradients in both forms"] == pytest.approx(6 * group, rel=1e-6)
+
+
+def test_zero_2_has_parameters_whole_and_fetches_none():
+    number = load_model("Qwen3-8B").shape.parameters
+    states = held(cell("zero2"))
+    assert states["parameters"] == 2 * number
+    assert "layers, gathered" not in states
+    assert states["gradients"] == pytest.approx(2 * number / 4, rel=1e-6)
+    twice = held(cell("zero2", micro_batches=2))
+    assert twice["gradients"] == 2 * states["gradients"]
+
+
+@pytest.mark.parametrize(("form", "per_parameter"), [("zero2-offload", 18), ("zero3-offload", 20)])
+def test_the_host_holds_what_deepspeeds_own_estimate_says_before_blocks_are_rounded_up(
+    form: str, per_parameter: int
+):
+    """``estimate_zero3_model_states_mem_needs``: 16 or 18 bytes, and up to half of it for buffers;
+    pinned blocks are powers of two.
+    """
+    number = load_model("Qwen3-8B").shape.parameters
+    assert number * (per_parameter - 2) <= host(form) <= number * per_parameter * 1.5
+
+
+def test_offload_takes_the_optimizer_then_the_parameters_off_the_gpu():
+    assert needed("zero2") > needed("zero2-offload") > needed("zero3-optimizer-offload")
+    assert needed("zero3") > needed("zero3-optimizer-offload") > needed("zero3-offload")
+    assert host("zero2") == host("zero3") == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_more_gpus_and_shorter_sequences_never_take_more(form: str):
+    assert needed(form, gpus=8) <= needed(form, gpus=4) <= needed(form, gpus=2)
+    assert needed(form, length="8k") < needed(form)
+
+
+def test_the_bucket_is_two_bytes_a_number_and_a_second_copy_while_it_is_reduced():
+    small, large = (
+        cell("zero3", deepspeed_bucket=BILLION // 4),
+        cell("zero3", deepspeed_bucket=BILLION),
+    )
+    more = 2 * (BILLION - BILLION // 4)
+    for name in ("bucket of gradients", "gradient reduction"):
+        assert held(large)[name] - held(small)[name] == more
+    usual = held(cell("zero3"))["bucket of gradients"]
+    assert usual == 2 * load_model("Qwen3-8B").shape.hidden_size ** 2  # `auto`
+
+
+def test_adapters_share_their_states_and_a_frozen_model_is_cut_by_zero_3_alone():
+    whole, cut = held(cell("zero2", lora=16)), held(cell("zero3", lora=16))
+    number = load_model("Qwen3-8B").shape.parameters
+    assert whole["parameters"] == pytest.approx(2 * number, rel=0.01)
+    assert cut["parameters"] == pytest.approx(2 * number / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("named", "why"),
+    [
+        ({"optimizer": "adamw-8bit"}, "AdamW's states in float32"),
+        ({"lora": 16, "lora_base": "nf4"}, "shares next to nothing"),
+        ({"copies": [2]}, "no copies"),
+        ({"deepspeed": "none", "deepspeed_bucket": 7}, "no DeepSpeed"),
+    ],
+)
+def test_what_it_is_not_predicted_with_is_refused_by_name(named: dict[str, Any], why: str):
+    with pytest.raises(UsageError, match=why):
+        cell(**({"form": named.pop("deepspeed", "zero3")} | named))
+
+
+def test_this_packages_engine_has_no_deepspeed():
+    with pytest.raises(UsageError, match="deepspeed"):
+        highwater.predict("Qwen3-8B", gpus="4xH100-80GB", deepspeed="zero3")
+
+
+def test_a_question_of_before_is_the_same_question():
+    assert Settings(deepspeed="none", deepspeed_bucket=None) == Settings()
