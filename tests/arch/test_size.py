@@ -9,8 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 71_187,
-    "src_files": 284,
+    "src_lines": 71_626,
+    "src_files": 288,
     "src_small_files": 11,
     "process_starts": 1,
     "decision_records": 25,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from closeness import assert_near, deviation, with_gradients
+from highwater.engine.attention import recurrence as chunk_kernels
 from highwater.engine.attention.dense import attend, select_kernel
 from highwater.engine.attention.plain_block import reference_attention
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import norm as norm_kernels
-from highwater.engine.kernels import recurrence as chunk_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module

@@ -12,7 +12,7 @@ import json, os, sys
 from types import SimpleNamespace
 import torch
 from highwater.engine.attention.gated_delta import DeltaHeads, DeltaPlan, gated_delta
-from highwater.engine.kernels import recurrence
+from highwater.engine.attention import recurrence
 from highwater.engine.tracer import fake_cuda, kernel_stubs
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.tracer.fake_cuda import QuickFakeMode

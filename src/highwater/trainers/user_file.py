@@ -318,8 +318,10 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
     devices[0] = "cpu" if section.get("cpu_offload") else devices[0]
     stage = str(section.get("stage", section.get("zero_stage")))
     is_there = {str(device or "none").lower() for device in devices} <= {"cpu", "none"}
-    away = tuple(str(device).lower() == "cpu" for device in devices)
-    form = _ZERO.get((int(stage), *away)) if stage.isdecimal() and is_there else None
+    of_states, of_weights = (str(device).lower() == "cpu" for device in devices)
+    form = (
+        _ZERO.get((int(stage), of_states, of_weights)) if stage.isdecimal() and is_there else None
+    )
     if form is None:
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
     bucket = section.get("reduce_bucket_size", _ZERO_BUCKET)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import attended
-from highwater.engine.kernels.recurrence import recurrence
+from highwater.engine.attention.recurrence import recurrence
 from highwater.nouns.layout import DELTA_CHUNK_TOKENS, DELTA_GROUP_TOKENS
 
 _NORM_EPSILON = 1e-6

@@ -19,6 +19,22 @@ PARTS = 256
 """Partial sums of the weight's gradient on a GPU, each over some of the rows."""
 
 
+class RowNorm(torch.autograd.Function):
+    """Autograd function of both passes: of ``x``, the weight and epsilon."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Return the normed rows."""
+        out, scales_N1 = normed(x, weight_E, eps)
+        ctx.save_for_backward(x, weight_E, scales_N1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return gradients of ``x`` and of the weight."""
+        return *backward(gradients[0], *ctx.saved_tensors), None
+
+
 def normed(x: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return ``x / rms(x) * weight`` in the dtype of ``x``, and ``1 / rms`` of each row, (N, 1)."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

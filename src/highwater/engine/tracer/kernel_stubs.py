@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from highwater.engine.attention import gated_delta, plain_block
 from highwater.engine.attention import kernel_proof as window_proof
+from highwater.engine.attention import recurrence as chunk_kernels
 from highwater.engine.kernels import gates as gate_kernels
 from highwater.engine.kernels import norm as norm_kernels
-from highwater.engine.kernels import recurrence as chunk_kernels
 from highwater.engine.kernels import rotary as rotary_kernels
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import build as model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from highwater.engine.kernels import norm as norm_kernels
+from highwater.engine.kernels.norm import RowNorm
 from highwater.engine.models.fused.experts import IMPLEMENTATION, experts_output, use_tiles
 from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.engine.models.fused.rotary_attention import NORMS, PROJECTIONS, RotaryAttention
@@ -113,21 +113,7 @@ class RmsNorm(nn.RMSNorm):
         """Normalise ``x`` over its last dimension."""
         if x.is_cuda and not self.added:
             return super().forward(x)
-        return cast(Tensor, _RmsNorm.apply(x, self.scale, self.eps))
-
-
-class _RmsNorm(torch.autograd.Function):
-    """``x / rms(x) * weight``; keeps one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, scales_N1 = norm_kernels.normed(x, weight, eps)
-        ctx.save_for_backward(x, weight, scales_N1)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *norm_kernels.backward(gradients[0], *ctx.saved_tensors), None
+        return cast(Tensor, RowNorm.apply(x, self.scale, self.eps))
 
 
 def fuse_attentions(model: nn.Module) -> int:

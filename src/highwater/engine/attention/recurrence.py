@@ -85,6 +85,6 @@ def _swept(
 def _triton() -> Any:
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import recurrence_triton
+    from highwater.engine.attention import recurrence_triton
 
     return recurrence_triton
