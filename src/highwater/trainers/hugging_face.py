@@ -386,7 +386,7 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal; with DeepSpeed by its source alone, never "
+    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source alone, and never "
     "measured (docs/results/other_trainers)",
     of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
     refuse=refuse,

@@ -306,8 +306,8 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
             fields = yaml_fields(file_content(beside), beside, hint="name DeepSpeed's own file")
         elif stage := re.search(r"z(?:ero)?[_-]?(\d)", named):
             is_away = "offload" in named
-            params = "cpu" if is_away and stage[1] == "3" else "none"
-            fields = {"stage": stage[1], "offload_param_device": params}
+            of_params = "cpu" if is_away and stage[1] == "3" else "none"
+            fields = {"stage": stage[1], "offload_param_device": of_params}
             fields["cpu_offload"] = is_away and "param" not in named
     section = mapping_in(fields, "zero_optimization") or fields
     devices = [
@@ -316,12 +316,10 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
         for what in ("optimizer", "param")
     ]
     devices[0] = "cpu" if section.get("cpu_offload") else devices[0]
+    optimizer, params = (str(device or "none").lower() for device in devices)
     stage = str(section.get("stage", section.get("zero_stage")))
-    is_there = {str(device or "none").lower() for device in devices} <= {"cpu", "none"}
-    of_states, of_weights = (str(device).lower() == "cpu" for device in devices)
-    form = (
-        _ZERO.get((int(stage), of_states, of_weights)) if stage.isdecimal() and is_there else None
-    )
+    key = (int(stage) if stage.isdecimal() else 0, optimizer == "cpu", params == "cpu")
+    form = _ZERO.get(key) if {optimizer, params} <= {"cpu", "none"} else None
     if form is None:
         raise _unknown(path.name, "deepspeed", "its stage or its offload")
     bucket = section.get("reduce_bucket_size", _ZERO_BUCKET)
