@@ -126,7 +126,7 @@ def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwa
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
-        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "a price, and no data", 2),
+        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "neither a length nor data", 2),
         (("predict", "Qwen3-8B", *ON, "--data", "none.jsonl"), "there is no none.jsonl", 2),
         (("predict", "Qwen3-8B", *ON, "--data", "{}", "--price", "cheap"), "price of cheap", 2),
         (("predict", "Qwen3-8B", *ON, "--data", "{}", "--length", "8k"), "each length", 2),

@@ -10,7 +10,6 @@ for each in found.lengths:
 ```
 """
 
-import re
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from highwater.api.prediction import predict
-from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
-from highwater.nouns.hardware import LIST_PRICE, kind_of
+from highwater.nouns.hardware import LISTED, hour_dollars_of
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import OnPhase, unheard
+from highwater.speed import cost_of
 from highwater.trials.inputs import tokenised
-from highwater.units import MOST_TOKENS
+from highwater.units import MOST_TOKENS, parse_price
 
 _USUAL = 8192
 """The shortest length that is told of data with longer documents; of others an eighth of it."""
@@ -86,10 +85,7 @@ def data_lengths(
     ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's.
     Raises HighwaterError for what cannot be read, or predicted.
     """
-    read_price = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))
-    if price is not None and read_price is None:
-        raise UsageError(f"a price of {price} an hour", hint="for example `--price 2.50`")
-    hour_price = float(read_price[1]) if read_price else None
+    hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
     folder, vocab_size = None, _BYTES
@@ -118,7 +114,6 @@ def data_lengths(
         _kept(documents, each, model if may_cost else None, hour_price, asked) for each in lengths
     )
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
-    listed = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
     return DataLengths(
         data=paths,
         tokenizer=corpus.tokenizer,
@@ -126,7 +121,7 @@ def data_lengths(
         tokens=corpus.tokens,
         longest_tokens=documents[-1],
         lengths=kept,
-        notes=(*corpus.notes, listed) if is_listed else corpus.notes,
+        notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,
     )
 
 
@@ -143,10 +138,9 @@ def _kept(
         prediction = predict(model, length=length_tokens, **asked)
         trained = prediction.answer
         if trained is not None and trained.step is not None:
-            epoch_s = kept / trained.step.tokens_per_s
-            kind = kind_of(prediction.device_name)
-            hour = price if price is not None or kind is None else kind.hour_dollars
-            epoch_price = None if hour is None else hour * prediction.gpus * epoch_s / 3600
+            hour = hour_dollars_of(prediction.device_name, price)
+            cost = cost_of(kept, trained.step, gpus=prediction.gpus, hour_dollars=hour)
+            epoch_s, epoch_price = cost.time_s, cost.dollars
     return KeptLength(
         length_tokens=length_tokens,
         documents=sum(each <= length_tokens for each in documents),
