@@ -39,7 +39,7 @@ from highwater.nouns.request import (
 )
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import FOREIGN, OURS, TRAINERS, ForeignName, foreign_name
+from highwater.nouns.trainer import FOREIGN, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
     accuracy_table,
@@ -122,23 +122,21 @@ def _of_data(arguments: argparse.Namespace) -> int:
     """Print the same with how each length is trained on GPUs, and what a pass takes there."""
     from highwater.api.data_lengths import data_lengths
 
-    if arguments.length is not None or arguments.exact or arguments.predicted_for != OURS:
-        raise UsageError(
-            "each length of the data is predicted, by formula and for our own step",
-            hint="leave `--length`, `--exact` and `--trainer` out",
-        )
+    if arguments.exact:
+        problem = "each length of the data is predicted by formula"
+        raise UsageError(problem, hint="leave `--exact` out")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     found = data_lengths(
         arguments.read_data,
         model,
+        length=arguments.length,
         price=arguments.price,
         on_phase=cache(console.talk),
-        gpus=arguments.cluster,
-        **typed_limits(arguments),
+        **typed_place(arguments),
         **settings,
     )
-    words = words_again(arguments, drop=_NOT_RECOMMENDED)
-    length = ("--length", str(found.enough.length_tokens))
+    words = words_again(arguments, drop=(*_NOT_RECOMMENDED, "--length"))
+    length = ("--length", str((found.cut or found.enough).length_tokens))
     return _say_data(arguments, found, ("highwater", "recommend", model, *words, *length))
 
 
@@ -193,7 +191,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.json:
         return console.answer_json(choice, code)
     console.answer_page(choice_answer(choice), choice_table(choice))
-    words = words_again(arguments, **{"--gpus": f"{best.gpus}x{best.device_name}"})
+    words = words_again(arguments, drop=(), **{"--gpus": f"{best.gpus}x{best.device_name}"})
     console.next_command(shlex.join(("highwater", "predict", model, *words)))
     return code
 

@@ -561,11 +561,20 @@ def _bar(size: int, largest: int) -> str:
 def data_answer(found: "DataLengths") -> str:
     """Say which length keeps nearly all of the data, what the next one does, and what they take."""
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    enough = found.enough
+    enough, cut_first = found.enough, ""
+    if found.cut is not None:
+        longer = found.documents - found.cut.documents
+        by = found.trained_by and f" that {plain(found.trained_by)}"
+        cut_first = (
+            f"{longer:,} of {counted(found.documents, 'document')} "
+            f"({longer / found.documents:.1%}) {'is' if longer == 1 else 'are'} longer than "
+            f"{'the ' * bool(by)}{format_tokens(found.cut.length_tokens)} tokens{by or ''}; cut "
+            f"there, {_of(found.cut, found)} of your tokens are left. "
+        )
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
     is_last = bool(longer and enough.trained and not longer.trained)
     said = (
-        f"{name}: {format_tokens(enough.length_tokens)} tokens"
+        f"{cut_first}{name}: {format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
         f"tokens, and {enough.documents / found.documents:.0%} of "
         f"{counted(found.documents, 'document')} whole"
