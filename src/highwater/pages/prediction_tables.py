@@ -67,6 +67,7 @@ def prediction_answer(
     ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do.
     """
     said = _answered(prediction, longest, alternatives, is_fewest=is_fewest)
+    said += _of_pairs(prediction.explained.cell)
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
@@ -163,6 +164,12 @@ def choice_table(choice: "GpuChoice") -> TextTable:
     )
 
 
+def _of_pairs(cell: Cell) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together."""
+    is_paired = cell.settings.traits.documents_together == 2
+    return " Lengths are of one sequence of a pair." if is_paired else ""
+
+
 def recommendation_answer(found: Recommendation) -> str:
     """The settings to take for a length, and who says that they fit; where none do, what would."""
     model = plain(found.model_name)
@@ -191,6 +198,7 @@ def recommendation_answer(found: Recommendation) -> str:
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
         f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
+        f"{_of_pairs(chosen.cell)}"
     )
 
 
