@@ -37,13 +37,12 @@ from highwater.engine.training.memory_profiler import divide_budget
 from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
 from highwater.model.model import load_model
-from highwater.nouns.activation_plan import HOST_SHARE, Activations
 from highwater.nouns.control_group import host_memory_bytes
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, LoraBase
-from highwater.nouns.settings import Loss, Recompute
+from highwater.nouns.settings import HOST_SHARE, Activations, Loss, Recompute
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.units import parse_bytes
 from peers import HuggingFacePeer, LigerPeer, LoraPeer

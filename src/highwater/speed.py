@@ -166,6 +166,22 @@ class PredictedStep(Record, frozen=True, kw_only=True):
         return self.step_tokens / self.time_s
 
 
+class Cost(Record, frozen=True, kw_only=True):
+    """Time and money that training on some tokens takes."""
+
+    tokens: int
+    time_s: float
+    dollars: float | None
+    """None where nobody knows what such a GPU costs."""
+
+
+def cost_of(tokens: int, step: PredictedStep, *, gpus: int, hour_dollars: float | None) -> Cost:
+    """The cost of so many tokens in such steps; ``hour_dollars``: of one GPU for an hour."""
+    time_s = tokens / step.tokens_per_s
+    dollars = None if hour_dollars is None else hour_dollars * gpus * time_s / 3600
+    return Cost(tokens=tokens, time_s=time_s, dollars=dollars)
+
+
 class _Work(NamedTuple):
     """Work of one GPU for one micro-batch."""
 

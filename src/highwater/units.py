@@ -96,6 +96,23 @@ def parse_tokens(text: str) -> int:
     return int(tokens)
 
 
+def parse_amount(text: str) -> int:
+    """Parse a number of tokens to train on, ``"500M"`` (500,000,000), ``"2B"`` or a plain count."""
+    number, unit = _split(text, what="a number of tokens", example="500M")
+    tokens = number * {"": 1, **_DECIMAL_UNITS, "b": 10**9}.get(unit, 0)
+    if not 1 <= tokens <= MOST_BYTES:
+        raise UsageError(f"{_short(text)} tokens to train on", hint="for example `--tokens 500M`")
+    return int(tokens)
+
+
+def parse_price(price: str | float | None) -> float | None:
+    """Parse the price of one GPU for an hour, ``2.5`` or ``"$2.50/h"``; None stays None."""
+    read = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))
+    if price is not None and read is None:
+        raise UsageError(f"a price of {price} an hour", hint="for example `--price 2.50`")
+    return float(read[1]) if read else None
+
+
 def parse_seconds(text: str) -> float:
     """Parse ``"2400"``, ``"40m"``, ``"1h30m"`` or ``"90s"`` to seconds; more than 0."""
     compact = text.replace(" ", "").lower()

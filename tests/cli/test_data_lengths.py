@@ -127,10 +127,10 @@ def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwa
 @pytest.mark.parametrize(
     ("words", "said", "code"),
     [
-        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "a price, and no data", 2),
+        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "neither a length nor data", 2),
         (("predict", "Qwen3-8B", *ON, "--data", "none.jsonl"), "there is no none.jsonl", 2),
         (("predict", "Qwen3-8B", *ON, "--data", "{}", "--price", "cheap"), "price of cheap", 2),
-        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--length", "8k"), "each length", 2),
+        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--exact"), "each length", 2),
         (("data", "none.jsonl"), "there is no none.jsonl", 2),
         (("data", "{}", "--model", "none"), "no model 'none'", 2),
     ],
@@ -149,3 +149,29 @@ def test_gpus_that_train_no_length_leave_what_is_counted(data):
     assert found.lengths[-1].kept_tokens == TOKENS
     with pytest.raises(HighwaterError, match="price of -1"):
         highwater.data_lengths(data, price=-1)
+
+
+def test_of_another_trainer_the_share_that_its_longest_length_cuts_comes_first(run, data):
+    words = ("--gpus", "2xRTX-4090", "--lora", "16", "--trainer", "llamafactory")
+    asked = {"gpus": "2xRTX-4090", "lora": 16, "trainer": "llamafactory"}
+    longest = highwater.predict("Qwen3-8B", **asked).answer
+    assert longest is not None
+    at = longest.capacity_tokens
+    longer = sum(each + 1 > at for each in LENGTHS)
+    done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
+    first = done.stdout.splitlines()[0]
+    assert first.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")
+    assert f"longer than the {at:,} tokens that LLaMA-Factory trains on 2 x RTX-4090; " in first
+    assert f" {kept(at) / TOKENS:.1%} of your tokens are left" in first
+    assert f"--length {at}" in done.stderr.splitlines()[-1]
+
+
+def test_a_length_that_is_named_says_what_it_cuts(run, data):
+    done = run("highwater", "predict", "Qwen3-8B", *ON, "--length", "10k", "--data", data)
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("5 of 100 documents (5.0%) are longer than 10,240 tokens; cut there, ")
+    assert f" {kept(10_240) / TOKENS:.1%} of your tokens are left" in first
+    found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", length="10k")
+    assert found.cut is not None
+    assert found.cut.trained is not None
+    assert (found.cut.kept_tokens, found.cut.documents) == (kept(10_240), 95)

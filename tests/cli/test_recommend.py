@@ -60,3 +60,31 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     assert highwater(*words, "--json").returncode == 1
     assert "--gpus" in following(done)
     assert highwater(*following(done)).returncode == 0
+
+
+def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
+    words = ("Qwen3-8B", "--gpus", "8xH100", "--length", "8k", "--objective")
+    for command in ("predict", "recommend"):
+        paired = highwater(command, *words, "dpo").stdout.splitlines()[0]
+        assert paired.endswith(" Lengths are of one sequence of a pair.")
+        assert "pair" not in highwater(command, *words, "sft").stdout.splitlines()[0]
+
+
+def test_a_trainer_that_knows_other_states_is_told_of_them_where_nothing_fits(highwater):
+    model = "mistralai/Mistral-Small-24B-Instruct-2501"
+    words = ("recommend", model, "--gpus", "8xL40S", "--trainer", "axolotl", "--length", "8k")
+    first = highwater(*words).stdout.splitlines()[0]
+    assert first.startswith("No: ")
+    assert "moments of 8 bits, which are lossy (`--optimizer adamw-8bit`)" in first
+    done = highwater(*words, "--optimizer", "adamw-8bit")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_host_that_is_nearly_full_is_not_safe(highwater):
+    words = ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "64k")
+    full = highwater(*words, "--host-memory", "1152GiB").stdout
+    roomy = highwater(*words, "--host-memory", "1400GiB").stdout
+    assert full.startswith("Likely: ")
+    assert "1104.19 GiB of host memory" in full
+    assert roomy.startswith("Yes: ")
+    assert "1104.19 GiB of host memory" in roomy

@@ -19,8 +19,7 @@ from highwater.engine.models.fill import Fill
 from highwater.engine.training.experience import forward_batch
 from highwater.engine.training.step import train_step
 from highwater.errors import ModelError, UsageError
-from highwater.nouns.activation_plan import ActivationPlan
-from highwater.nouns.settings import Settings
+from highwater.nouns.settings import ActivationPlan, Settings
 from highwater.units import GIB, MIB
 from tiny_models import SIZES, TINY, write_model
 from trial_specs import trial_in

@@ -51,11 +51,12 @@ def test_a_setting_that_stands_in_the_way_is_the_technique():
     assert recommend("Qwen3-4B", **kept, **asked).chosen
 
 
-def test_a_trainer_without_other_states_is_offered_none():
+def test_a_trainer_is_offered_the_other_states_that_it_knows():
     asked = {"model": "Qwen3-4B", "gpus": "1xA100-80GB", "length": "12k", "offload": False}
     found = recommend(**asked, trainer="trinity")
     assert found.chosen is None
-    assert not found.alternatives[-1].flags
+    assert found.alternatives[-1].flags == ("--lora", "32"), "it has no moments of 8 bits"
+    assert recommend(**asked, trainer="trinity", lora=32).chosen
     assert "--optimizer" in recommend(**{**asked, "length": "128k"}).alternatives[-1].flags
 
 

@@ -10,24 +10,25 @@ for each in found.lengths:
 ```
 """
 
-import re
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from highwater.api.prediction import predict
-from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
-from highwater.nouns.hardware import LIST_PRICE, kind_of
+from highwater.nouns.hardware import LISTED, hour_dollars_of
 from highwater.nouns.settings import Settings
+from highwater.nouns.trainer import OURS, REGISTRY
 from highwater.nouns.trial import OnPhase, unheard
+from highwater.speed import cost_of
 from highwater.trials.inputs import tokenised
-from highwater.units import MOST_TOKENS
+from highwater.units import MOST_TOKENS, parse_price, parse_tokens
 
 _USUAL = 8192
 """The shortest length that is told of data with longer documents; of others an eighth of it."""
@@ -63,6 +64,10 @@ class DataLengths(Record, frozen=True, kw_only=True):
     longest_tokens: int
     lengths: tuple[KeptLength, ...]
     """Each twice the one before; the last one keeps everything."""
+    cut: KeptLength | None = None
+    """The length that was named, or the longest that a named trainer trains; longer is cut."""
+    trained_by: str | None = None
+    """Who trains that on which GPUs; None where the length was named, or nobody trains it."""
     notes: tuple[str, ...]
 
     @property
@@ -77,19 +82,18 @@ def data_lengths(
     data: str | Sequence[str],
     model: str | None = None,
     *,
+    length: int | str | None = None,
     price: str | float | None = None,
     on_phase: OnPhase = unheard,
     **asked: Any,
 ) -> DataLengths:
     """The lengths of the documents in files, by the tokenizer of ``model``; with ``gpus`` and the
     other keywords of ``predict`` also how each length is trained, and how long one pass takes;
+    ``length`` is one of yours, and with a ``trainer`` the longest that it trains is told too;
     ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's.
     Raises HighwaterError for what cannot be read, or predicted.
     """
-    read_price = None if price is None else re.fullmatch(r"\$?(\d+(\.\d*)?)(/h)?", str(price))
-    if price is not None and read_price is None:
-        raise UsageError(f"a price of {price} an hour", hint="for example `--price 2.50`")
-    hour_price = float(read_price[1]) if read_price else None
+    hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
     folder, vocab_size = None, _BYTES
@@ -109,16 +113,19 @@ def data_lengths(
     offsets = array("q")
     offsets.frombytes(Path(corpus.directory, "offsets.bin").read_bytes())
     documents = sorted(after - before for before, after in pairwise(offsets))
-    length = _USUAL if documents[-1] > _USUAL else _USUAL // 8
-    lengths = [length]
+    lengths = [_USUAL if documents[-1] > _USUAL else _USUAL // 8]
     while lengths[-1] < documents[-1]:
         lengths.append(2 * lengths[-1])
     may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
-    kept = tuple(
-        _kept(documents, each, model if may_cost else None, hour_price, asked) for each in lengths
-    )
+    keep = partial(_kept, documents, model if may_cost else None, hour_price, asked)
+    kept = tuple(map(keep, lengths))
+    cut, trained_by = None if length is None else parse_tokens(str(length)), None
+    if cut is None and model is not None and may_cost and asked.get("trainer", OURS) != OURS:
+        longest = predict(model, **asked)
+        cut = longest.explained.capacity_tokens or None
+        title = REGISTRY[longest.trainer].title
+        trained_by = f"{title} trains on {longest.gpus} x {longest.device_name}" if cut else None
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
-    listed = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
     return DataLengths(
         data=paths,
         tokenizer=corpus.tokenizer,
@@ -126,16 +133,18 @@ def data_lengths(
         tokens=corpus.tokens,
         longest_tokens=documents[-1],
         lengths=kept,
-        notes=(*corpus.notes, listed) if is_listed else corpus.notes,
+        cut=None if cut is None else keep(cut),
+        trained_by=trained_by,
+        notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,
     )
 
 
 def _kept(
     documents: Sequence[int],
-    length_tokens: int,
     model: str | None,
     price: float | None,
     asked: dict[str, Any],
+    length_tokens: int,
 ) -> KeptLength:
     kept = sum(min(each, length_tokens) for each in documents)
     trained, epoch_s, epoch_price = None, None, None
@@ -143,10 +152,9 @@ def _kept(
         prediction = predict(model, length=length_tokens, **asked)
         trained = prediction.answer
         if trained is not None and trained.step is not None:
-            epoch_s = kept / trained.step.tokens_per_s
-            kind = kind_of(prediction.device_name)
-            hour = price if price is not None or kind is None else kind.hour_dollars
-            epoch_price = None if hour is None else hour * prediction.gpus * epoch_s / 3600
+            hour = hour_dollars_of(prediction.device_name, price)
+            cost = cost_of(kept, trained.step, gpus=prediction.gpus, hour_dollars=hour)
+            epoch_s, epoch_price = cost.time_s, cost.dollars
     return KeptLength(
         length_tokens=length_tokens,
         documents=sum(each <= length_tokens for each in documents),

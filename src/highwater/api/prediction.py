@@ -28,7 +28,7 @@ from highwater.nouns.trainer import OURS, REGISTRY, TRAINERS, TrainerName
 from highwater.nouns.trial import TrialSpec
 from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.trials.probe import gpus_meant
-from highwater.units import parse_memory, parse_tokens
+from highwater.units import parse_amount, parse_memory, parse_price, parse_tokens
 
 if TYPE_CHECKING:
     from highwater.memory.table_accuracy import TableAccuracy
@@ -44,6 +44,8 @@ def predict(
     host_memory: str | int | None = None,
     reserved: str | int = 0,
     rollout_gpus: int = 0,
+    tokens: int | str | None = None,
+    price: float | str | None = None,
     exact: bool = False,
     timeline: str | Path | None = None,
     calibrate_with: Sequence[str | Path] = (),
@@ -66,7 +68,9 @@ def predict(
     meant. ``gpu_memory`` is the memory of one, for a kind that no catalog has; ``host_memory`` the
     machine's: without it what a machine with such GPUs usually has; ``reserved`` what others take
     of each GPU. ``rollout_gpus`` of the GPUs are a rollout's own, and ``rollout="vllm"`` says what
-    vLLM takes there, or on the same GPUs. ``settings`` are the fields of ``Request`` that name a
+    vLLM takes there, or on the same GPUs. ``cost`` of the answer is the time and money of
+    ``tokens``, ``"500M"``, by default a million where there is a ``price`` of a GPU and hour, by
+    default the catalog's. ``settings`` are the fields of ``Request`` that name a
     trial, a grid of lengths or a rollout. Nothing is trained.
 
     By formula: milliseconds, no torch. ``exact`` traces the engine's own steps on fake tensors, in
@@ -130,8 +134,10 @@ def predict(
         )
         said += of_studies
     known = calibration_of(question, trainer, method=method, own=own)
+    hour_price = parse_price(price)
+    amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    told |= {"notes": (*said, *notes)}
+    told |= {"notes": (*said, *notes), "amount": amount, "price": hour_price}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
         return answered(predict_by_formula(question, memory_limit, trainer, known))

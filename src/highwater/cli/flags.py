@@ -174,7 +174,17 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         rung_field="length",
     )
     cluster: str | None = _flag(
-        _ELSEWHERE, None, f"for example 4xA100-80GB, {_GPUS}", name="gpus", metavar=_KIND
+        _ELSEWHERE,
+        None,
+        f"for example 4xA100-80GB, {_GPUS}",
+        name="gpus",
+        metavar=_KIND,
+        helps={
+            "predict": f"for example 4xA100-80GB, {_GPUS}; with --length H100 alone asks for the "
+            "fewest, and A100-80GB,H100,B200 for the cheapest",
+            "recommend": f"for example 4xA100-80GB, {_GPUS}; how many, and which kind, says "
+            "`predict`",
+        },
     )
     clusters: _Texts = _flag(
         "guide",
@@ -264,11 +274,14 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="data",
         metavar="FILE",
     )
+    tokens: str | None = _flag(
+        "predict", None, "with --length: what training on so many takes, for example 500M"
+    )
     price: str | None = _flag(
         "predict",
         None,
-        "dollars of one GPU for an hour, 2.50: with --data what a pass costs; default: a list "
-        "price of the catalog, whose date is told",
+        "dollars of one GPU for an hour, 2.50: what a million tokens cost, --tokens or a pass over "
+        "--data; default: a list price of the catalog, whose date is told",
     )
     all_: bool = _flag(
         "predict", False, "every setting, also those that gain nothing", SWITCH, name="all"

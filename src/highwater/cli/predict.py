@@ -4,7 +4,7 @@ prediction scores.
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -25,8 +25,9 @@ from highwater.cli.flags import (
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
+from highwater.nouns.cluster import has_count, kinds_named
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.hardware import runs_trials
+from highwater.nouns.hardware import LISTED, runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import (
     DECLARED,
@@ -38,11 +39,13 @@ from highwater.nouns.request import (
 )
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
-from highwater.nouns.trainer import FOREIGN, OF_OTHERS, OURS, TRAINERS, ForeignName, foreign_name
+from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.prediction_tables import (
     accuracy_table,
     assumed_host,
+    choice_answer,
+    choice_table,
     data_answer,
     data_table,
     prediction_answer,
@@ -66,20 +69,37 @@ def predict(arguments: argparse.Namespace) -> int:
         return _against(arguments)
     if arguments.read_data:
         return _of_data(arguments)
-    if arguments.price is not None:
-        raise UsageError("a price, and no data to train on", hint="add `--data data.jsonl`")
-    prediction = _predicted(arguments)
+    kinds = kinds_named(arguments.cluster)
+    if len(kinds) > 1:
+        return _of_kinds(arguments, kinds)
+    is_priced = arguments.price is not None or arguments.tokens is not None
+    if is_priced and arguments.length is None:
+        problem = "a price of training, and neither a length nor data"
+        raise UsageError(problem, hint="add `--length 32k` or `--data data.jsonl`")
+    is_counted = arguments.length is None or arguments.exact or all(map(has_count, kinds))
+    if is_counted:
+        prediction = _predicted(arguments)
+    else:
+        from highwater.api.gpu_choice import fewest_gpus
+
+        prediction = _predicted(arguments, fewest_gpus)
+        gpus = prediction.gpus + arguments.rollout_gpus
+        arguments.cluster = f"{gpus}x{arguments.cluster}"
     limit = prediction.memory_limit
     is_said = prediction.answer is not None  # which says what host memory is taken for there
     is_bound = not is_said and any(cell.binding == "host" for cell in prediction.cells)
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
-    console.notes((*told_notes(arguments, prediction.notes), *host))
+    cost = prediction.cost
+    is_listed = cost is not None and cost.dollars is not None and arguments.price is None
+    console.notes((*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed)))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code)
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
-        prediction_answer(prediction, longest=longest, alternatives=would_fit),
+        prediction_answer(
+            prediction, longest=longest, alternatives=would_fit, is_fewest=not is_counted
+        ),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -102,23 +122,21 @@ def _of_data(arguments: argparse.Namespace) -> int:
     """Print the same with how each length is trained on GPUs, and what a pass takes there."""
     from highwater.api.data_lengths import data_lengths
 
-    if arguments.length is not None or arguments.exact or arguments.predicted_for != OURS:
-        raise UsageError(
-            "each length of the data is predicted, by formula and for our own step",
-            hint="leave `--length`, `--exact` and `--trainer` out",
-        )
+    if arguments.exact:
+        problem = "each length of the data is predicted by formula"
+        raise UsageError(problem, hint="leave `--exact` out")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     found = data_lengths(
         arguments.read_data,
         model,
+        length=arguments.length,
         price=arguments.price,
         on_phase=cache(console.talk),
-        gpus=arguments.cluster,
-        **typed_limits(arguments),
+        **typed_place(arguments),
         **settings,
     )
-    words = words_again(arguments, drop=_NOT_RECOMMENDED)
-    length = ("--length", str(found.enough.length_tokens))
+    words = words_again(arguments, drop=(*_NOT_RECOMMENDED, "--length"))
+    length = ("--length", str((found.cut or found.enough).length_tokens))
     return _say_data(arguments, found, ("highwater", "recommend", model, *words, *length))
 
 
@@ -151,13 +169,45 @@ def _instead(
     return longest, what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
 
 
-def _predicted(arguments: argparse.Namespace) -> Prediction:
+def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
+    """Print which of several kinds of GPUs train a length for the least money."""
+    from highwater.api.gpu_choice import cheapest_gpus
+
+    if arguments.length is None:
+        problem = f"GPUs of {len(kinds)} kinds are compared at one length"
+        raise UsageError(problem, hint="add `--length 32k`, or name one kind")
+    for name in ("exact", "timeline", "calibrate", "constants", "tokens"):
+        if getattr(arguments, name):
+            hint = f"leave `{flag_of(name)}` out, or name one kind"
+            raise UsageError(
+                "kinds of GPUs are compared by formula, a million tokens each", hint=hint
+            )
+    model, settings = named_model(arguments, [], example=_EXAMPLE)
+    place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
+    choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
+    console.notes(told_notes(arguments, choice.notes))
+    best = choice.offers[0]
+    code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
+    if arguments.json:
+        return console.answer_json(choice, code)
+    console.answer_page(choice_answer(choice), choice_table(choice))
+    words = words_again(arguments, drop=(), **{"--gpus": f"{best.gpus}x{best.device_name}"})
+    console.next_command(shlex.join(("highwater", "predict", model, *words)))
+    return code
+
+
+def _predicted(
+    arguments: argparse.Namespace, ask: Callable[..., Prediction] = predicted
+) -> Prediction:
     """The prediction that was asked for."""
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
+    model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
-    return predicted(
+    return ask(
         model,
         length=arguments.length,
+        tokens=arguments.tokens,
+        price=arguments.price,
         exact=arguments.exact,
         timeline=arguments.timeline,
         calibrate_with=arguments.calibrate,

@@ -19,7 +19,7 @@ from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.objective import OPTIMIZERS, Rollout
 from highwater.nouns.study import Cell, Risk, default_headroom_bytes
 from highwater.nouns.trainer import TrainerName
-from highwater.speed import PredictedStep
+from highwater.speed import Cost, PredictedStep
 
 Binding = Literal["device", "host", "rollout", "ceiling"]
 """The reason why no longer length fits: a GPU's memory, the host's, a rollout engine's cache, or
@@ -137,6 +137,8 @@ class Prediction(Record, frozen=True, kw_only=True):
     asked about, or steps were traced."""
     yarn_factor: float | None = None
     """Times that YaRN stretches positions at the longest length; None: it does not."""
+    cost: Cost | None = None
+    """What training at the length takes, where somebody asked and the answer's speed is known."""
     method: PredictionMethod = "formula"
     accuracy: str
     calibration: Calibration | None = None

@@ -23,7 +23,7 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.trace.replay import Alive, Replayed
-from highwater.nouns.study import Cell, Question, risk_of
+from highwater.nouns.study import HOST_KEPT, Cell, Question, risk_of
 
 Asked = Literal["everything", "longest", "fit"]
 """What is asked of a cell: all that is known; the longest length with its headroom; or that only
@@ -292,7 +292,7 @@ def _told(
         around = interval(used_bytes, factors)
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
         around = msgspec.structs.replace(around, high_bytes=high)
-    headroom_bytes = limit_bytes - needed_bytes
+    headroom_bytes, host_bytes = limit_bytes - needed_bytes, formula.memory_limit.host_bytes
     rollout_lacks_bytes = footprint.lacks_for_rollout_bytes
     lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
     lacks_bytes = max(lacks_bytes, rollout_lacks_bytes)
@@ -311,6 +311,8 @@ def _told(
             pessimistic_bytes=high_bytes,
             device_bytes=limit_bytes,
             whole_bytes=question.device_total_bytes,
+            is_host_nearly_full=formula.cell.settings.uses_host
+            and not footprint.fits_host(host_bytes and int(HOST_KEPT * host_bytes)),
         ),
         replayed=replayed,
         interval=around,

@@ -24,14 +24,20 @@ from highwater.model.rope import yarn
 from highwater.nouns.cells import heads_obstacle, ring_obstacle, simplicity
 from highwater.nouns.cluster import Cluster
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
-from highwater.nouns.hardware import THIS_MACHINE, Machine, default_host, runs_trials
+from highwater.nouns.hardware import (
+    THIS_MACHINE,
+    Machine,
+    default_host,
+    hour_dollars_of,
+    runs_trials,
+)
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
-from highwater.speed import BASIS_IN_WORDS, MEASURED, predicted_step, rates_of
+from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
 WIDE_HEADS_NOTE = (
@@ -232,6 +238,7 @@ def prediction_of(
     is_one_length = told["length_tokens"] is not None
     cells, native = with_frontier(question, cells, is_one_length=is_one_length), None
     replayed, notes = sum(cell.replayed is not None for cell in cells), told.pop("notes")
+    amount, price = told.pop("amount", None), told.pop("price", None)
     if told["method"] == "trace":
         known = TRACED_ACCURACY
     else:
@@ -259,7 +266,12 @@ def prediction_of(
     best = found.explained
     reach, rope = best.capacity_tokens or best.likely_edge_tokens, best.cell.settings.rope
     scaled = yarn(question.model, length_tokens=reach, rope=rope)
-    return msgspec.structs.replace(found, yarn_factor=scaled and scaled.factor)
+    found = msgspec.structs.replace(found, yarn_factor=scaled and scaled.factor)
+    if amount is None or found.answer is None or best.step is None:
+        return found
+    hour = hour_dollars_of(where.device_name, price)
+    cost = cost_of(amount, best.step, gpus=where.gpus, hour_dollars=hour)
+    return msgspec.structs.replace(found, cost=cost)
 
 
 _GAIN = 1.2

@@ -180,6 +180,17 @@ def names_no_kind(text: str) -> bool:
     return re.fullmatch(r"\s*\d+(?:\s*[xX×*]\s*\d+)?\s*", text) is not None
 
 
+def kinds_named(text: str | None) -> tuple[str, ...]:
+    """Each of the GPUs that a text names: ``A100`` and ``8xH100`` of ``A100,8xH100``."""
+    return () if text is None else tuple(filter(None, re.split(r"\s*[,+]\s*", text.strip())))
+
+
+def has_count(text: str) -> bool:
+    """True if a text says how many GPUs, or names none of a kind: ``A100`` does neither."""
+    named = _parse(text)
+    return named.kind is None or named.gpus is not None
+
+
 def refuse_small_gpu(memory_bytes: int) -> None:
     """Raise UsageError for a memory that no GPU has."""
     if memory_bytes < _LEAST_BYTES:
@@ -272,7 +283,7 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
             hint = f"name what tensors may take: `--gpus {gpus} --gpu-memory {size}`"
             raise UsageError(f"{name} {why}", hint=hint)
     counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
-    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus or 1
+    gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus
     asked = named._replace(gpus=gpus)
     if found is None:
         near = _near(name)
@@ -352,7 +363,10 @@ def _meant(kind: GpuKind | None, asked: _Named, gpu_memory_bytes: int | None, na
     """A hint to type: the kind, or the memory where no kind is meant; ``name`` was typed."""
     if gpu_memory_bytes is None and kind is not None and kind.usable_bytes is not None:
         alike = [each for each in gpu_catalog() if _family(each.name) == _family(name)] or [kind]
-        named = (_typed(asked.gpus or 1, each.name, machines=asked.machines) for each in alike)
+        named = (
+            _typed(asked.gpus, each.name, machines=asked.machines) if asked.gpus else each.name
+            for each in alike
+        )
         return f"use {' or '.join(f'`--gpus {each}`' for each in named)}"
     gpus = f"--gpus {_typed(asked.gpus or 1, None, machines=asked.machines)} "
     if gpu_memory_bytes is not None:

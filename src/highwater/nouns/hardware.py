@@ -56,6 +56,9 @@ LIST_PRICE = "RunPod's list price (Secure Cloud) of 2026-09-25"
 https://github.com/tgarg01/silybench-data, derived/csv/gpu_prices.csv."""
 
 
+LISTED = f"dollars are by {LIST_PRICE}; `--price 2.50` names another for a GPU and hour"
+
+
 class Gpu(Record, frozen=True, kw_only=True):
     """One GPU of this machine, as its driver reports it."""
 
@@ -121,6 +124,12 @@ def kind_of(driver_name: str) -> GpuKind | None:
     words = driver_name.lower().replace("-", " ").split()
     matches = [kind for kind in gpu_catalog() if all(word in words for word in kind.match.split())]
     return max(matches, key=lambda kind: len(kind.match), default=None)
+
+
+def hour_dollars_of(driver_name: str, price: float | None = None) -> float | None:
+    """The price of one such GPU for an hour: the one that was named, or else the catalog's."""
+    kind = kind_of(driver_name)
+    return price if price is not None or kind is None else kind.hour_dollars
 
 
 def kind_name(driver_name: str) -> str:

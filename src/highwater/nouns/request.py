@@ -10,7 +10,6 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
-from highwater.nouns.activation_plan import Activations
 from highwater.nouns.cluster import card_memory
 from highwater.nouns.declaration import (
     IN_A_STEP,
@@ -42,7 +41,7 @@ from highwater.nouns.environment import SETTING, Profiling, loose_profiling
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters, out_of_range
 from highwater.nouns.layout import Device
 from highwater.nouns.objective import TRAITS, RolloutRequest
-from highwater.nouns.settings import RUNG_ROWS, Allocator, Loss, Offload, Settings
+from highwater.nouns.settings import RUNG_ROWS, Activations, Allocator, Loss, Offload, Settings
 from highwater.nouns.study import Cell, Method, Proof
 from highwater.nouns.trainer import (
     BY_COMMAND,

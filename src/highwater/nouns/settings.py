@@ -7,7 +7,7 @@ from typing import Literal
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
-from highwater.nouns.activation_plan import ActivationPlan, Activations
+from highwater.nouns.codec import Record
 from highwater.nouns.declaration import (
     IN_A_STEP,
     MOST_SEQUENCES,
@@ -54,6 +54,9 @@ Offload = bool | Literal["states"]
 DeepSpeed = Literal[
     "none", "zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload"
 ]
+Activations = Literal["gpu", "host"]
+HOST_SHARE = 0.85
+"""Share of a machine's memory, or of its control group's, that activations may take."""
 
 TRAINED_OTHERWISE = ("lora", "lora_base", "optimizer")
 """Fields after which something else is learned, which a guide can be asked for."""
@@ -67,6 +70,25 @@ PATTERN_FIELDS = (
     "global_tokens",
 )
 """Fields of a pattern, which have the same names in a rung."""
+
+
+class ActivationPlan(Record, frozen=True, kw_only=True):
+    """Where the activations of so many layers lie; layers count from 0."""
+
+    layers: int
+    layers_on_gpu: int
+    """The last layers, whose activations stay on the GPU; all of them without host memory."""
+
+    @property
+    def layers_on_host(self) -> int:
+        """The first layers, whose activations leave for the host."""
+        return max(0, self.layers - self.layers_on_gpu)
+
+    def first_on_gpu(self, layer: int) -> int:
+        """The first layer whose activations are on the GPU while ``layer`` goes backward: with host
+        memory the one before it, whose are on their way back.
+        """
+        return max(0, min(layer - 1, self.layers_on_host)) if self.layers_on_host else 0
 
 
 class Settings(DeclaredRecord, frozen=True, kw_only=True):

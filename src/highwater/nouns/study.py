@@ -483,12 +483,14 @@ the pessimistic end of the interval is below the GPU's memory; ``likely``: that 
 ``tight``: only the prediction itself is, and a trial has to tell."""
 
 RISK_IN_WORDS = (
-    "safe: 2 GiB or 3 % of a GPU, whichever is more, is left free, and even the pessimistic end of "
-    "the prediction fits; likely: that end fits; tight: only the prediction itself fits, so that a "
-    "trial has to tell"
+    "safe: 2 GiB or 3 % of a GPU, whichever is more, and 5 % of host memory are left free, and "
+    "even the pessimistic end of the prediction fits; likely: that end fits; tight: only the "
+    "prediction itself fits, so that a trial has to tell"
 )
 _LEAST_BYTES = 2 * GIB
 _SHARE = 3, 100
+HOST_KEPT = 0.95
+"""Share of host memory up to which states and activations there may be safe: others run there."""
 _MOST_SHARE = 8
 """On a GPU with less than 16 GiB, an eighth is left free: 2 GiB would be much of it."""
 
@@ -500,7 +502,12 @@ def default_headroom_bytes(device_bytes: int) -> int:
 
 
 def risk_of(
-    *, headroom_bytes: int, pessimistic_bytes: int, device_bytes: int, whole_bytes: int | None
+    *,
+    headroom_bytes: int,
+    pessimistic_bytes: int,
+    device_bytes: int,
+    whole_bytes: int | None,
+    is_host_nearly_full: bool = False,
 ) -> Risk | None:
     """The risk of a length that leaves ``headroom_bytes`` by the prediction itself, and needs
     ``pessimistic_bytes`` by its upper end; None where not even the prediction fits.
@@ -511,4 +518,4 @@ def risk_of(
     if pessimistic_bytes > device_bytes:
         return "tight"
     kept_bytes = default_headroom_bytes(whole_bytes or device_bytes)
-    return "safe" if headroom_bytes >= kept_bytes else "likely"
+    return "safe" if headroom_bytes >= kept_bytes and not is_host_nearly_full else "likely"

@@ -44,6 +44,7 @@ from highwater.units import (
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
+    from highwater.api.gpu_choice import GpuChoice
 
 _LACKS = {
     "device": "of each GPU",
@@ -59,17 +60,27 @@ def prediction_answer(
     *,
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
+    is_fewest: bool = False,
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
     nothing fits it says what would: ``longest`` is the prediction without that length, and
-    ``alternatives`` are what else was found.
+    ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do.
     """
-    said = _answered(prediction, longest, alternatives)
+    said = _answered(prediction, longest, alternatives, is_fewest=is_fewest)
+    said += _of_pairs(prediction.explained.cell)
+    if (cost := prediction.cost) is not None:
+        money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
+        many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
+        said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
     return said if prediction.memory_limit.rollout is None else f"{said} {ON_PAPER}"
 
 
 def _answered(
-    prediction: Prediction, longest: Prediction | None, alternatives: Sequence[Alternative]
+    prediction: Prediction,
+    longest: Prediction | None,
+    alternatives: Sequence[Alternative],
+    *,
+    is_fewest: bool,
 ) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
@@ -87,8 +98,10 @@ def _answered(
         return f"with {how}: {figures}"
 
     if asked is not None:
-        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
-        return f"{first} on {where} {trained(answer, asked)}. {by}."
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens on {where}"
+        if is_fewest and prediction.gpus > 1:
+            first = f"{where} train {model} at {format_tokens(asked)} tokens, the fewest that do,"
+        return f"{first} {trained(answer, asked)}. {by}."
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
     if simplest is None:
@@ -101,6 +114,60 @@ def _answered(
         fails = answer.does_not_fit_tokens
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
     return f"{said} The longest is {reach} {trained(answer, tokens)}.{_beside(prediction, answer)}"
+
+
+def choice_answer(choice: "GpuChoice") -> str:
+    """Say which GPUs train a length for the least money, or are the fewest where nobody knows."""
+    best, model = choice.offers[0], plain(choice.model_name)
+    tokens = f"{format_tokens(choice.length_tokens)} tokens"
+    if best.trained is None:
+        kinds = listed([each.device_name for each in choice.offers])
+        return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
+    settings, layout = best.trained.cell.settings, best.trained.cell.layout
+    is_scaled = choice.length_tokens > choice.native_length_tokens
+    how = settings_in_words(settings, layout, is_scaled=is_scaled)
+    figures = _figures(
+        best.trained, host_memory_bytes=best.host_memory_bytes, usual_host=best.usual_host
+    )
+    which, dollars = "fewest", ""
+    if best.million_dollars is not None:
+        which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
+    return (
+        f"{best.gpus} x {plain(best.device_name)} are the {which} of these to train {model} at "
+        f"{tokens}{dollars}, with {how}: {figures}. Predicted."
+    )
+
+
+def choice_table(choice: "GpuChoice") -> TextTable:
+    """A row for each kind of GPUs, the cheapest first."""
+    trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
+    return table_of(
+        f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
+        f"{trained and f', {trained}'}: predicted by formula",
+        choice.offers,
+        ("GPUs", lambda each: f"{each.gpus} x {plain(each.device_name)}"),
+        ("fewest", lambda each: str(each.fewest_gpus or "-")),
+        (
+            "dollars, 1M",
+            lambda e: "-" if e.million_dollars is None else f"{e.million_dollars:,.2f}",
+        ),
+        ("tokens/s", "trained.step.tokens_per_s"),
+        ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
+        (
+            "settings",
+            lambda e: short_settings(e.trained.cell.settings, but=trained) if e.trained else "none",
+        ),
+        names=1,
+        footnotes=(
+            "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
+        ),
+    )
+
+
+def _of_pairs(cell: Cell) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together."""
+    is_paired = cell.settings.traits.documents_together == 2
+    return " Lengths are of one sequence of a pair." if is_paired else ""
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -131,6 +198,7 @@ def recommendation_answer(found: Recommendation) -> str:
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
         f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
+        f"{_of_pairs(chosen.cell)}"
     )
 
 
@@ -501,11 +569,20 @@ def _bar(size: int, largest: int) -> str:
 def data_answer(found: "DataLengths") -> str:
     """Say which length keeps nearly all of the data, what the next one does, and what they take."""
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    enough = found.enough
+    enough, cut_first = found.enough, ""
+    if found.cut is not None:
+        longer = found.documents - found.cut.documents
+        by = found.trained_by and f" that {plain(found.trained_by)}"
+        cut_first = (
+            f"{longer:,} of {counted(found.documents, 'document')} "
+            f"({longer / found.documents:.1%}) {'is' if longer == 1 else 'are'} longer than "
+            f"{'the ' * bool(by)}{format_tokens(found.cut.length_tokens)} tokens{by or ''}; cut "
+            f"there, {_of(found.cut, found)} of your tokens are left. "
+        )
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
     is_last = bool(longer and enough.trained and not longer.trained)
     said = (
-        f"{name}: {format_tokens(enough.length_tokens)} tokens"
+        f"{cut_first}{name}: {format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
         f"tokens, and {enough.documents / found.documents:.0%} of "
         f"{counted(found.documents, 'document')} whole"

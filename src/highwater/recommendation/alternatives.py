@@ -171,8 +171,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
     if TRAINERS[goal.trainer].knows_every_setting and goal.settings.get("micro_batches") != 1:
         one = replace(goal, settings={**goal.settings, "micro_batches": 1})
         yield "one micro-batch a step", ("--micro-batches", "1"), (), one
-    if TRAINERS[goal.trainer].knows_every_setting:
-        yield from _other_trainings(goal)
+    yield from _other_trainings(goal)
 
 
 def _rollouts(goal: Goal) -> Iterator[_Change]:
@@ -207,7 +206,10 @@ def _other_trainings(goal: Goal) -> Iterator[_Change]:
         rank = goal.settings.get("lora", _LORA_RANK)
         what = f"QLoRA, which is lossy: adapters of rank {rank} beside a frozen model in 4 bits"
         others.append((what, {"lora": rank, "lora_base": "nf4"}))
+    traits = TRAINERS[goal.trainer]
     for what, settings in others:
+        if traits.refused([*settings]):
+            continue
         changed = replace(goal, settings={**goal.settings, **settings})
         yield what, tuple(words_of(settings)), (), changed
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from highwater.errors import ModelError
-from highwater.nouns.activation_plan import HOST_SHARE
+from highwater.nouns.settings import HOST_SHARE
 from highwater.units import format_bytes
 
 ContextFunction = Callable[["Kept"], tuple[Any, Any]]

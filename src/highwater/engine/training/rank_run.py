@@ -58,9 +58,8 @@ from highwater.engine.training.step import (
 from highwater.errors import UsageError
 from highwater.model.footprint import host_state_bytes
 from highwater.model.model import load_model
-from highwater.nouns.activation_plan import HOST_SHARE
 from highwater.nouns.control_group import host_memory_bytes
-from highwater.nouns.settings import Loss
+from highwater.nouns.settings import HOST_SHARE, Loss
 from highwater.nouns.trial import MemoryBudget, OnPhase, RankReport, Save, TrialSpec
 from highwater.version import __version__
 

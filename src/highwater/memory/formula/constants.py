@@ -11,11 +11,10 @@ import msgspec
 
 from highwater.model.footprint import pinned_state_bytes, staged_gradient_bytes
 from highwater.model.model import ModelShape
-from highwater.nouns.activation_plan import HOST_SHARE
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import CUBLAS_WORKSPACES, NCCL_ALL_TO_ALL, NCCL_GROUP, Constants
 from highwater.nouns.layout import Layout
-from highwater.nouns.settings import Settings
+from highwater.nouns.settings import HOST_SHARE, Settings
 from highwater.nouns.trial import Device
 from highwater.units import GIB, MIB
 

@@ -17,12 +17,12 @@ from highwater.memory.formula.formula import (
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
 from highwater.model.model import ModelShape
-from highwater.nouns.activation_plan import Activations
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import EventLog
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Objective, OptimizerName
 from highwater.nouns.settings import (
+    Activations,
     Allocator,
     AttentionMethod,
     Loss,

@@ -1,0 +1,143 @@
+"""GPU choice: the fewest GPUs of a kind that train a length, and of several kinds those that train
+it for the least money.
+
+```python
+import highwater
+
+choice = highwater.cheapest_gpus("Qwen3.5-27B", gpus=["A100", "H100", "B200"], length="256k")
+for each in choice.offers:
+    print(each.gpus, each.device_name, each.million_dollars)
+```
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from highwater.api.prediction import predict
+from highwater.errors import UsageError
+from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.nouns.cluster import has_count
+from highwater.nouns.codec import Record
+from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.speed import cost_of
+from highwater.units import parse_price
+
+_COUNTS = (1, 2, 4, 8)
+"""GPUs of a machine: more are of several, which hold copies of what one of them holds."""
+
+
+class Offer(Record, frozen=True, kw_only=True):
+    """GPUs of one kind, and the fastest settings that train the length on them."""
+
+    device_name: str
+    gpus: int
+    """As many as train it for the least money; of those that do not train it the most tried."""
+    fewest_gpus: int | None = None
+    """The fewest that train it; None: none that was tried does."""
+    trained: CellPrediction | None = None
+    host_memory_bytes: int | None = None
+    usual_host: str | None = None
+    """The machine whose host memory is taken, where nobody said how much there is."""
+    million_dollars: float | None = None
+    """Dollars of a million tokens; None: nobody knows the price, or the speed."""
+
+
+class GpuChoice(Record, frozen=True, kw_only=True):
+    """Several kinds of GPUs for one length, the cheapest first."""
+
+    schema_version: int = 1
+    model_name: str
+    native_length_tokens: int
+    trainer: str
+    length_tokens: int
+    offers: tuple[Offer, ...]
+    notes: tuple[str, ...]
+
+
+def fewest_gpus(model: str, *, gpus: str, length: int | str, **asked: Any) -> Prediction:
+    """The prediction of the fewest GPUs of a kind, ``"H200"``, that train ``length``: of 1, 2, 4 or
+    8, and of 8 where none does. The other keywords are those of ``predict``.
+    """
+    tried = []
+    for each in _by_count(model, gpus, length=length, **asked):
+        tried.append(each)
+        if any(cell.capacity_tokens for cell in each.cells):
+            break
+    return tried[-1]
+
+
+def cheapest_gpus(
+    model: str,
+    *,
+    gpus: Sequence[str],
+    length: int | str,
+    price: str | float | None = None,
+    **asked: Any,
+) -> GpuChoice:
+    """Of kinds of GPUs, ``("A100", "8xH100")``, what a million tokens of ``length`` cost on each:
+    of a kind without a number on 1, 2, 4 or 8, whichever is cheapest. ``price`` is that of a GPU
+    and hour, or one for each kind, ``"1.59,3.49"``; by default the catalog's. The other keywords
+    are those of ``predict``. Raises HighwaterError for what cannot be asked.
+    """
+    prices = [parse_price(each) for each in str(price).split(",")] if price is not None else [None]
+    if len(prices) not in (1, len(gpus)):
+        problem = f"{len(prices)} prices, and {len(gpus)} kinds of GPUs"
+        raise UsageError(problem, hint="give one for each, `--price 1.59,3.49`, or none")
+    tried = [list(_by_count(model, kind, length=length, **asked)) for kind in gpus]
+    offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
+    notes = [note for each in tried for prediction in each for note in prediction.notes]
+    known = tried[0][0]
+    return GpuChoice(
+        model_name=known.model_name,
+        native_length_tokens=known.native_length_tokens,
+        trainer=known.trainer,
+        length_tokens=known.length_tokens or 0,
+        offers=tuple(sorted(offers, key=_place)),
+        notes=tuple(dict.fromkeys([*notes, *([LISTED] if price is None else [])])),
+    )
+
+
+def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
+    """The predictions of a kind's numbers of GPUs, the fewest first; or of the number that a text
+    has.
+    """
+    if has_count(gpus):
+        yield predict(model, gpus=gpus, **asked)
+        return
+    first, *more = (n for n in _COUNTS if n > asked.get("rollout_gpus", 0))
+    yield predict(model, gpus=gpus if first == 1 else f"{first}x{gpus}", **asked)
+    with suppress(UsageError):  # more GPUs may need a word that one does not: copies of NF4
+        for each in more:
+            yield predict(model, gpus=f"{each}x{gpus}", **asked)
+
+
+def _place(offer: Offer) -> tuple[float, ...]:
+    """Sort key: what trains it for known dollars, then without, and what does not at the end."""
+    dollars = offer.million_dollars
+    return (offer.trained is None, dollars is None, round(dollars or 0.0, 2), offer.gpus)
+
+
+def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
+    """The cheapest of a kind's predictions, in cents, then of the fewest GPUs; each by its fastest
+    settings.
+    """
+    offers: list[Offer] = []
+    for each in tried:
+        fitting = [cell for cell in each.cells if cell.capacity_tokens]
+        best = max(fitting, key=lambda c: c.step.tokens_per_s if c.step else 0.0, default=None)
+        fewest = offers[0].gpus if offers else each.gpus
+        price = hour_dollars_of(each.device_name, hour)
+        offer = Offer(
+            device_name=each.device_name,
+            gpus=each.gpus,
+            fewest_gpus=fewest if best else None,
+            trained=best,
+            host_memory_bytes=each.memory_limit.host_bytes,
+            usual_host=each.memory_limit.usual_host,
+            million_dollars=best
+            and best.step
+            and cost_of(10**6, best.step, gpus=each.gpus, hour_dollars=price).dollars,
+        )
+        offers += [offer] if best or each is tried[-1] else []
+    return min(offers, key=_place)

@@ -1,0 +1,165 @@
+"""How many GPUs train a length, which kind does for the least money, and what training costs."""
+
+import json
+
+import pytest
+from conftest import following, refusal
+
+import highwater
+from highwater.errors import HighwaterError
+from highwater.nouns.hardware import gpu_catalog
+
+KINDS = ("A100-80GB", "H100", "RTX-4090", "H20")
+LENGTH = ("--length", "64k")
+
+
+def fits(model: str, gpus: str, **asked: object) -> bool:
+    cells = highwater.predict(model, gpus=gpus, **asked).cells  # type: ignore[arg-type]
+    return any(each.capacity_tokens for each in cells)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [("L40S", "32k"), ("RTX-4090", "4k"), ("A100-80GB", "128k"), ("H100", "8k")]
+)
+def test_a_kind_without_a_number_is_answered_by_the_fewest_that_train_the_length(kind, length):
+    found = highwater.fewest_gpus("Qwen3-8B", gpus=kind, length=length)
+    here = {n: fits("Qwen3-8B", f"{n}x{kind}", length=length) for n in (1, 2, 4, 8)}
+    first = next((n for n, is_fit in here.items() if is_fit), 8)
+    assert found.gpus == first
+    alone = highwater.predict("Qwen3-8B", gpus=f"{first}x{kind}", length=length)
+    assert found.cells == alone.cells
+
+
+def test_the_first_line_says_how_many(highwater):
+    lora = ("--lora", "16", "--lora-targets", "q_proj,k_proj,v_proj,o_proj")
+    done = highwater("predict", "gpt-oss-120b", "--gpus", "H200", "--length", "32k", *lora)
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("2 x H200-141GB train gpt-oss-120b at 32,768 tokens, the fewest that ")
+    document = json.loads(
+        highwater(
+            "predict", "gpt-oss-120b", "--gpus", "H200", *lora, "--length", "32k", "--json"
+        ).stdout
+    )
+    assert document["gpus"] == 2
+    one = highwater("predict", "gpt-oss-120b", "--gpus", "1xH200", "--length", "32k", *lora)
+    assert one.returncode == 1, "a number is not changed"
+    assert "What would fit: 2 x H200-141GB" in one.stdout
+
+
+def test_where_no_number_trains_it_the_most_that_was_tried_is_named(highwater):
+    done = highwater("predict", "Llama-3.1-405B", "--gpus", "H100", "--length", "8k")
+    assert done.returncode == 1
+    assert "does not train at 8,192 tokens on 8 x H100-80GB" in done.stdout.splitlines()[0]
+    assert "--gpus 8xH100 " in done.stderr.splitlines()[-1]
+
+
+def test_a_model_in_four_bits_is_asked_about_on_one_gpu_alone(highwater):
+    words = ("--gpus", "RTX-4090", "--length", "8k", "--lora", "16", "--lora-base", "nf4")
+    done = highwater("predict", "Qwen3-8B", *words)
+    assert done.returncode == 0, done.stderr
+    assert "on 1 x RTX-4090 " in done.stdout.splitlines()[0]
+
+
+def test_of_several_kinds_the_cheapest_comes_first_by_the_catalogs_prices():
+    choice = highwater.cheapest_gpus("Qwen3-8B", gpus=KINDS, length="64k")
+    by_kind = {each.device_name: each for each in choice.offers}
+    assert {*by_kind} == {"A100-80GB", "H100-80GB", "RTX-4090", "H20-96GB"}
+    dollars = [each.million_dollars for each in choice.offers]
+    known = [each for each in dollars if each is not None]
+    assert known == sorted(known)
+    assert len(known) == 2
+    assert dollars[:2] == known, "what trains for known dollars comes first"
+    prices = {each.name: each.hour_dollars for each in gpu_catalog()}
+    for name in ("A100-80GB", "H100-80GB"):
+        offer = by_kind[name]
+        assert offer.trained is not None
+        assert offer.trained.step is not None
+        hours = 1e6 / offer.trained.step.tokens_per_s / 3600
+        assert offer.million_dollars == pytest.approx(hours * offer.gpus * prices[name])
+        every = []
+        for gpus in (1, 2, 4, 8):
+            cells = highwater.predict("Qwen3-8B", gpus=f"{gpus}x{name}", length="64k").cells
+            speeds = [c.step.tokens_per_s for c in cells if c.capacity_tokens and c.step]
+            every += [1e6 / max(speeds) / 3600 * gpus * prices[name]] if speeds else []
+        assert round(offer.million_dollars, 2) == round(min(every), 2)
+        assert offer.fewest_gpus == 1
+    assert by_kind["H20-96GB"].million_dollars is None, "it has no list price"
+    assert by_kind["H20-96GB"].trained is not None
+    assert by_kind["RTX-4090"].trained is None
+    assert any("2026-09-25" in note for note in choice.notes)
+
+
+def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
+    words = ("predict", "Qwen3-8B", "--gpus", "2xA100-80GB,4xH100", *LENGTH, "--price")
+    dear = json.loads(highwater(*words, "100,1", "--json").stdout)["offers"]
+    cheap = json.loads(highwater(*words, "1,100", "--json").stdout)["offers"]
+    assert [each["device_name"] for each in dear] == ["H100-80GB", "A100-80GB"]
+    assert [each["device_name"] for each in cheap] == ["A100-80GB", "H100-80GB"]
+    assert {each["gpus"] for each in dear} == {2, 4}
+    done = highwater(*words, "1,100")
+    assert done.stdout.startswith("2 x A100-80GB are the cheapest of these to train Qwen3-8B")
+    assert "RunPod" not in done.stderr
+    again = following(done)
+    assert again[:4] == ["predict", "Qwen3-8B", "--gpus", "2xA100-80GB"]
+    assert highwater(*again).returncode == 0
+
+
+def test_kinds_of_which_none_trains_the_length_are_answered_no(highwater):
+    done = highwater("predict", "Llama-3.1-405B", "--gpus", "A100-80GB,H100", "--length", "8k")
+    assert done.returncode == 1
+    assert done.stdout.startswith("No: Llama-3.1-405B does not train at 8,192 tokens on up to 8 of")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpus", "A100-80GB,H100"), "2 kinds are compared at one length"),
+        (("--gpus", "A100-80GB,H100", *LENGTH, "--price", "1,2,3"), "3 prices, and 2 kinds"),
+        (("--gpus", "A100-80GB,H100", *LENGTH, "--exact"), "compared by formula"),
+        (("--gpus", "A100-80GB,X1000", *LENGTH), "no GPU 'X1000'"),
+        (("--gpus", "8xH100", "--tokens", "500M"), "neither a length nor data"),
+        (("--gpus", "8xH100", *LENGTH, "--tokens", "many"), "many"),
+        (("--gpus", "8xH100", *LENGTH, "--price", "-1"), "price"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_a_hint(highwater, words, said):
+    problem, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
+    assert said in problem
+    assert hint
+
+
+def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_are_named(
+    highwater,
+):
+    asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
+    first = highwater(*asked, "--price", "2.50").stdout.splitlines()[0]
+    assert " A million tokens take " in first
+    found = highwater(*asked, "--price", "2.50", "--tokens", "500M", "--json")
+    document = json.loads(found.stdout)
+    cost = document["cost"]
+    assert cost["tokens"] == 500_000_000
+    step = highwater_step(document)
+    assert cost["time_s"] == pytest.approx(5e8 / step)
+    assert cost["dollars"] == pytest.approx(2.5 * 8 * 5e8 / step / 3600)
+    told = highwater(*asked, "--tokens", "500M")
+    assert f" and cost {3.49 / 2.5 * cost['dollars']:,.2f} dollars." in told.stdout.splitlines()[0]
+    assert "RunPod's list price (Secure Cloud) of 2026-09-25" in told.stderr
+    unpriced = highwater("predict", "Qwen3-8B", "--gpus", "H20", "--length", "8k", "--tokens", "1M")
+    assert "dollars" not in unpriced.stdout
+    assert json.loads(highwater(*asked, "--json").stdout)["cost"] is None
+
+
+def highwater_step(document: dict[str, object]) -> float:
+    """Tokens per second of the simplest cell that fits, the answer."""
+    found = highwater.predict("Qwen3-14B", gpus="8xH100", length="16k").answer
+    assert found is not None
+    assert found.step is not None
+    assert document["length_tokens"] == 16384
+    return found.step.tokens_per_s
+
+
+def test_a_number_of_tokens_that_is_none_is_refused():
+    for tokens in ("0", "5 elephants", "-3"):
+        with pytest.raises(HighwaterError):
+            highwater.predict("Qwen3-8B", gpus="8xH100", length="8k", tokens=tokens)
