@@ -298,7 +298,9 @@ def _micro_batch(
     for kind, count, pairs in attended:
         own = _layer(shape, kind, settings, tokens, pairs / layout.context_degree)
         trained = trained.plus(own, count)
-    copies = _Work(moved_bytes=_copied_bytes(shape, settings))
+    # parameters are copied into the compute dtype, and gradients back
+    cast_bytes = _NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES
+    copies = _Work(moved_bytes=shape.parameters * cast_bytes if settings.lora is None else 0)
     trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
     beforehand = _forward_alone(shape, attended, tokens, layout)
     number = settings.traits.has_reference + settings.critic
@@ -395,13 +397,6 @@ def _forward_alone(
         total = total.plus(layer, count)
     logits = tokens * shape.vocab_size
     return total.plus(_Work(matmul_flops=2 * logits * shape.hidden_size, moved_bytes=6 * logits))
-
-
-def _copied_bytes(shape: ModelShape, settings: Settings) -> int:
-    """Bytes moved to copy parameters into the compute dtype and gradients back."""
-    if settings.lora is not None:
-        return 0
-    return shape.parameters * (_NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES)
 
 
 def _exchanged_bytes(

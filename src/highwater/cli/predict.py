@@ -136,7 +136,8 @@ def _of_data(arguments: argparse.Namespace) -> int:
         **settings,
     )
     words = words_again(arguments, drop=(*_NOT_RECOMMENDED, "--length"))
-    length = ("--length", str((found.cut or found.enough).length_tokens))
+    kept = found.cut if found.cut and found.cut.trained else found.enough
+    length = ("--length", str(kept.length_tokens))
     return _say_data(arguments, found, ("highwater", "recommend", model, *words, *length))
 
 
@@ -191,8 +192,14 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.json:
         return console.answer_json(choice, code)
     console.answer_page(choice_answer(choice), choice_table(choice))
-    words = words_again(arguments, drop=(), **{"--gpus": f"{best.gpus}x{best.device_name}"})
-    console.next_command(shlex.join(("highwater", "predict", model, *words)))
+    own: tuple[str, ...] = ()
+    if best.trained is not None:  # the fastest, which a prediction tells after the simplest
+        cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)
+        degrees = {n: each for n, each in cell.layout.degree_settings.items() if n not in refused}
+        own = (*words_of(degrees), *setting_flags(cell.settings, but_not=refused))
+    gpus = {"--gpus": f"{best.gpus}x{best.device_name}"}
+    words = words_again(arguments, drop=tuple(w for w in own if w.startswith("--")), **gpus)
+    console.next_command(shlex.join(("highwater", "predict", model, *words, *own)))
     return code
 
 

@@ -264,7 +264,10 @@ class Spelling:
 
 def in_file(path: str) -> Spelling:
     """The keys of a configuration file."""
-    return Spelling(setting=_as_key, where=f"{path}: ")
+    return Spelling(
+        setting=lambda name, value: f"{name}: {'true' if value is True else value}",
+        where=f"{path}: ",
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -297,10 +300,6 @@ def _as_flag(name: str, value: Any) -> str:
         return flag_of(name)
     shown = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return f"{flag_of(name)} {shown}".rstrip()
-
-
-def _as_key(name: str, value: Any) -> str:
-    return f"{name}: {'true' if value is True else value}"
 
 
 TYPED = Spelling(setting=_as_flag, is_typed=True)
