@@ -26,7 +26,6 @@ from transformers import (
     Qwen3MoeForSequenceClassification,
 )
 
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rank_steps import each, of_all, on_host, place_of
@@ -95,12 +94,12 @@ THEIRS = {
 NOWHERE = ("-",)
 """The value of a factor that an objective does not have."""
 
-RANKS = ("1", "2", "2 ulysses 2", "2 ring 2", "4 ulysses 2", "4 ring 2", "4 ulysses 2 ring 2")
+RANKS = ("1", "2", "2 ulysses 2", "2 ring 2", "4 ulysses 2", "4 ring 2")
 """Processes, and the degrees by which they share sequences."""
 COPIED = ("2 copies 2", "4 ulysses 2 copies 2", "4 copies 2", "8 ulysses 2 ring 2 copies 2")
 """With copies of the shards, for FSDP2 alone."""
 IN_TRIPLES = (
-    *("3 ring 3", "4 ring 4", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
+    *("3 ring 3", "4 ring 4", "4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
     "8 ulysses 2 ring 4",
 )
 """Besides, where every three values meet."""
@@ -177,8 +176,12 @@ PAIRED: tuple[Box, ...] = (
     _SPLIT,
     _TRINITY,
     _shared(_SFT, *COPIED[:2]),
-    {**_SFT, **_BOTH, "ranks": ("3 ring 3", "4 ring 4")},
-    {**_GRPO, **_BOTH_RATIOS, "ranks": ("6 ulysses 2 ring 3", "8 ulysses 2 ring 2")},
+    {**_SFT, **_BOTH, "ranks": ("3 ring 3", "4 ring 4", "4 ulysses 2 ring 2")},
+    {
+        **_GRPO,
+        **_BOTH_RATIOS,
+        "ranks": ("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
+    },
     _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4", "4 copies 2"),
     _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
     _shared({**_PPO, **_HEAVY_RATIOS, "objective": ("ppo critic",)}, "6 ulysses 2 ring 3 copies 3"),
