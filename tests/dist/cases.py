@@ -130,15 +130,19 @@ def _pairwise(cases: list[Case]) -> list[Case]:
     """Few of the cases, in which every pair of two fields' values is found that is found in all:
     greedily, most new ones first.
     """
-    pairs = {
-        case: set(combinations(((f.name, getattr(case, f.name)) for f in fields(case)), 2))
+    bits: dict[Any, int] = {}
+    pairs = [
+        sum(
+            1 << bits.setdefault(pair, len(bits))
+            for pair in combinations(((f.name, getattr(case, f.name)) for f in fields(case)), 2)
+        )
         for case in cases
-    }
-    missing, chosen = set().union(*pairs.values()), []
+    ]
+    missing, chosen = (1 << len(bits)) - 1, list[Case]()
     while missing:
-        best = max(cases, key=lambda case: len(pairs[case] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
+        best = max(range(len(cases)), key=lambda index: (pairs[index] & missing).bit_count())
+        chosen.append(cases[best])
+        missing &= ~pairs[best]
     return chosen
 
 
@@ -186,7 +190,8 @@ def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
         found = first_step(model, place, own)
         kept = {gradient.dtype for gradient in found[2].values()}
         assert kept == {master}, "gradients are kept in the master's dtype"
-    return deviations(found, _expected(directory, master, case.batch, mesh.size() // case.ulysses))
+    data_ranks = mesh.size() // case.ulysses
+    return deviations(found, lambda: _expected(directory, master, case.batch, data_ranks))
 
 
 def _three_steps(model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh) -> Step:
@@ -298,7 +303,8 @@ def made_elsewhere(directory: Path, place: Place) -> dict[str, float]:
     for strategy, offload in product(("fsdp", "fsdp2"), (False, True)):
         case = Case(model="diffllama", strategy=strategy, offload=offload, ulysses=ulysses, **how)
         found = run(case, directory, place)
-        worst[f"{strategy} {offload}"] = max(found[what] for what in ("loss", "norm", "gradient"))
+        numbers = (found[what] for what in ("loss", "norm", "gradient") if found)
+        worst[f"{strategy} {offload}"] = max(numbers, default=0.0)
     return worst
 
 

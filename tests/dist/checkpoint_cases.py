@@ -38,13 +38,14 @@ from highwater.engine.training.optimizers import make_optimizer
 from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
+from tables import deep
 
 REWARD = "reward"
 """A ScalarModel on the weights of ``tied``."""
 MODELS = ("dense", "tied", "moe", REWARD)
 STRATEGIES = ("fsdp2", "fsdp")
 CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
-COPIED = ("tied-fsdp2", "moe-fsdp2", "reward-fsdp2")
+COPIED = ("tied-fsdp2", "moe-fsdp2", *deep("reward-fsdp2"))
 MICRO_BATCHES = 4
 """Of a step, over all ranks."""
 LENGTH = 200
@@ -85,7 +86,7 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
 
 def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     name = case.partition("-")[0]
-    for strategy in STRATEGIES if mesh.ndim == 1 else ("fsdp2",):
+    for strategy in loading(case, mesh.size()) if mesh.ndim == 1 else ("fsdp2",):
         own = f"{name}-{strategy}"
         model = model_of(own, folder / "configs", mesh, recompute="none")
         optimizer = make_optimizer(model, Hyperparameters())
@@ -94,6 +95,14 @@ def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
         assert storages(model, optimizer) == places, "nothing is allocated anew"
         target = folder / f"loaded-{case}-{strategy}-{saved_by}-{mesh.size()}"
         write(model, optimizer, target, mesh)
+
+
+def loading(case: str, processes: int) -> tuple[str, ...]:
+    """Strategies by which so many processes load what a case saved: by two the other one, by one
+    the same; in `make test-all` both.
+    """
+    other = case.endswith("fsdp2") == (processes == 2)
+    return deep(*STRATEGIES) or (STRATEGIES[other],)
 
 
 def storages(model: Decoder, optimizer: torch.optim.Optimizer) -> list[int]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from combinatorial import Box, cover
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rank_steps import each, of_all, on_host, place_of
 from reference import EXPERTS, SHAPE
 
+from combinatorial import Box, cover
 from engine_models import built
 from highwater.engine.attention.registry import register
 from highwater.engine.data import batches as data
@@ -94,14 +94,14 @@ THEIRS = {
 NOWHERE = ("-",)
 """The value of a factor that an objective does not have."""
 
-RANKS = (
-    *("1", "2", "2 ulysses 2", "2 ring 2", "3 ring 3", "4 ulysses 2", "4 ring 2", "4 ring 4"),
-    *("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
-)
+RANKS = ("1", "2", "2 ulysses 2", "2 ring 2", "4 ulysses 2", "4 ring 2")
 """Processes, and the degrees by which they share sequences."""
-COPIED = ("2 copies 2", "4 copies 2", "4 ulysses 2 copies 2", "8 ulysses 2 ring 2 copies 2")
+COPIED = ("2 copies 2", "4 ulysses 2 copies 2", "4 copies 2", "8 ulysses 2 ring 2 copies 2")
 """With copies of the shards, for FSDP2 alone."""
-IN_TRIPLES = ("8 ulysses 2 ring 4",)
+IN_TRIPLES = (
+    *("3 ring 3", "4 ring 4", "4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
+    "8 ulysses 2 ring 4",
+)
 """Besides, where every three values meet."""
 COPIED_IN_TRIPLES = (
     "4 ring 4 copies 4",
@@ -163,6 +163,8 @@ _HEAVY_RATIOS: Box = {
     "sampled": ("some", "none"),
     "numbers": ("changed",),
 }
+_BOTH: Box = _HEAVY | {"strategy": ("fsdp", "fsdp2")}
+_BOTH_RATIOS: Box = _HEAVY_RATIOS | {"strategy": ("fsdp", "fsdp2"), "estimator": ("k1", "k3")}
 
 
 def _shared(box: Box, *ranks: str) -> Box:
@@ -173,12 +175,18 @@ PAIRED: tuple[Box, ...] = (
     *_OBJECTIVES,
     _SPLIT,
     _TRINITY,
-    _shared(_SFT, *COPIED[:-1]),
-    _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4"),
+    _shared(_SFT, *COPIED[:2]),
+    {**_SFT, **_BOTH, "ranks": ("3 ring 3", "4 ring 4", "4 ulysses 2 ring 2")},
+    {
+        **_GRPO,
+        **_BOTH_RATIOS,
+        "ranks": ("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
+    },
+    _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4", "4 copies 2"),
     _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
     _shared({**_PPO, **_HEAVY_RATIOS, "objective": ("ppo critic",)}, "6 ulysses 2 ring 3 copies 3"),
     _shared({**_GRPO, **_HEAVY_RATIOS, "estimator": ("k1", "k3")}, "8 ring 4 copies 2"),
-    _shared({**_SFT, **_HEAVY}, COPIED[-1], *IN_TRIPLES),
+    _shared({**_SFT, **_HEAVY}, COPIED[-1], "8 ulysses 2 ring 4"),
 )
 """Boxes whose every two values meet."""
 WHOLE: tuple[Box, ...] = (

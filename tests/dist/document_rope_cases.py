@@ -26,6 +26,7 @@ from rank_steps import (
 from reference import SHAPE, load_textbook
 from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
 
+from combinatorial import cover
 from engine_models import built
 from highwater.nouns.layout import Layout
 
@@ -45,11 +46,13 @@ BATCHES = {
 }
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
-DEGREES = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1)], 3: [(1, 3, 1)], 4: [(2, 2, 1)]}
+DEGREES = {1: ["1 1 1"], 2: ["2 1 1", "1 2 1"], 3: ["1 3 1"], 4: ["2 2 1"]}
 """Degrees of Ulysses and of the ring, and copies, by the number of processes."""
+WAYS = ("fsdp2 layer float64", "fsdp none float64", "fsdp2 none float32")
+"""Strategy, recompute, and dtype."""
 KINDS = ("phi3", "llama3", "yarn")
 """Models of each kind of RoPE that users have past the native length; phi3's is longrope."""
-MORE_DEGREES = {4: [(1, 4, 1), (1, 2, 2)], 6: [(2, 3, 2), (2, 3, 1)]}
+MORE_DEGREES = {4: ["1 4 1", "1 2 2"], 6: ["2 3 2", "2 3 1"]}
 """Degrees that those kinds meet with many documents, the first of each; and the rest, with every
 model and batch, where a test is slow."""
 
@@ -69,35 +72,42 @@ class Case(Fields):
 
 
 def cases_for(processes: int, extent: str) -> list[Case]:
-    """``every``: models with batches, in float64 and in another way; ``kinds`` and ``every more``:
-    with more degrees, few or all of them in float64.
+    """``pairs``: on one process and two every two of models, batches, degrees and ways meet, on
+    more each stands in a case; ``every``: all of them in every way; ``kinds`` and
+    ``every more``: with more degrees, few or all of them in float64.
     """
-    ways = [
-        ("fsdp2", "layer", "float64"),
-        ("fsdp", "none", "float64"),
-        ("fsdp2", "none", "float32"),
-    ]
-    if extent == "kinds":
-        every = list(product(KINDS, ["many"], MORE_DEGREES[processes][:1]))
+    degrees = DEGREES if extent in ("pairs", "every") else MORE_DEGREES
+    factors = {
+        "model": tuple(MODELS),
+        "batch": tuple(BATCHES),
+        "degrees": degrees[processes],
+        "way": WAYS,
+    }
+    if extent == "pairs":
+        chosen = cover([factors], strength=2 if processes <= 2 else 1, seed=0)
+        every = [tuple(case[factor] for factor in factors) for case in chosen]
     else:
-        degrees = DEGREES if extent == "every" else MORE_DEGREES
-        every = list(product(MODELS, BATCHES, degrees[processes]))
-    return [
-        Case(
-            model=model,
-            batch=batch,
-            ulysses=ulysses,
-            ring=ring,
-            copies=copies,
-            strategy=strategy,
-            recompute=recompute,
-            dtype=dtype,
-        )
-        for index, (model, batch, (ulysses, ring, copies)) in enumerate(every)
-        for strategy, recompute, dtype in (
-            (ways[0], ways[1 + index % 2]) if extent == "every" else ways[:1]
-        )
-    ]
+        if extent == "kinds":
+            factors |= {"model": KINDS, "batch": ("many",), "degrees": degrees[processes][:1]}
+        every = [
+            case for case in product(*factors.values()) if extent == "every" or case[3] == WAYS[0]
+        ]
+    return [_case(*values) for values in every]
+
+
+def _case(model: str, batch: str, degrees: str, way: str) -> Case:
+    ulysses, ring, copies = map(int, degrees.split())
+    strategy, recompute, dtype = way.split()
+    return Case(
+        model=model,
+        batch=batch,
+        ulysses=ulysses,
+        ring=ring,
+        copies=copies,
+        strategy=strategy,
+        recompute=recompute,
+        dtype=dtype,
+    )
 
 
 _BORDER = {"rope_theta": 1e4, "original_max_position_embeddings": BORDER_TOKENS}
@@ -180,7 +190,7 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     )
     return deviations(
         first_step(model, (mesh, shared), own, copies=case.copies),
-        alone(directory, dtype, case.batch, layout.data_parallel_degree),
+        lambda: alone(directory, dtype, case.batch, layout.data_parallel_degree),
     )
 
 

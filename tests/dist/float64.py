@@ -3,6 +3,7 @@ where it stands.
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,16 @@ class Lifted(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        if _place().startswith(_ROUNDS):
+        asks = function is torch.Tensor.float or any(
+            value is torch.float32 for value in (*arguments, *keywords.values())
+        )
+        if not asks or function in _READS_BYTES or (place := _place()).startswith(_ROUNDS):
             return function(*arguments, **keywords)
+        self.casts.add(place)
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        elif function not in _READS_BYTES and any(
-            value is torch.float32 for value in (*arguments, *keywords.values())
-        ):
-            arguments = tuple(_wide(value) for value in arguments)
-            keywords = {name: _wide(value) for name, value in keywords.items()}
-        else:
-            return function(*arguments, **keywords)
-        self.casts.add(_place())
-        return function(*arguments, **keywords)
+        keywords = {name: _wide(value) for name, value in keywords.items()}
+        return function(*map(_wide, arguments), **keywords)
 
 
 def _wide(value: Any) -> Any:
@@ -62,8 +60,13 @@ def _wide(value: Any) -> Any:
 def _place() -> str:
     frame = sys._getframe(2)
     while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
-        if any(package in parts for package in _PACKAGES):
-            return f"{parts[-1]}:{frame.f_code.co_qualname}"
+        if (file := _file_in_packages(frame.f_code.co_filename)) is not None:
+            return f"{file}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "elsewhere"
+
+
+@cache
+def _file_in_packages(path: str) -> str | None:
+    parts = Path(path).parts
+    return parts[-1] if any(package in parts for package in _PACKAGES) else None

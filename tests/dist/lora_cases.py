@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # fused projections
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
-    "olmo2": {},
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"],
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
         **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     },
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
@@ -84,6 +85,11 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
+NOT_OF_PHI3 = (("some", "phi3"), ("packed, some", "phi3"))
+RECOMPUTED, RECOMPUTES = ("llama", "phi3"), ("layer", "all-but-attention")
+PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-attention"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
     """A family, its adapters, and a way to train them."""
@@ -101,71 +107,47 @@ class Case(Fields):
 
 
 def cases_for(processes: int) -> list[Case]:
-    """Every family alone, and in each other layout every second in turn, `make test-all` every one,
-    in float64; each way to recompute in float32.
+    """Every family alone, its adapters everywhere and once more in one other way, and in each other
+    layout some in turn, in float64; each way to recompute in float32. `make test-all` has every
+    family in every one of these.
     """
-    cases = [
+    layouts = [json.dumps(layout) for layout in LAYOUTS[processes]]
+    alone = layouts[0] if processes == 1 else None
+    wanted: list[tuple[str, str, str, str, str]] = []
+    for place, layout in enumerate(layouts):
+        for number, family in enumerate(FAMILIES):
+            ways = [
+                lora for lora in LORAS if lora not in MIXTURES and (lora, family) not in NOT_OF_PHI3
+            ]
+            if layout != alone:
+                ways = ["all"] if number % 4 == place % 4 or deep(family) else []
+            elif not deep(family):
+                ways = ["all", ways[1 + number % (len(ways) - 1)]]
+            wanted += ((family, lora, "none", layout, "float64") for lora in ways)
+        for number, (family, recompute) in enumerate(product(RECOMPUTED, RECOMPUTES)):
+            if layout == alone or number % 4 == place % 4 or deep(layout):
+                wanted.append((family, "all", recompute, layout, "float32"))
+        for number, family in enumerate(MIXTURES):
+            if layout == alone or number == place % 2 or deep(layout):
+                wanted.append((family, family, "none", layout, "float64"))
+            if layout == alone:  # what is recomputed runs outside of the mode that lifts casts
+                wanted.append((family, family, "layer", layout, "float32"))
+    for place, layout in enumerate(map(json.dumps, PACKED_LAYOUTS[processes])):
+        for number, family in enumerate(RECOMPUTED):
+            for other, (dtype, recompute) in enumerate(PACKED_WAYS):
+                if (place + number + other) % 2 == 0 or deep(layout):
+                    wanted.append((family, "packed", recompute, layout, dtype))
+    return [
         Case(
             family=family,
             lora=lora,
-            recompute="none",
-            loss=("full", "chunked")[number % 2],
-            layout=json.dumps(layout),
-            dtype="float64",
-        )
-        for place, layout in enumerate(LAYOUTS[processes])
-        for number, family in enumerate(FAMILIES)
-        if processes == 1 or number % 2 == place % 2 or deep(family)
-        for lora in LORAS
-        if lora not in MIXTURES
-        if not (layout.get("ring_degree") and family in WITHOUT_RING)
-        if lora == "all" or (processes == 1 and not layout and (lora, family) != ("some", "phi3"))
-        if not (lora == "packed, some" and family == "phi3")
-    ]
-    cases += [
-        Case(
-            family=family,
-            lora="packed",
             recompute=recompute,
-            loss="chunked",
-            layout=json.dumps(layout),
+            loss=("full", "chunked")[[*FAMILIES, *MIXTURES].index(family) % 2],
+            layout=layout,
             dtype=dtype,
         )
-        for layout in PACKED_LAYOUTS[processes]
-        for family in ("llama", "phi3")
-        for dtype, recompute in (
-            ("float64", "layer"),
-            ("float32", "layer"),
-            ("float32", "all-but-attention"),
-        )
-    ]
-    cases += [
-        Case(
-            family=family,
-            lora=family,
-            recompute=recompute,
-            loss="chunked",
-            layout=json.dumps(layout),
-            dtype=dtype,
-        )
-        for layout in LAYOUTS[processes]
-        for family in MIXTURES
-        # what is recomputed runs outside of the mode that lifts casts
-        for recompute, dtype in (("none", "float64"), ("layer", "float32"))
-        if dtype == "float64" or not layout
-    ]
-    return cases + [
-        Case(
-            family=family,
-            lora="all",
-            recompute=recompute,
-            loss="chunked",
-            layout=json.dumps(layout),
-            dtype="float32",
-        )
-        for layout in LAYOUTS[processes]
-        for family in ("llama", "phi3")
-        for recompute in ("layer", "all-but-attention")
+        for family, lora, recompute, layout, dtype in dict.fromkeys(wanted)
+        if not (json.loads(layout).get("ring_degree") and family in WITHOUT_RING)
     ]
 
 
@@ -197,7 +179,7 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     with Lifted() if dtype == torch.float64 else nullcontext():
         return deviations(
             ours(case, directory, dtype, layout, offload=offload),
-            theirs(
+            lambda: theirs(
                 directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
             ),
         )

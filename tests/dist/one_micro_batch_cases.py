@@ -7,7 +7,6 @@ object {case name: what was found on every rank}.
 """
 
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from rank_steps import of_all, place_of
 from torch import Tensor
 
+from combinatorial import in_pairs
 from engine_models import built
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models.decoder import Decoder
@@ -62,8 +62,8 @@ SHARED = [
 
 
 def cases_for(processes: int) -> list[Case]:
-    """The cases of this many processes: of 1 and 2 every way to shard, too."""
-    ways = product(("fsdp", "fsdp2"), (False, True), (False, True)) if processes <= 2 else ()
+    """The cases of this many processes: of 1 and 2 ways to shard and to train, too."""
+    ways = in_pairs(("fsdp", "fsdp2"), (False, True), (False, True)) if processes <= 2 else ()
     return [
         *(
             Case(strategy=strategy, offload=offload, critic=critic, layout=Layout(gpus=processes))

@@ -8,15 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
 from highwater.nouns.environment import STORE_VARIABLE
+from torch_server import SERVER
 
-IMPORTED = (
-    *("safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.trainer"),
-    *("highwater.engine.models.build", "highwater.engine.tracer.trinity_step"),
-    *("highwater.engine.training.checkpoint", "highwater.engine.training.rank_run"),
-)
-"""What the scripts import: none of their processes has to."""
 TIMEOUT_S = 500
 """Of one group, on a machine that is busy."""
 _LOOKED_AT_S = 0.01
@@ -25,13 +19,12 @@ _PRINTED = 4000
 
 
 class RankGroups:
-    """Runs scripts in groups of processes, forked from one that has imported what they do."""
+    """Runs scripts in groups of processes that need not import PyTorch anew."""
 
     def __init__(self, folder: Path) -> None:
         """``folder``: where the ranks meet, and what they print."""
         self._folder = folder
         self._groups = 0
-        self._server = ForkServer(*IMPORTED)
 
     def run(
         self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S
@@ -56,7 +49,7 @@ class RankGroups:
         with log.open("wb") as said:
             streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
             ranks = [
-                self._server.popen(path, *map(str, words), env=environment, **streams)
+                SERVER.popen(path, *map(str, words), env=environment, **streams)
                 for environment in environments
             ]
         is_over = _end(ranks, timeout_s)
@@ -71,10 +64,6 @@ class RankGroups:
         result = self._folder / f"{self._groups + 1}.json"
         self.run("rank_main.py", processes, result, module, *words, timeout_s=timeout_s)
         return json.loads(result.read_text())
-
-    def end(self) -> None:
-        """End what forks them."""
-        self._server.end()
 
 
 def _end(ranks: Sequence["subprocess.Popen[Any]"], timeout_s: float) -> bool:

@@ -4,7 +4,6 @@ reference over the whole row.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from rank_steps import each, of_all
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from combinatorial import in_pairs
 from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_attention as kept
 from highwater.engine.attention import ring
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 def cases_for(processes: int) -> list[Case]:
     degrees = [n for n in (1, 2) if processes % n == 0 and processes // n > 1]
-    return [Case(*each) for each in product(ROWS, HEADS, DTYPES, degrees)]
+    return [Case(*each) for each in in_pairs(list(ROWS), list(HEADS), list(DTYPES), degrees)]
 
 
 def results() -> dict[str, Any]:

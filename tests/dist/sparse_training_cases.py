@@ -7,7 +7,6 @@ object {case name: deviations}.
 
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
+from combinatorial import in_pairs
 from engine_models import built
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -71,7 +71,9 @@ def cases_for(processes: int) -> list[Case]:
     ways = [("layer", "float64"), ("none", "float32")]
     return [
         Case(pattern_type=kind, ulysses=ulysses, ring=ring, recompute=recompute, dtype=dtype)
-        for kind, (ulysses, ring), (recompute, dtype) in product(PATTERNS, DEGREES[processes], ways)
+        for kind, (ulysses, ring), (recompute, dtype) in in_pairs(
+            list(PATTERNS), DEGREES[processes], ways
+        )
         if kind != "block_top_k" or ring == 1
     ]
 
@@ -97,7 +99,7 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     own = micro_batches(LENGTHS, layout, shared)
     return deviations(
         first_step(model, (mesh, shared), own),
-        alone(directory, dtype, case.pattern, layout.data_parallel_degree),
+        lambda: alone(directory, dtype, case.pattern, layout.data_parallel_degree),
     )
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collective_log import CollectiveLog
-from combinatorial import Box, cover
 from cover_cases import ALONE, VOCABULARY, Case, _ours, _plain_model, save_models, train
 from rank_steps import each, of_all, place_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from combinatorial import Box, cover
 from highwater.engine.data import batches as data
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
@@ -136,6 +136,11 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
     left_out = () if extent == "all" else WITH_COPIES_ONLY
     layouts = tuple(layout for layout in LAYOUTS[processes] if layout not in left_out)
     boxes = [{**box, "trained": TRAINED, "ranks": layouts} for box in boxes]
+    if extent == "pairs" and processes > 2:  # every objective in one layout, every layout with two
+        boxes = [
+            {**boxes[0], "objective": ("grpo", "ppo")},
+            *({**box, "ranks": layouts[-1:]} for box in boxes),
+        ]
     every = [
         dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
     ]

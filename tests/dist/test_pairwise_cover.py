@@ -12,10 +12,10 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from combinatorial import cover, meetings
 from cover_cases import PAIRED, cases, cases_for, save_models
 from rank_groups import assert_close
 
+from combinatorial import cover, meetings
 from tables import deep
 
 TOLERANCE = 1e-10

@@ -12,6 +12,7 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.trial import TrialSpec
 
 CPU = torch.device("cpu")
+torch.set_num_threads(1)  # products this small are slower on several, and others use the cores
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,10 @@ def our_curve(
     device: torch.device,
     compute_dtype: torch.dtype,
     settings: Settings | None = None,
+    *,
+    steps: int = STEPS,
 ) -> Tensor:
-    """The loss of every step; packed, sharded, recomputed, chunked. A process group has to be
+    """The loss of so many steps; packed, sharded, recomputed, chunked. A process group has to be
     there. Of ``settings`` it has the optimizer, and what parameters are kept in.
     """
     settings = settings or Settings()
@@ -96,7 +98,7 @@ def our_curve(
         keeps_gradients=keeps,
     )
     losses = []
-    for micro_batches in text_batches():
+    for micro_batches in text_batches()[:steps]:
         if not settings.accumulates:
             micro_batches = [[ids for documents in micro_batches for ids in documents]]
         step = [packed(*documents) for documents in micro_batches]

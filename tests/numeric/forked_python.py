@@ -2,23 +2,10 @@
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
-from highwater.trials.trial_process import ON_THE_CPU
+from torch_server import SERVER
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SERVER = ForkServer(
-    *("layer", "highwater.engine.tracer.tracer"),
-    "highwater.engine.bench.attention.contenders",
-    environment={
-        **ON_THE_CPU,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(BENCHMARKS),
-    },
-)
 WITHIN_S = 280
 
 

@@ -31,11 +31,8 @@ SHAPE = SIZES | {"model_type": "qwen3", "num_hidden_layers": LAYERS, "vocab_size
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # products this small are slower on several
     with process_mesh.alone(torch.device("cpu")):
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("recompute", ["layer", "none"])

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fork_server import ForkServer
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
 from highwater.memory.trace.replay import replay
@@ -15,17 +14,12 @@ from highwater.nouns.events import Allocate, Enter, EventLog, Free, GiveBack, Tr
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.traced import fullest_rank
 from tiny_models import write_model
+from torch_server import SERVER
 from trial_specs import trial_of
 
 Kind = tuple[str, str, str]
 SHARED = {"gpus": 2, "ulysses_degree": 2}
 RING = {"gpus": 2, "ring_degree": 2}
-SERVER = ForkServer(
-    *("highwater.engine.tracer.tracer", "highwater.engine.tracer.trinity_step"),
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe")),
-    environment={"CUDA_VISIBLE_DEVICES": ""},
-)
-"""Each trial is traced in a process of its own, as always, but need not import everything anew."""
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:

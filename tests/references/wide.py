@@ -25,7 +25,10 @@ class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with flo
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _is_asked_by_transformers():
+        asks = func is torch.Tensor.float or any(
+            value is torch.float32 for value in (*args, *kwargs.values())
+        )
+        if not asks or not _is_asked_by_transformers():
             return func(*args, **kwargs)
         if func is torch.Tensor.float:
             return args[0].double()

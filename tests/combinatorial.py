@@ -5,6 +5,9 @@ that can meet at all.
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
+from typing import Any
+
+from tables import deep
 
 Case = dict[str, str]
 Meeting = tuple[tuple[str, str], ...]
@@ -15,6 +18,19 @@ boxes there are."""
 
 CANDIDATES = 60
 """Random cases that have the meeting next in turn; the one that has most others is taken."""
+
+
+def in_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases with a value of each factor, in which every two values meet; in `make test-all` all
+    that there are.
+    """
+    if deep(*factors):
+        return list(product(*factors))
+    box = {str(place): [*map(str, range(len(factor)))] for place, factor in enumerate(factors)}
+    return [
+        tuple(factor[int(case[str(place)])] for place, factor in enumerate(factors))
+        for case in cover([box], strength=2, seed=0)
+    ]
 
 
 def cover(boxes: Sequence[Box], *, strength: int, seed: int) -> list[Case]:

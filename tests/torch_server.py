@@ -1,0 +1,24 @@
+"""The process that has imported PyTorch, transformers, the engine and the tracer, from which ranks,
+traces and pieces of code are forked: one for all tests of a process.
+"""
+
+from importlib.util import find_spec
+
+from fork_server import TESTS, ForkServer
+from highwater.trials.trial_process import ON_THE_CPU
+
+SERVER = ForkServer(
+    *("safetensors.torch", "transformers.models.auto.modeling_auto", "transformers.trainer"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "qwen3_moe", "llama")),
+    *("highwater.engine.models.build", "highwater.engine.training.checkpoint"),
+    *("highwater.engine.training.rank_run", "highwater.engine.tracer.tracer"),
+    *("highwater.engine.tracer.trinity_step", "highwater.engine.bench.attention.contenders"),
+    *("layer", "trial_specs"),
+    *(name for name in ("bitsandbytes", "peft", "torchao.optim") if find_spec(name.split(".")[0])),
+    environment={
+        **ON_THE_CPU,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": f"{TESTS.parent / 'benchmarks'}:{TESTS}",
+    },
+)
+"""It hides every GPU, and has the allocator of what is measured on the CPU."""
