@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markup import Page
 
-from highwater.memory.snapshot.attribution import _OURS
+from highwater.memory.snapshot.attribution import _RULES_OF
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.memory.trace.replay import replay, timeline
 from highwater.nouns.events import Allocate, Enter, EventLog, Free
@@ -269,7 +269,7 @@ def test_the_rules_for_this_engine_name_files_and_functions_that_are_there():
     files = {
         str(path.relative_to(source)): path.read_text() for path in source.glob("highwater/**/*.py")
     }
-    for rule in _OURS:
+    for rule in _RULES_OF["ours"]:
         found = [text for name, text in files.items() if re.search(rule.file, name)]
         assert found, rule
         defined = {name for text in found for name in re.findall(r"def (\w+)\(", text)}

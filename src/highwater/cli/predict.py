@@ -9,6 +9,7 @@ from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from highwater.api.gpu_choice import cheapest_gpus, fewest_gpus
 from highwater.api.prediction import predict as predicted
 from highwater.api.prediction import predict_against
 from highwater.cli import console
@@ -77,12 +78,8 @@ def predict(arguments: argparse.Namespace) -> int:
         problem = "a price of training, and neither a length nor data"
         raise UsageError(problem, hint="add `--length 32k` or `--data data.jsonl`")
     is_counted = arguments.length is None or arguments.exact or all(map(has_count, kinds))
-    if is_counted:
-        prediction = _predicted(arguments)
-    else:
-        from highwater.api.gpu_choice import fewest_gpus
-
-        prediction = _predicted(arguments, fewest_gpus)
+    prediction = _predicted(arguments, predicted if is_counted else fewest_gpus)
+    if not is_counted:
         gpus = prediction.gpus + arguments.rollout_gpus
         arguments.cluster = f"{gpus}x{arguments.cluster}"
     limit = prediction.memory_limit
@@ -172,17 +169,13 @@ def _instead(
 
 def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     """Print which of several kinds of GPUs train a length for the least money."""
-    from highwater.api.gpu_choice import cheapest_gpus
-
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
     for name in ("exact", "timeline", "calibrate", "constants", "tokens"):
         if getattr(arguments, name):
-            hint = f"leave `{flag_of(name)}` out, or name one kind"
-            raise UsageError(
-                "kinds of GPUs are compared by formula, a million tokens each", hint=hint
-            )
+            problem = "kinds of GPUs are compared by formula, a million tokens each"
+            raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
@@ -207,7 +200,6 @@ def _predicted(
     arguments: argparse.Namespace, ask: Callable[..., Prediction] = predicted
 ) -> Prediction:
     """The prediction that was asked for."""
-    model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     return ask(

@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from highwater.cli.grammar import PROGRAM, Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
+from highwater.nouns.codec import from_json
 from highwater.nouns.declaration import SWITCH
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine
@@ -60,80 +62,10 @@ _IN_A_JOB = (
     "for all of them `ray start --head` on the first, and on each other the `ray start --address` "
     "that this prints"
 )
-_SWITCH: Mapping[str, Any] = {"action": "store_true"}
-_COUNTS: Mapping[str, Any] = {"type": int, "nargs": "*"}
-_FLAGS_HERE: Mapping[str, tuple[str | None, str, Mapping[str, Any]]] = {
-    "model_path": ("model", "directory of a Hugging Face model", {"required": True}),
-    "start_length": (
-        "start_length",
-        "shortest length to try, in tokens or as 32k: where it is typed each search begins "
-        f"with it, else near its predicted end (default: {_START_TOKENS}, on the CPU "
-        f"{_CPU_STEP_TOKENS})",
-        {"default": _START_TOKENS},
-    ),
-    "method": (
-        "method",
-        "linear: the published scan, upwards from the start length; bisect: from the start "
-        "length, if it is typed, to near the predicted end, with fewer trials (default: bisect)",
-        {"choices": ("bisect", "linear"), "default": "bisect"},
-    ),
-    "memory": (
-        "memory",
-        "memory of each GPU that may be used, or of each process on the CPU; default: the "
-        "whole card, on the CPU its share of half of the free memory, and 8 GiB at most",
-        {},
-    ),
-    "config": (
-        None,
-        "settings of `highwater find` in YAML, below the flags that are typed; it takes the "
-        "place of the published context_length.yaml",
-        {"metavar": "FILE"},
-    ),
-    "data": (
-        "data",
-        "function of yours that yields the sequences, which the published workflow plugin "
-        "does; default: synthetic ones of exactly the length",
-        {"metavar": "MODULE:FUNCTION"},
-    ),
-    "log_dir": (
-        "log_dir",
-        "directory of logs and studies (default: ./logs)",
-        {"default": "./logs"},
-    ),
-    "checkpoint_path": (
-        "checkpoint_dir",
-        "trials save below it; it is never deleted itself",
-        {},
-    ),
-    "test_gpu_num": (
-        "gpus",
-        "GPU counts (default: 1 2 4 6)",
-        {"default": [1, 2, 4, 6], **_COUNTS},
-    ),
-    "test_sp_num": (
-        "ulysses",
-        "SP values, tried where they divide GPUs and heads (default: 1)",
-        {"default": [1], **_COUNTS},
-    ),
-    "save_hf_checkpoint": (
-        "save_hf",
-        "when to save HF weights (default: last)",
-        {"choices": ("always", "never", "last"), "default": "last"},
-    ),
-    "entropy_saving": ("entropy", "entropy in chunks, recomputed", _SWITCH),
-    "offload": ("offload", "parameters, gradients and optimizer states in host memory", _SWITCH),
-    "trainer_strategy": (
-        "strategy",
-        "how states are sharded (default: fsdp)",
-        {"choices": ("fsdp", "fsdp2"), "default": "fsdp"},
-    ),
-    "timeout": (
-        "timeout",
-        "time for one trial, in seconds or as 40m (default: 2400)",
-        {"default": 2400},
-    ),
-    "dlc": ("runner", "join the running Ray cluster, as in an Aliyun PAI DLC job", _SWITCH),
-}
+_FLAGS_HERE = from_json(
+    (files("highwater.cli") / "published_flags.json").read_bytes(),
+    dict[str, tuple[str | None, str, dict[str, Any]]],
+)
 """The published flags and more: the request's setting of each, its help, how it is read."""
 _FIELDS = {flag: field for flag, (field, *_) in _FLAGS_HERE.items() if field is not None}
 _FLAG_OF = {field: flag for flag, field in _FIELDS.items()}
@@ -424,7 +356,8 @@ def grammar() -> Parser:
         "each SP.",
     )
     for flag, (_, help_, options) in _FLAGS_HERE.items():
-        parser.add_argument(f"--{flag}", help=help_, **options)
+        counts = {"type": int} if "nargs" in options else {}
+        parser.add_argument(f"--{flag}", help=help_, **options, **counts)
     saved = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
     parser.set_defaults(checkpoint_path=saved)
     return parser

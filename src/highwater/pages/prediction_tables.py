@@ -92,10 +92,7 @@ def _answered(
     by = f"{by[:1].upper()}{by[1:]}"
 
     def trained(each: CellPrediction, length_tokens: int) -> str:
-        settings, layout, is_scaled = each.cell.settings, each.cell.layout, length_tokens > native
-        how = settings_in_words(settings, layout, is_scaled=is_scaled)
-        figures = _figures(each, host_memory_bytes=limit.host_bytes, usual_host=limit.usual_host)
-        return f"with {how}: {figures}"
+        return _trained(each, limit.host_bytes, limit.usual_host, is_scaled=length_tokens > native)
 
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens on {where}"
@@ -123,18 +120,14 @@ def choice_answer(choice: "GpuChoice") -> str:
     if best.trained is None:
         kinds = listed([each.device_name for each in choice.offers])
         return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
-    settings, layout = best.trained.cell.settings, best.trained.cell.layout
     is_scaled = choice.length_tokens > choice.native_length_tokens
-    how = settings_in_words(settings, layout, is_scaled=is_scaled)
-    figures = _figures(
-        best.trained, host_memory_bytes=best.host_memory_bytes, usual_host=best.usual_host
-    )
+    how = _trained(best.trained, best.host_memory_bytes, best.usual_host, is_scaled=is_scaled)
     which, dollars = "fewest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     return (
         f"{best.gpus} x {plain(best.device_name)} are the {which} of these to train {model} at "
-        f"{tokens}{dollars}, with {how}: {figures}. Predicted."
+        f"{tokens}{dollars}, {how}. Predicted."
     )
 
 
@@ -147,10 +140,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         choice.offers,
         ("GPUs", lambda each: f"{each.gpus} x {plain(each.device_name)}"),
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
-        (
-            "dollars, 1M",
-            lambda e: "-" if e.million_dollars is None else f"{e.million_dollars:,.2f}",
-        ),
+        ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
         ("tokens/s", "trained.step.tokens_per_s"),
         ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
         (
@@ -162,6 +152,10 @@ def choice_table(choice: "GpuChoice") -> TextTable:
             "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
         ),
     )
+
+
+def _dollars(amount: float | None) -> str:
+    return "-" if amount is None else f"{amount:,.2f}"
 
 
 def _of_pairs(cell: Cell) -> str:
@@ -183,20 +177,13 @@ def recommendation_answer(found: Recommendation) -> str:
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
         return f"{said} {ON_PAPER}" if is_beside else said
-    how = settings_in_words(
-        chosen.cell.settings,
-        chosen.cell.layout,
-        is_lowered=chosen.is_lowered,
-        is_scaled=found.yarn is not None,
+    how = _trained(
+        chosen, found.host_memory_bytes, found.usual_host, is_scaled=found.yarn is not None
     )
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     by = "measured, in memory alone" if chosen.is_memory_only else by
-    figures = _figures(
-        chosen, host_memory_bytes=found.host_memory_bytes, usual_host=found.usual_host
-    )
-    after = f": {figures}" if figures else ""
     return (
-        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} with {how}{after}. "
+        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
         f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
         f"{_of_pairs(chosen.cell)}"
     )
@@ -291,12 +278,20 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
-def _figures(
-    found: CellPrediction | Candidate, *, host_memory_bytes: int | None, usual_host: str | None
+def _trained(
+    found: CellPrediction | Candidate,
+    host_memory_bytes: int | None,
+    usual_host: str | None,
+    *,
+    is_scaled: bool,
 ) -> str:
-    """Say how sure it is, what is left of a GPU, what it takes of host memory, how fast it is."""
+    """Say with which settings it trains; then how sure it is, what is left of a GPU, what it takes
+    of host memory, how fast it is.
+    """
+    is_lowered = False
     if isinstance(found, Candidate):
         host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences
+        is_lowered = found.is_lowered
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
@@ -312,7 +307,9 @@ def _figures(
     if step is not None:
         each = format_seconds(step.time_s)
         said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
-    return ", ".join(said)
+    settings, layout = found.cell.settings, found.cell.layout
+    how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
+    return f"with {how}{': ' * bool(said)}{', '.join(said)}"
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
@@ -627,7 +624,7 @@ def data_table(found: "DataLengths") -> TextTable:
         else None,
         ("a step", "trained.step.time_s") if is_trained else None,
         ("one pass", "epoch_s") if is_trained else None,
-        ("dollars", lambda e: "-" if e.epoch_price is None else f"{e.epoch_price:,.2f}")
+        ("dollars", lambda each: _dollars(each.epoch_price))
         if any(each.epoch_price is not None for each in found.lengths)
         else None,
         names=2 - is_trained,

@@ -12,10 +12,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from importlib.resources import files
+from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
 from highwater.memory.snapshot.history import Allocation
 from highwater.memory.snapshot.snapshot import Frame, Snapshot
+from highwater.nouns.codec import from_json
 
 Category = Literal[
     "parameters",
@@ -45,101 +48,15 @@ class _Rule(NamedTuple):
     """Regular expression that is searched in its function's name."""
 
 
-_OURS = (
-    _Rule("logits", r"highwater/(?:engine/)?(models/loss|kernels/rows\w*)\.py$"),
-    _Rule(
-        "gradients",
-        r"highwater/(?:engine|train)/(?:training/)?optimizers\.py$",
-        r"^make_optimizer$",
-    ),
-    _Rule(
-        "optimizer_states", r"highwater/(?:engine|train)/(?:training/)?(low_bit|host_states)\.py$"
-    ),
-    _Rule(
-        "gradients", r"highwater/(?:engine/)?(models/fused/weight_gradient|parallel/offload)\.py$"
-    ),
-    _Rule("gradients", r"highwater/", r"^(clip|add_up|_sum_to_shard)$"),
-    _Rule("backward_pass", r"highwater/", r"^backward$"),
-    _Rule(
-        "communication",
-        r"highwater/(?:engine/)?(parallel/(collectives|mesh)|attention/(ulysses|ring))\.py$",
-    ),
-    _Rule(
-        "parameters",
-        r"highwater/(?:engine/)?(models/(build|fill|weights|pretrained|random_weights)"
-        r"|parallel/fsdp\d|(?:train/|training/)?assemble)\.py$",
-        r"^(?!forward$)",
-    ),
-    _Rule("activations", r"highwater/(?:engine/)?(models|activations|attention|kernels)/"),
-    _Rule(
-        "activations",
-        r"highwater/(?:engine|train)/(?:training/)?(objectives|experience|data|data/batches)\.py$",
-    ),
+_RULES_OF = from_json(
+    (files("highwater.memory.snapshot") / "attribution.json").read_bytes(),
+    dict[Literal["ours", "pytorch", "libraries"], tuple[_Rule, ...]],
 )
-"""This engine's files, also where they lay when older snapshots were recorded."""
-_PYTORCH = (
-    _Rule("workspaces", "", r"[wW]orkspace|getCurrentCUDABlas"),
-    _Rule("workspaces", r"/triton/(runtime|testing)"),
-    _Rule("optimizer_states", r"torch(?:ao)?/optim/", r"^(?!zero_grad$)"),
-    _Rule("gradients", r"torch/nn/utils/clip_grad"),
-    _Rule("gradients", r"torch/distributed/", r"foreach_reduce$|reduce_grad|_post_backward|accum"),
-    _Rule("gradients", "", r"AccumulateGrad"),
-    _Rule("backward_pass", "", r"autograd::Engine|Backward\d*::apply"),
-    _Rule(
-        "parameters",
-        r"torch/distributed/",
-        r"^(_init_\w*param\w*|_init_from_\w+|flatten_\w+|shard|reset_sharded_param|fully_shard)$",
-    ),
-    _Rule("communication", r"torch/distributed/(distributed_c10d|_functional_collectives)\.py$"),
-    _Rule("communication", r"torch/(distributed/nn/functional|cuda/nccl|cuda/comm)\.py$"),
-    _Rule(
-        "communication",
-        r"torch/distributed/",
-        r"all_gather|allgather|unshard|reduce_scatter|all_reduce|broadcast|redistribute|^allocate$"
-        r"|_use_unsharded|alloc_storage|_all_to_all|send|recv",
-    ),
-    _Rule("communication", "", r"ProcessGroupNCCL|c10d::"),
-    _Rule("logits", r"torch/nn/functional\.py$", r"cross_entropy|nll_loss|log_softmax"),
-    _Rule("logits", r"torch/nn/modules/loss\.py$"),
-    _Rule("parameters", r"torch/nn/init\.py$|torch/nn/parameter\.py$"),
-    _Rule(
-        "parameters",
-        r"torch/nn/modules/",
-        r"^(__init__|reset_parameters|_load_from_state_dict|to_empty|_apply|convert)$",
-    ),
-    _Rule("activations", r"torch/nn/modules/", r"^forward$"),
-    _Rule("activations", r"torch/(nn/functional|utils/checkpoint)\.py$"),
-)
-"""PyTorch's own files and functions; without a file, functions of C++."""
-_LIBRARIES = (
-    _Rule("logits", r"cross_entropy|transformers/loss/|liger_kernel/.*(loss|grpo|dpo)"),
-    _Rule("logits", "", r"cross_entropy|log_softmax|selective_log|_logps$|logprobs|entropy_from"),
-    _Rule(
-        "optimizer_states",
-        r"apex/optimizers|transformer_engine/pytorch/optimizers|megatron/core/optimizer"
-        r"|bitsandbytes/optim|deepspeed/ops/(adam|lamb|lion)|deepspeed/runtime/(zero/stage|bf16_opt"
-        r"|fp16)",
-    ),
-    _Rule("gradients", r"param_and_grad_buffer|grad_accum|clip_grads"),
-    _Rule("backward_pass", r"megatron/|deepspeed/|transformer_engine/", r"backward"),
-    _Rule("gradients", r"megatron/|deepspeed/|transformer_engine/", r"grad"),
-    _Rule("communication", r"deepspeed/comm|tensor_parallel/mappings|p2p_communication"),
-    _Rule("communication", r"\.py$", r"^_?(all_gather|all_reduce|reduce_scatter|all_to_all)"),
-    _Rule("parameters", r"deepspeed/runtime/zero/partition_parameters"),
-    _Rule("activations", r"flash_attn|flashinfer|xformers|/fla/"),
-    _Rule("backward_pass", r"\.py$", r"^_?backward$"),
-    _Rule(
-        "parameters",
-        r"\.py$",
-        r"^(_initialize_\w*weight\w*|_?load_state_dict\w*|_?load_pretrained\w*|from_pretrained"
-        r"|_load_parameter_into_model|set_module_tensor_to_device|materialize\w*|init_weights"
-        r"|_init_weights)$",
-    ),
-    _Rule("parameters", r"(modeling_\w+|megatron/core/\S+)\.py$", r"^__init__$"),
-    _Rule("activations", r"\.py$", r"^_?forward(_\w+)?$"),
-)
-"""Libraries that are trained with, and names that they share."""
-_RULES = (*_OURS, *_PYTORCH, *_LIBRARIES)
+"""This engine's files, also where they lay when older snapshots were recorded; PyTorch's own files
+and functions, without a file functions of C++; libraries that are trained with, and names that
+they share.
+"""
+_RULES = tuple(chain.from_iterable(_RULES_OF.values()))
 _FILES, _NAMES = (
     tuple(re.compile(pattern) for pattern in patterns)
     for patterns in zip(*((rule.file, rule.name) for rule in _RULES), strict=True)
