@@ -126,18 +126,19 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]
         best = max(fitting, key=lambda c: c.step.tokens_per_s if c.step else 0.0, default=None)
-        fewest = offers[0].gpus if offers else each.gpus
-        price = hour_dollars_of(each.device_name, hour)
-        offer = Offer(
-            device_name=each.device_name,
-            gpus=each.gpus,
-            fewest_gpus=fewest if best else None,
-            trained=best,
-            host_memory_bytes=each.memory_limit.host_bytes,
-            usual_host=each.memory_limit.usual_host,
-            million_dollars=best
-            and best.step
-            and cost_of(10**6, best.step, gpus=each.gpus, hour_dollars=price).dollars,
+        if best is None and each is not tried[-1]:
+            continue
+        price, step = hour_dollars_of(each.device_name, hour), best and best.step
+        cost = step and cost_of(10**6, step, gpus=each.gpus, hour_dollars=price)
+        offers.append(
+            Offer(
+                device_name=each.device_name,
+                gpus=each.gpus,
+                fewest_gpus=(offers[0].gpus if offers else each.gpus) if best else None,
+                trained=best,
+                host_memory_bytes=each.memory_limit.host_bytes,
+                usual_host=each.memory_limit.usual_host,
+                million_dollars=cost and cost.dollars,
+            )
         )
-        offers += [offer] if best or each is tried[-1] else []
     return min(offers, key=_place)
