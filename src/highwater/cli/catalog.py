@@ -114,7 +114,11 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 format_bytes(kind.usable_bytes),
                 "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
                 "no" if lacking(kind) else "yes",
-                ", ".join(map(_host_memory, _hosts_with(kind))) or "-",
+                ", ".join(
+                    f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}"
+                    for host in _hosts_with(kind)
+                )
+                or "-",
             )
             for kind in kinds
         ),
@@ -130,11 +134,6 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
         ),
         left_columns=1,
     )
-
-
-def _host_memory(host: Host) -> str:
-    """``2,048 for 8``: host memory of a machine, and the number of its GPUs."""
-    return f"{host.host_gib:,} for {host.gpus}" if host.is_divided else f"{host.host_gib:,}"
 
 
 _MODELS, _GPUS = "_highwater_model_or_dir", "_highwater_gpus"

@@ -213,16 +213,10 @@ def _counts(pattern: SparsePatternConfig, length_tokens: int) -> Iterator[int]:
         yield max(1, math.ceil(ratio * (row + 1) - 1e-9))
 
 
-def _global_tokens(pattern: SparsePatternConfig, length_tokens: int) -> int:
-    if pattern.pattern_type != "global_local":
-        return 0
-    return min(pattern.global_tokens, length_tokens)
-
-
 def _pairs_in_window(pattern: SparsePatternConfig, length_tokens: int) -> int:
     window = min(pattern.local_window_size, length_tokens)
     further = length_tokens - window
     pairs = causal_pairs(window) + further * window
     # of the tokens further back, those that every token sees
-    held = min(_global_tokens(pattern, length_tokens), further)
+    held = min(pattern.global_tokens if pattern.pattern_type == "global_local" else 0, further)
     return pairs + causal_pairs(held) + (further - held) * held
