@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 71_626,
+    "src_lines": 71_833,
     "src_files": 288,
-    "src_small_files": 11,
+    "src_small_files": 10,
     "process_starts": 1,
     "decision_records": 25,
     "changelog_bytes": 3_000,
