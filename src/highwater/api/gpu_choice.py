@@ -20,6 +20,7 @@ from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
 from highwater.nouns.hardware import LISTED, hour_dollars_of
+from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
 from highwater.units import parse_price
 
@@ -49,7 +50,7 @@ class GpuChoice(Record, frozen=True, kw_only=True):
     schema_version: int = 1
     model_name: str
     native_length_tokens: int
-    trainer: str
+    trainer: TrainerName
     length_tokens: int
     offers: tuple[Offer, ...]
     notes: tuple[str, ...]

@@ -356,7 +356,7 @@ def grammar() -> Parser:
         "each SP.",
     )
     for flag, (_, help_, options) in _FLAGS_HERE.items():
-        counts = {"type": int} if "nargs" in options else {}
+        counts: dict[str, Any] = {"type": int} if "nargs" in options else {}
         parser.add_argument(f"--{flag}", help=help_, **options, **counts)
     saved = os.environ.get("TRINITY_CHECKPOINT_ROOT_DIR", "./checkpoints/length-test")
     parser.set_defaults(checkpoint_path=saved)
