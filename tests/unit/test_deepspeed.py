@@ -129,5 +129,16 @@ def test_this_packages_engine_has_no_deepspeed():
         highwater.predict("Qwen3-8B", gpus="4xH100-80GB", deepspeed="zero3")
 
 
+def test_no_trace_answers_for_it():
+    with pytest.raises(UsageError, match="DeepSpeed are not traced"):
+        highwater.predict(
+            *("Qwen3-8B",),
+            gpus="1xH100-80GB",
+            trainer="transformers",
+            deepspeed="zero3-offload",
+            exact=True,
+        )
+
+
 def test_a_question_of_before_is_the_same_question():
     assert Settings(deepspeed="none", deepspeed_bucket=None) == Settings()

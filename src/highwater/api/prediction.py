@@ -116,10 +116,10 @@ def predict(
     memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
-    if exact and settings.get("attention") == "block_sparse":
-        raise UsageError(
-            "steps with block-sparse attention are not traced", hint="leave `--exact` out"
-        )
+    is_zero = settings.get("deepspeed", "none") != "none"
+    if exact and (is_zero or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if is_zero else "block-sparse attention"
+        raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
     if calibrate_with:
         from highwater.recommendation.user_measurements import own_residuals
