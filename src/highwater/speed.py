@@ -23,8 +23,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
 Basis = Literal["measured", "scaled", "of_an_operator"]
-"""Origin of the rates: measured on this kind, or an H200's scaled by the data sheets' ratios; or of
-linear attention one operator's time, scaled, where no step of such a model was timed."""
+"""Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or, of
+models with linear attention, these and that operator's time on an H200."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
 """Dense bf16 TFLOP/s of an H200, as in the catalog."""
@@ -37,9 +37,9 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "scaled": "a step's time is predicted too, from what an H200 does in a second times what the "
     "data sheets differ by: of other kinds eight trials on H100s alone tell: three 3 to 5 % "
     "off, five with offload 1 to 23 % (docs/results/speed)",
-    "of_an_operator": "the time is what the rest takes by a GPU's rates, and linear attention's "
-    "own operator, which was timed on an H200: ten trials there took 1.0 to 1.3 times as long "
-    "(docs/results/families)",
+    "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
+    "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
+    "scaled by data sheets, and no trial was timed (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 

@@ -151,7 +151,8 @@ def _kept(
     if model is not None:
         prediction = predict(model, length=length_tokens, **asked)
         trained = prediction.answer
-        if trained is not None and trained.step is not None:
+        is_alone = prediction.memory_limit.rollout is None  # how long one generates nobody knows
+        if trained is not None and trained.step is not None and is_alone:
             hour = hour_dollars_of(prediction.device_name, price)
             cost = cost_of(kept, trained.step, gpus=prediction.gpus, hour_dollars=hour)
             epoch_s, epoch_price = cost.time_s, cost.dollars

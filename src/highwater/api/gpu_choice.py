@@ -11,7 +11,6 @@ for each in choice.offers:
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from highwater.api.prediction import predict
@@ -33,7 +32,7 @@ class Offer(Record, frozen=True, kw_only=True):
 
     device_name: str
     gpus: int
-    """As many as train it for the least money; of those that do not train it the most tried."""
+    """GPUs that train it for the least money; the most that were tried if none does."""
     fewest_gpus: int | None = None
     """The fewest that train it; None: none that was tried does."""
     trained: CellPrediction | None = None
@@ -106,11 +105,18 @@ def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
     if has_count(gpus):
         yield predict(model, gpus=gpus, **asked)
         return
-    first, *more = (n for n in _COUNTS if n > asked.get("rollout_gpus", 0))
-    yield predict(model, gpus=gpus if first == 1 else f"{first}x{gpus}", **asked)
-    with suppress(UsageError):  # more GPUs may need a word that one does not: copies of NF4
-        for each in more:
-            yield predict(model, gpus=f"{each}x{gpus}", **asked)
+    refused: UsageError | None = None
+    is_predicted = False
+    for each in _COUNTS:
+        try:
+            found = predict(model, gpus=gpus if each == 1 else f"{each}x{gpus}", **asked)
+        except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more
+            refused = refused or error
+        else:
+            is_predicted = True
+            yield found
+    if refused is not None and not is_predicted:
+        raise refused
 
 
 def _place(offer: Offer) -> tuple[float, ...]:

@@ -136,8 +136,13 @@ def predict(
     known = calibration_of(question, trainer, method=method, own=own)
     hour_price = parse_price(price)
     amount = None if tokens is None and hour_price is None else parse_amount(str(tokens or "1M"))
+    if amount is not None and beside is not None:
+        problem = "what training costs beside a rollout: how long it generates is not predicted"
+        raise UsageError(problem, hint="leave `--price` and `--tokens` out")
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    told |= {"notes": (*said, *notes), "amount": amount, "price": hour_price}
+    zero = ("DeepSpeed is predicted by its source, and was never measured",) * is_zero
+    every_note = tuple(dict.fromkeys((*said, *notes, *zero)))
+    told |= {"notes": every_note, "amount": amount, "price": hour_price}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:
         return answered(predict_by_formula(question, memory_limit, trainer, known))

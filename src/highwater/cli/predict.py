@@ -172,8 +172,8 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.length is None:
         problem = f"GPUs of {len(kinds)} kinds are compared at one length"
         raise UsageError(problem, hint="add `--length 32k`, or name one kind")
-    for name in ("exact", "timeline", "calibrate", "constants", "tokens"):
-        if getattr(arguments, name):
+    for name in ("exact", "timeline", "calibrate", "constants", "tokens", "rollout"):
+        if getattr(arguments, name, None):
             problem = "kinds of GPUs are compared by formula, a million tokens each"
             raise UsageError(problem, hint=f"leave `{flag_of(name)}` out, or name one kind")
     model, settings = named_model(arguments, [], example=_EXAMPLE)

@@ -253,6 +253,9 @@ def _sharing(
     """How processes share states: by FSDP, by DeepSpeed, which is predicted where it ``is_known``,
     or each with a copy.
     """
+    for name, size in mapping_in(launcher, "parallelism_config").items():
+        if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
+            raise _unknown(path.name, name, size)
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
         found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
@@ -263,9 +266,6 @@ def _sharing(
             return {}
         return found
     fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
-    for name, size in mapping_in(launcher, "parallelism_config").items():
-        if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
-            raise _unknown(path.name, name, size)
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
         return {"copies": [gpus]} if gpus > 1 else {}
     found: dict[str, Any] = {}
@@ -309,6 +309,8 @@ def _by_zero(zero: Any, path: Path) -> dict[str, Any]:
             of_params = "cpu" if is_away and stage[1] == "3" else "none"
             fields = {"stage": stage[1], "offload_param_device": of_params}
             fields["cpu_offload"] = is_away and "param" not in named
+            # trainers' own templates have it so of stage 3, and of 2 the default
+            fields |= {"reduce_bucket_size": "auto"} if stage[1] == "3" else {}
     section = mapping_in(fields, "zero_optimization") or fields
     devices = [
         mapping_in(section, f"offload_{what}").get("device")
