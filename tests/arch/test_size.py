@@ -24,7 +24,9 @@ is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step,
 closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
 files: one, of whose issue 26 lines were left; list prices: 22 lines; Gemma 4, its wide heads and
 what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; own studies of any
-trainer: 20, and vLLM's own settings where it has no room: the last 6)."""
+trainer: 20, and vLLM's own settings where it has no room: the last 6; the delta rule's sweep over
+chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; counts and prices of
+GPUs, which no issue allowed: 218)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
     "find": {"modules": 200, "files": 121},
