@@ -113,7 +113,7 @@ def test_the_public_names_are_these():
         *(
             *("BlockSparseAttention", "BlockSparseRingDilatedAttention", "DilatedAttention"),
             *("HighwaterError", "MemoryProfiler", "SparsePatternConfig", "__version__"),
-            *("data_lengths", "find"),
+            *("cheapest_gpus", "data_lengths", "fewest_gpus", "find"),
             *("guide", "open_study", "predict", "recommend", "register_block_sparse"),
             "run_trial",
         ),

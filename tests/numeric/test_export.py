@@ -35,6 +35,8 @@ from trial_specs import trial_in
 FILE = "model.safetensors"
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
+FLOAT32_OF_STATES = 3e-5
+"""The same where a state in float32 goes from chunk to chunk; the rule is held to 1e-10 in float64."""
 BFLOAT16 = 0.02
 """Norm-relative: weights are rounded to 8 bits."""
 BESIDE = {
@@ -158,7 +160,8 @@ def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byt
     model, loading = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
     assert type(model).__name__ == json.loads((out / "config.json").read_text())["architectures"][0]
-    assert deviation(read(model), told(own)) < FLOAT32
+    has_states = family.startswith("qwen3_5")
+    assert deviation(read(model), told(own)) < (FLOAT32_OF_STATES if has_states else FLOAT32)
     again = trained(out)
     assert again.policy.weights == "saved"
 

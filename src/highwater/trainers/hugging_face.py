@@ -223,7 +223,7 @@ def _gradients(step: Step) -> int:
     return gradient_bytes(step.shape, step.settings, shards=shards) // shards
 
 
-class _Held(NamedTuple):
+class _SharedStates(NamedTuple):
     """What a way to share states has on a GPU, beside layers, logits and the loss."""
 
     always: tuple[Term, ...]
@@ -239,7 +239,7 @@ class _Held(NamedTuple):
     """Bytes of states in host memory, for each GPU."""
 
 
-def _by_fsdp(step: Step) -> _Held:
+def _by_fsdp(step: Step) -> _SharedStates:
     """States sharded by FSDP2, which holds at the loss the head's unit whole, in a layer it and the
     next one, at the embedding that, with what it sums; or whole, with DDP's buckets.
     """
@@ -250,7 +250,7 @@ def _by_fsdp(step: Step) -> _Held:
     buckets = gradients if step.layout.gpus > shards == 1 else 0
     always = (Term("states", states - come), Term("DDP's buckets", buckets))
     if shards == 1:
-        return _Held(always, ((), (), ()), come)
+        return _SharedStates(always, ((), (), ()), come)
     (run,) = shape.runs
     table = Term("embedding or head, gathered", _NARROW * step.table)
     layers = (
@@ -258,12 +258,12 @@ def _by_fsdp(step: Step) -> _Held:
         Term("gradient reduction", _WIDE * step.trained_of(run.kind)),
     )
     whole = 0 if step.is_frozen else step.table
-    return _Held(
+    return _SharedStates(
         always, ((table,), layers, (table, Term("gradient reduction", _WIDE * whole))), come
     )
 
 
-def _by_zero(step: Step) -> _Held:
+def _by_zero(step: Step) -> _SharedStates:
     """States shared by DeepSpeed's ZeRO-2, which has the parameters whole, or ZeRO-3, which fetches
     them; in host memory the optimizer, or the parameters as well.
     """
@@ -308,7 +308,7 @@ def _by_zero(step: Step) -> _Held:
     stay = Term("layers, gathered", _NARROW * kind.parameters * min(shape.layers, near) * is_cut)
     alone = 0 if shape.tied_embeddings else _NARROW * table
     of_embedding = Term("gradient reduction", round(alone + copied + piece))
-    return _Held(
+    return _SharedStates(
         always,
         ((whole, stay), layer, (whole, of_embedding)),
         reduced=reduced,
