@@ -36,7 +36,7 @@ FILE = "model.safetensors"
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
 FLOAT32_OF_STATES = 3e-5
-"""The same where a state in float32 goes from chunk to chunk; the rule is held to 1e-10 in float64."""
+"""The same where a state in float32 goes from chunk to chunk; in float64 it is held to 1e-10."""
 BFLOAT16 = 0.02
 """Norm-relative: weights are rounded to 8 bits."""
 BESIDE = {
