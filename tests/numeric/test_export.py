@@ -35,8 +35,8 @@ from trial_specs import trial_in
 FILE = "model.safetensors"
 FLOAT32 = 5e-6
 """Norm-relative: attention and norms of the engine in another order."""
-FLOAT32_OF_STATES = 3e-5
-"""The same where a state in float32 goes from chunk to chunk; in float64 it is held to 1e-10."""
+OF_THEIRS = 3
+"""Times transformers' own deviation in float32 from float64, which a float32 state makes large."""
 BFLOAT16 = 0.02
 """Norm-relative: weights are rounded to 8 bits."""
 BESIDE = {
@@ -85,7 +85,8 @@ def told(own: Training) -> "torch.Tensor":
 def read(model: Any) -> "torch.Tensor":
     """The same of a model of transformers."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([IDS])).logits[0].float()
+        logits = model(input_ids=torch.tensor([IDS])).logits[0]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.ndim == 1:
         return logits
     return logits[:-1].log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
@@ -160,8 +161,10 @@ def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byt
     model, loading = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
     assert type(model).__name__ == json.loads((out / "config.json").read_text())["architectures"][0]
-    has_states = family.startswith("qwen3_5")
-    assert deviation(read(model), told(own)) < (FLOAT32_OF_STATES if has_states else FLOAT32)
+    theirs = read(model)
+    model.set_experts_implementation("eager")  # the grouped product has no float64
+    exact = read(model.double())
+    assert deviation(exact, told(own)) < OF_THEIRS * deviation(exact, theirs)
     again = trained(out)
     assert again.policy.weights == "saved"
 
