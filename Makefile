@@ -97,9 +97,9 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 check: lint types contracts
 	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit
 
-# All but what takes long (tests/long_tests.txt), which test-all runs too: with it, 40 minutes and more on 2 cores.
+# Every test that needs no GPU, browser, trainer of others or Ray: 15 minutes on 2 cores.
 test: lint types contracts
-	$(PYTEST) --short
+	$(PYTEST)
 
 # Everything: properties with ten times the examples, combinations of three settings where `make test` has those of two.
 test-all: lint types contracts $(VENV4)/.ready

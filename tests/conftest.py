@@ -7,9 +7,7 @@ however many processes ran it.
 
 import os
 import subprocess
-from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -29,39 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--short", action="store_true", help="leave out what tests/long_tests.txt names"
-    )
-
-
-@pytest.hookimpl(trylast=True)  # of what `-m` leaves
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("short"):
-        return
-    long, cases = long_tests(), defaultdict[str, list[pytest.Item]](list)
-    for item in items:
-        if (test := item.nodeid.partition("[")[0]) in long:
-            cases[test].append(item)
-    kept = {item for test, every in cases.items() if long[test] for item in every[:: long[test]]}
-    left_out = [item for every in cases.values() for item in every if item not in kept]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
-
-
-def long_tests() -> dict[str, int]:
-    """The tests of ``long_tests.txt``, with how many cases there are to one that stays: 0 where
-    none does.
-    """
-    lines = Path(__file__).with_name("long_tests.txt").read_text(encoding="utf-8").splitlines()
-    found: dict[str, int] = {}
-    for line in lines:
-        count, _, test = line.rpartition(" ")
-        if not line.startswith("#"):
-            found[test] = int(count or 0)
-    return found
 
 
 @pytest.fixture(scope="session")

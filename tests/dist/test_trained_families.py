@@ -27,10 +27,11 @@ NARROW = LONGEST_DOCUMENT // 2
 WINDOWED = ("gpt_oss", "mistral", "olmo3")
 """Families with a window in every layer, and in some; with sinks."""
 PAST = (*WINDOWED, "cohere2", "gemma2", "gemma3_text", "granite_swa", "phi3", "phimoe", "qwen2")
+PAST_IN = ("alone", "fsdp1 ulysses")
 DELTA = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 TRANSFORMED = ("cohere", "cohere2", "cohere2_moe", "gemma3_text", "granite", "nanochat")
 """Families that scale or cap their logits, each in a way of its own."""
-
+SCALED_IN = ("alone", "fsdp1 ulysses", "ring")
 UNLIKE = ("gemma4_text", "gemma4_text_dense", "gemma4_text_experts")
 """Of layers that share keys and have embeddings, and of models without either, with experts beside
 each MLP and without."""
@@ -67,6 +68,16 @@ def turn(layout: str, names: Sequence[str], layouts: Sequence[str]) -> list[str]
     return list(names if deep(layout) else names[layouts.index(layout) :: len(layouts)])
 
 
+def of_each_kind(names: Sequence[str]) -> list[str]:
+    """A family of each kind of layers; in `make test-all` all of them."""
+    kinds = dict[object, str]()
+    for name, row in ((name, family_row(name)) for name in names):
+        layers = row.window is None, row.has_sinks, row.caps_scores, row.has_unlike_layers
+        shares = row.experts and row.experts.shared != (None, 0)
+        kinds[layers, row.delta, row.is_gated, row.experts is None, shares] = name
+    return list(deep(*names) or kinds.values())
+
+
 def wrong_ones(layout: str, found: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
     """The outcomes that should not be: all are equal, but that a ring caps no scores and passes no
     state on.
@@ -94,18 +105,18 @@ def test_every_family_is_known_to_train_or_is_refused_with_what_stands_in_the_wa
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
-    names = sorted(TRAINED & {*families()})
+    names = of_each_kind(sorted(TRAINED & {*families()}))
     found = sweep(ranks, layout, turn(layout, names, list(LAYOUTS)), tmp_path)
     _write_table(layout, found)
     assert wrong_ones(layout, found) == {}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses", "ring"])
+@pytest.mark.parametrize("layout", SCALED_IN)
 def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
     layout, ranks, tmp_path
 ):
-    found = sweep(ranks, layout, list(TRANSFORMED), tmp_path)
+    found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
@@ -129,14 +140,14 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", deep(*LAYOUTS) or FEW[: len(UNLIKE)])
 def test_layers_that_share_keys_and_have_embeddings_train_as_their_own_class_does(
     layout, ranks, tmp_path
 ):
     """Gemma 4: heads of two sizes, values that are keys, documents past its windows where ranks
     form no ring.
     """
-    found = sweep(ranks, layout, list(UNLIKE), tmp_path)
+    found = sweep(ranks, layout, turn(layout, UNLIKE, FEW), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
@@ -149,12 +160,13 @@ def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tm
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["alone", "fsdp1 ulysses"])
+@pytest.mark.parametrize("layout", PAST_IN)
 def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks, tmp_path):
     """With windows in every layer, in some, of a mask alone, sinks, and two kinds of RoPE."""
-    found = sweep(ranks, layout, list(PAST), tmp_path)
+    names = turn(layout, PAST, PAST_IN)
+    found = sweep(ranks, layout, names, tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
-    for name in PAST:
+    for name in names:
         window = load_model(str(tmp_path / f"models {NARROW}" / name)).shape.window_tokens
         assert window == NARROW < LONGEST_DOCUMENT
 

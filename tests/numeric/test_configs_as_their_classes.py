@@ -5,7 +5,7 @@ transformers, or a refusal; a refusal wherever transformers fails.
 import itertools
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
 from highwater.model.families import TRAINED, family_row
 from highwater.model.model import load_model
+from tables import deep
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
 """Those that the installed transformers has."""
@@ -74,7 +75,25 @@ OWN_ROPE = ("ministral3", "phi3", "phimoe")
 """Families whose class takes one scaling, by fields of its own."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def windows(family: str) -> object:
+    return family_row(family).window, family == CONTRADICTS
+
+
+def ropes(family: str) -> object:
+    row = family_row(family)
+    reads = row.has_rope_by_layer, row.rope_types, row.reads_rope_scaling, row.unscalable
+    return str(reads), family in AMISS, family in OWN_ROPE
+
+
+def of_each(kind: Callable[[str], object], families: list[str]) -> list[str]:
+    """A family of each kind; in `make test-all` all of them."""
+    return list(deep(*families) or {kind(family): family for family in families}.values())
+
+
+# of layers with a delta rule others have no weights here
+@pytest.mark.parametrize(
+    "family", of_each(windows, [each for each in FAMILIES if family_row(each).delta is None])
+)
 def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refused(
     family, mesh, tmp_path
 ):
@@ -107,7 +126,9 @@ def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refus
     assert trained >= (3 if family == "granitemoehybrid" else 4)
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if family_row(each).has_rope])
+@pytest.mark.parametrize(
+    "family", of_each(ropes, [each for each in FAMILIES if family_row(each).has_rope])
+)
 def test_a_rope_that_transformers_knows_is_trained_and_any_other_refused(family, mesh, tmp_path):
     save_tiny(family, tmp_path)
     model = Tiny(tmp_path / family, mesh)

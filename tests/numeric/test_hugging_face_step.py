@@ -17,6 +17,7 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trainers.hugging_face import footprint
+from tables import deep
 from tiny_models import write_model
 from trial_specs import trial_of
 
@@ -40,12 +41,15 @@ NARROW = {**NARROW_STATES, "accumulates": False}
     ("family", "length", "changes"),
     [
         ("llama", 16_384, {"lora": 16}),
-        ("mistral", 4096, {"lora": 16}),
-        ("qwen3", 4096, {"lora": 16}),
-        ("qwen2", 16_384, {}),
-        ("llama", 4096, {"accumulates": False}),
-        ("llama", 16_384, NARROW),
-        ("llama", 16_384, {"lora": 16, "activations": "host"}),
+        ("qwen3", 4096, {"accumulates": False}),
+        *deep(
+            ("mistral", 4096, {"lora": 16}),
+            ("qwen3", 4096, {"lora": 16}),
+            ("qwen2", 16_384, {}),
+            ("llama", 4096, {"accumulates": False}),
+            ("llama", 16_384, NARROW),
+            ("llama", 16_384, {"lora": 16, "activations": "host"}),
+        ),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ from highwater.nouns.events import Allocate, EventLog
 from highwater.nouns.layout import CHUNK_BYTES, Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS
+from tables import deep
 from tiny_models import config_of
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks/local_loss.py"
@@ -38,8 +39,17 @@ TRIALS: dict[str, dict[str, Any]] = {
     "dpo": {"objective": "dpo", "sequences_per_micro_batch": 2},
 }
 SHARED = [
-    *((name, loss, "by heads") for name in TRIALS for loss in ("full", "chunked")),
-    *((name, loss, "by a ring") for name in ("sft", "grpo") for loss in ("full", "chunked")),
+    *(("sft", "full", "by heads"), ("dpo", "chunked", "by heads"), ("ppo", "full", "by heads")),
+    *(("grpo", "full", "by a ring"), ("sft", "chunked", "by a ring")),
+    *deep(
+        *(
+            ("sft", "chunked", "by heads"),
+            ("dpo", "full", "by heads"),
+            ("ppo", "chunked", "by heads"),
+        ),
+        *(("grpo", loss, "by heads") for loss in ("full", "chunked")),
+        *(("grpo", "chunked", "by a ring"), ("sft", "full", "by a ring")),
+    ),
 ]
 TRAINED = {
     ("by heads", 1): LENGTH // 2 - 1,

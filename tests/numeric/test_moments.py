@@ -191,11 +191,14 @@ BY_HAND = ("granite_swa", "ministral3")
 
 
 def asked() -> list[tuple[str, str]]:
-    """Each family in a case, in turn; `make test-all` has each in every, without caps where it has
-    some.
+    """A family of each kinds of layers in a case, in turn; `make test-all` has each in every,
+    without caps where it has some.
     """
     found: list[tuple[str, str]] = []
-    for number, family in enumerate(sorted((*families(), *BY_HAND))):
+    one_of_each = {tuple(sorted(learned.layers)): name for name, learned in families().items()}
+    for number, family in enumerate(
+        sorted((*(deep(*families()) or one_of_each.values()), *BY_HAND))
+    ):
         cases = [case for case in CASES if case != "uncapped" or family_row(family).caps_scores]
         found += ((family, case) for case in deep(*cases) or (cases[number % len(cases)],))
     return found
@@ -209,7 +212,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", DELTA_CASES)
+@pytest.mark.parametrize("case", deep(*DELTA_CASES) or ("adapters, shared", "host", "odd"))
 @pytest.mark.parametrize("family", deep(*DELTA_FAMILIES) or ("qwen3_5_text",))
 def test_a_step_with_a_delta_rule_peaks_there_too(family, case, tmp_path):
     """Its layers are learned divided, and frozen."""

@@ -99,14 +99,15 @@ def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
 def requested_bytes(log: EventLog) -> dict[str, int]:
     """The most that is asked for at once, by phase: no rounding, no allocator."""
     most: Counter[str] = Counter()
-    phase, alive = "setup", dict[int, int]()
+    phase, alive, total = "setup", dict[int, int](), 0
     for event in log.events:
         match event:
             case Allocate():
                 alive[event.id] = event.bytes
-                most[phase] = max(most[phase], sum(alive.values()))
+                total += event.bytes
+                most[phase] = max(most[phase], total)
             case Free() | GiveBack():
-                alive.pop(event.id, None)
+                total -= alive.pop(event.id, 0)
             case Enter():
                 phase = event.phase
             case _:
