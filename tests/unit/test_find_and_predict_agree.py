@@ -27,6 +27,12 @@ AGREEMENT = runpy.run_path(
     str(Path(__file__).parents[2] / "docs" / "results" / "questions" / "agreement.py")
 )
 """The recorded questions: what may be asked, and what the text of an answer says."""
+NAMED = (
+    *({"ulysses": [1]}, {"loss": "chunked"}, {"loss": "full"}, {"offload": True}, {"ring": [2]}),
+    *({"offload": False}, {"allocator": "native"}, {"allocator": "expandable"}, {"copies": [2]}),
+    *({"activations": "gpu"}, {"activations": "host"}, {"recompute": "all-but-attention"}),
+)
+"""One of what a search chooses itself."""
 (QUESTIONS,) = deep(AGREEMENT["COUNT"]) or (16,)
 
 
@@ -75,11 +81,12 @@ def check_texts_alike(found: str, predicted: str) -> None:
     gpus=st.sampled_from(AGREEMENT["COUNTS"]),
     lora=st.sampled_from(AGREEMENT["LORAS"]),
     objective=st.sampled_from(AGREEMENT["OBJECTIVES"]),
+    more=st.sampled_from([{}, *NAMED]),
 )
 def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
-    model, memory, gpus, lora, objective
+    model, memory, gpus, lora, objective, more
 ):
-    named = {"objective": objective, **({} if lora is None else {"lora": lora})}
+    named = {"objective": objective, **({} if lora is None else {"lora": lora}), **more}
     try:
         prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
     except HighwaterError as refused:
@@ -127,23 +134,29 @@ def test_a_search_tries_the_simplest_and_the_longest_and_names_the_flags_of_the_
     check_alike(study, prediction)
 
 
-@pytest.mark.parametrize(
-    "named",
-    [{"ulysses": [1]}, {"offload": False}, {"loss": "chunked"}, {"allocator": "native"}],
-    ids=str,
-)
-def test_a_search_that_names_its_grid_has_the_grid_and_the_same_numbers(named):
+@pytest.mark.parametrize("named", NAMED, ids=str)
+def test_a_search_that_names_a_setting_tries_the_ends_of_what_is_left(named):
     study = found("Qwen3-8B", "80GiB", 2, **named)
-    assert {cell.layout.ulysses_degree for cell in study.question.cells} == {1}
-    assert not any(cell.settings.offload for cell in study.question.cells)
-    one = {"ulysses": [1], **named}  # which a grid has unless it names others
-    prediction = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", **one)
-    known = {each.cell: each for each in prediction.cells}
-    is_tight = not any(known[answer.cell].capacity_tokens for answer in study.answers)
-    for answer in study.answers:
-        told = known[answer.cell]
-        reach = told.likely_edge_tokens if is_tight else told.capacity_tokens
-        assert answer.capacity_tokens == reach
+    prediction = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", **named)
+    assert {*study.question.cells} == {prediction.simplest.cell, prediction.explained.cell}
+    check_alike(study, prediction)
+
+
+def test_a_search_of_several_degrees_tries_the_ends_of_each():
+    ends = set()
+    for ulysses in (1, 2):
+        one = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[ulysses])
+        ends |= {one.simplest.cell, one.explained.cell}
+    study = found("Qwen3-8B", "80GiB", 2, ulysses=[1, 2])
+    assert {*study.question.cells} == ends
+    check_alike(study, highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[1, 2]))
+
+
+def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
+    every = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
+    study = found("Qwen3-8B", "80GiB", 2, **every, ulysses=[1, 2])
+    assert [cell.layout.ulysses_degree for cell in study.question.cells] == [1, 2]
+    assert not study.notes or not any("others are not" in note for note in study.notes)
 
 
 def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_path):

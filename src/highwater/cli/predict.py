@@ -32,7 +32,6 @@ from highwater.nouns.hardware import LISTED, runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import (
     DECLARED,
-    OF_THE_GRID,
     request_from,
     setting_flags,
     taken_by,
@@ -289,7 +288,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     typed |= {"trainer": foreign} if foreign else {}
     typed |= {} if arguments.gpu_memory is None else {"memory": arguments.gpu_memory}
     of_the_mark: dict[str, object] = {}
-    if foreign or any(name in typed for name in OF_THE_GRID):  # else a search tries the mark itself
+    if foreign:  # our own search tries the mark itself
         of_the_mark |= prediction.explained.cell.layout.degree_settings
         on_host = {"offload": settings.offload, "activations": settings.activations}
         on_host = {name: value for name, value in on_host.items() if value not in (False, "gpu")}

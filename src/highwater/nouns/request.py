@@ -69,8 +69,6 @@ _SMALLEST_MEMORY_BYTES = 64 * MIB
 """Less than any trial needs."""
 _OF_THE_LADDER = ("allocator", "loss")
 """Fields of ``Settings`` that differ by rung; a request that names one keeps its rungs."""
-OF_THE_GRID = (*_OF_THE_LADDER, "offload", "ulysses", "ring", "copies")
-"""Settings that a search chooses itself unless one of them is named."""
 _EVERY_SETTING = "`highwater schema` lists every setting"
 _RUNG = Settings()
 
@@ -414,9 +412,9 @@ class Request(_WithSettings, frozen=True, kw_only=True):
 
     @property
     def names_grid(self) -> bool:
-        """Whether it names what a search of the simplest and the longest settings chooses."""
-        usual = {each.name: each.default for each in msgspec.structs.fields(Request)}
-        return any(getattr(self, name) != usual[name] for name in OF_THE_GRID)
+        """Whether it names all that a search chooses itself, as the published one does."""
+        chosen = (self.allocator, self.loss, self.offload, self.activations, self.ulysses)
+        return None not in chosen
 
     @property
     def on_ray(self) -> bool:

@@ -591,9 +591,11 @@ def data_answer(found: "DataLengths") -> str:
             said += ", and do not train here"
         elif step and next_step:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
-    if enough.epoch_s is not None:
-        money = "" if enough.epoch_price is None else f" and {enough.epoch_price:,.2f} dollars"
-        said += f". One pass takes about {format_seconds(enough.epoch_s)}{money}, predicted"
+    meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
+    if meant.epoch_s is not None:
+        money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
+        said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
+        said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
     is_text = found.tokenizer != "bytes"
     return f"{said}." if is_text else f"{said}. Bytes are counted: no tokenizer is here."
 

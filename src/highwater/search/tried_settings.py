@@ -8,7 +8,7 @@ from contextlib import suppress
 import msgspec
 
 from highwater.errors import HighwaterError, ModelError
-from highwater.memory.capacity import MemoryLimit, Prediction
+from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.question import memory_limit_of, predicted_question, prediction_of
 from highwater.memory.trainers import calibration_of, predict_by_formula
@@ -25,8 +25,9 @@ from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
-    """The plan of a search: of the named grid, else of the simplest and the longest settings, with
-    a note on the others; or of the cells of a ``study``, if they are among those.
+    """The plan of a search: of the simplest and the longest settings that the request leaves open,
+    of each degree where it names several, with a note on the others; of the grid where it leaves
+    nothing open; or of the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
     if device == "cpu" or request.trainer != OURS or request.names_grid:
@@ -36,7 +37,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
         model = load_model(request.model)
         refuse_unknown_family(model)
         counts = hardware_of(request, machine, model, device).counts
-        predictions = [_predicted(request, machine, gpus) for gpus in counts]
+        predictions = [each for gpus in counts for each in _predicted(request, machine, gpus)]
     every = {cell.cell: cell.cell.layout.gpus for each in predictions for cell in each.cells}
     if every.keys() >= set(study) and {*every.values()} == {cell.layout.gpus for cell in study}:
         return plan(request, machine, cells=study)
@@ -44,20 +45,33 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
     chosen = tuple(dict.fromkeys(ends))
     planned = plan(request, machine, cells=chosen)
     left = [cell for cell in every if cell not in chosen]
-    return msgspec.structs.replace(planned, notes=(*planned.notes, *_others(left)))
+    return msgspec.structs.replace(planned, notes=(*planned.notes, *_others(request, left)))
 
 
-def _predicted(request: Request, machine: Machine, gpus: int) -> Prediction:
-    """The prediction of all settings on so many of the GPUs that trials are to run on."""
+def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Prediction]:
+    """The prediction of all settings on so many of the GPUs that trials are to run on: of each
+    degree apart where several are named.
+    """
     where, limit = _memory(machine, gpus, request.memory_bytes, request.host_memory_bytes)
     usual = Request(model=request.model)
     every = {row.name: getattr(request, row.name) for row in taken_by("predict")}
     named = {name: value for name, value in every.items() if value != getattr(usual, name)}
     question, _ = predicted_question(request.model, where, OURS, None, named)
     known = calibration_of(question, OURS)
-    cells = predict_by_formula(question, limit, OURS, known)
-    told = {"method": "formula", "length_tokens": None, "notes": (), "calibration": known}
-    return prediction_of(question, where, limit, OURS, cells, **told)
+    groups: dict[tuple[int, ...], list[CellPrediction]] = {}
+    for each in predict_by_formula(question, limit, OURS, known):
+        layout = each.cell.layout
+        degrees = {
+            "ulysses": layout.ulysses_degree,
+            "ring": layout.ring_degree,
+            "copies": layout.replicate_degree,
+        }
+        several = (degree for name, degree in degrees.items() if len(named.get(name, ())) > 1)
+        groups.setdefault(tuple(several), []).append(each)
+    for group in groups.values():
+        asked = msgspec.structs.replace(question, cells=tuple(each.cell for each in group))
+        told = {"method": "formula", "length_tokens": None, "notes": (), "calibration": known}
+        yield prediction_of(asked, where, limit, OURS, tuple(group), **told)
 
 
 def _memory(
@@ -71,13 +85,18 @@ def _memory(
     return where, memory_limit_of(where, host_memory=host_bytes, reserved=reserved_bytes)
 
 
-def _others(left: Sequence[Cell]) -> Iterator[str]:
-    """A note on the settings that are predicted and not tried, and what tries the first of them."""
+def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
+    """A note on the settings that are predicted and not tried, and what tries more of them."""
     if not left:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
     named = " ".join(words_of({"ulysses": degrees}))
-    yield f"tried: simplest, longest; {len(left)} others: `{named}`, `--help=trial`"
+    of_each = f": `{named}` tries those of each degree, and `--help=trial` has what names others"
+    usual = ": `--help=trial` has what names others"
+    yield (
+        f"the simplest and the longest settings are tried, and {len(left)} others are not"
+        + (of_each if len(degrees) > 1 and request.ulysses is None else usual)
+    )
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
