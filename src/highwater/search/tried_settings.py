@@ -90,13 +90,9 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
     if not left:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
-    named = " ".join(words_of({"ulysses": degrees}))
-    of_each = f": `{named}` tries those of each degree, and `--help=trial` has what names others"
-    usual = ": `--help=trial` has what names others"
-    yield (
-        f"the simplest and the longest settings are tried, and {len(left)} others are not"
-        + (of_each if len(degrees) > 1 and request.ulysses is None else usual)
-    )
+    is_open = len(degrees) > 1 and request.ulysses is None
+    named = f"`{' '.join(words_of({'ulysses': degrees}))}` or " if is_open else ""
+    yield f"{len(left)} other settings are not tried: {named}`--help=trial`"
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
