@@ -23,6 +23,8 @@ from highwater.nouns.trainer import OURS
 from highwater.nouns.trial_hardware import hardware_of
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
+_DEGREES = ("ulysses", "ring", "copies")
+
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
     """The plan of a search: of the simplest and the longest settings that the request leaves open,
@@ -60,13 +62,8 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
     known = calibration_of(question, OURS)
     groups: dict[tuple[int, ...], list[CellPrediction]] = {}
     for each in predict_by_formula(question, limit, OURS, known):
-        layout = each.cell.layout
-        degrees = {
-            "ulysses": layout.ulysses_degree,
-            "ring": layout.ring_degree,
-            "copies": layout.replicate_degree,
-        }
-        several = (degree for name, degree in degrees.items() if len(named.get(name, ())) > 1)
+        degrees = each.cell.layout.degree_settings
+        several = (degrees.get(name, 1) for name in _DEGREES if len(named.get(name, ())) > 1)
         groups.setdefault(tuple(several), []).append(each)
     for group in groups.values():
         asked = msgspec.structs.replace(question, cells=tuple(each.cell for each in group))

@@ -8,15 +8,11 @@ Shapes:  n chunks  H heads  c tokens of a chunk  D size of a key head  V size of
 Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, section 3.3.
 """
 
-from functools import partial
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from highwater.engine.kernels.gates import triton_twin
-
-_triton = partial(triton_twin, __name__)
 
 
 def recurrence(
@@ -84,3 +80,11 @@ def _swept(
         if added_nHDV is not None:
             last_HDV += added_nHDV[chunk]
     return out
+
+
+def _triton() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
+    from highwater.engine.attention import recurrence_triton
+
+    return recurrence_triton
