@@ -14,7 +14,11 @@ from highwater.cli.grammar import parse
 from highwater.errors import UsageError
 from highwater.nouns.trainer import trainer_title
 
-ASKED = ("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k", "--allocator", "expandable")
+ASKED = (
+    *("Qwen3-0.6B", "--gpus", "4xH20-96GB", "--length", "16k"),
+    *("--allocator", "expandable", "--ulysses", "1"),
+)
+"""Few settings: each is replayed for trainers whose step is traced."""
 
 
 def test_trinitys_file_is_what_stdout_has(highwater, tmp_path):
@@ -97,18 +101,17 @@ FILES = {
 
 @pytest.mark.parametrize("target", FILES)
 def test_a_folder_has_every_file_with_the_models_id_filled_in(highwater, target, tmp_path):
-    words = ("Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "16k")
-    done = highwater("emit", "--for", target, *words, "-o", "taken away")
+    done = highwater("emit", "--for", target, *ASKED, "-o", "taken away")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"taken away/{name}" for name in FILES[target]]
     first, *_ = done.stderr.splitlines()
     assert first.startswith(f"{len(FILES[target])} files for ")
     assert done.stderr.splitlines()[-1] == "next: cat 'taken away/CHECK.md'"
     folder = tmp_path / "taken away"
-    assert "Qwen/Qwen3-8B" in (folder / FILES[target][0]).read_text()
+    assert "Qwen/Qwen3-0.6B" in (folder / FILES[target][0]).read_text()
     assert os.access(folder / "launch.sh", os.X_OK)
     assert subprocess.run(["bash", "-n", folder / "launch.sh"], check=False).returncode == 0
-    again = highwater("emit", "--for", target, *words, "--output", "taken away")
+    again = highwater("emit", "--for", target, *ASKED, "--output", "taken away")
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SIMULATED, following, refusal
+from conftest import HERE, SIMULATED, following, refusal
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_INCONCLUSIVE
@@ -99,11 +99,10 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What a shell makes of a line that was pasted into it."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
         ["sh", "-c", line],
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, **HERE},
         capture_output=True,
         text=True,
         timeout=60,
