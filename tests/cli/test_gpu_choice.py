@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import following, refusal
+from conftest import following
 
 import highwater
 from highwater.errors import HighwaterError
@@ -109,24 +109,6 @@ def test_kinds_of_which_none_trains_the_length_are_answered_no(highwater):
     done = highwater("predict", "Llama-3.1-405B", "--gpus", "A100-80GB,H100", "--length", "8k")
     assert done.returncode == 1
     assert done.stdout.startswith("No: Llama-3.1-405B does not train at 8,192 tokens on up to 8 of")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--gpus", "A100-80GB,H100"), "2 kinds are compared at one length"),
-        (("--gpus", "A100-80GB,H100", *LENGTH, "--price", "1,2,3"), "3 prices, and 2 kinds"),
-        (("--gpus", "A100-80GB,H100", *LENGTH, "--exact"), "compared by formula"),
-        (("--gpus", "A100-80GB,X1000", *LENGTH), "no GPU 'X1000'"),
-        (("--gpus", "8xH100", "--tokens", "500M"), "neither a length nor data"),
-        (("--gpus", "8xH100", *LENGTH, "--tokens", "many"), "many"),
-        (("--gpus", "8xH100", *LENGTH, "--price", "-1"), "price"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused_with_a_hint(highwater, words, said):
-    problem, hint = refusal(highwater("predict", "Qwen3-8B", *words), 2)
-    assert said in problem
-    assert hint
 
 
 def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_are_named(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import offered, refusal
+from conftest import refusal
 
 from highwater.nouns.trial import PROMPT_TOKENS
 
@@ -86,10 +86,3 @@ def test_a_study_is_gone_on_with_by_its_own_prompt(highwater):
         highwater("find", *words, "--study", "study.jsonl", "--prompt-tokens", "0"), 2
     )
     assert "prompt_tokens is 2048 there and 0 here" in problem
-
-
-@pytest.mark.parametrize("trainer", ["trinity", "trl"])
-def test_trainers_whose_prompts_are_their_own_are_not_told_of_one(highwater, trainer):
-    words = ("predict", "Qwen3-4B", "--gpus", "1xH20-96GB", "--trainer", trainer)
-    _, hint = refusal(highwater(*words, "--prompt-tokens", "9"), 2)
-    assert offered(hint) or "leave" in hint

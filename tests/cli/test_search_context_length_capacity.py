@@ -114,22 +114,6 @@ def test_dlc_without_a_cluster_is_answered_with_one_machine(search):
     assert _is_past_the_refusal(search(*offered(hint)[0][1:]))
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "way"),
-    [
-        (("--traner_strategy", "fsdp2"), "--traner_strategy", "--trainer_strategy"),
-        (("--timeout", "5"), "timeout of 5.00 s", None),
-        (("--start_length", "1"), "start length of 1 token", "--start_length 2"),
-        (("--start_length", "0"), "length '0'", None),
-        (("--test_gpu_num", "0"), "gpus is 0", "--test_gpu_num 1"),
-    ],
-)
-def test_errors_speak_the_words_of_this_command(search, words, said, way):
-    problem, hint = refusal(search(*MODEL, *SUPPORTED, *words), 2)
-    assert said in problem
-    assert way is None or offered(hint) == [way.split()]
-
-
 def test_hints_about_a_full_disk_name_the_flags_that_there_are_here():
     """The original has no flag against shards, which a file can switch off."""
     free = "free some space (`df -h x`)"
