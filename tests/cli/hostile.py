@@ -21,29 +21,15 @@ from highwater.cli.grammar import commands
 from tables import table
 from tiny_models import TINY
 
-SNAPSHOT = Path(__file__).parents[1] / "data" / "snapshots" / "trainer_out_of_memory.pickle"
 CPU_SECONDS = 20
 """Of one command; what takes longer hangs."""
-SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run", "--max-length", "8k")
+ROOT = Path(__file__).parents[2]
 BASES = {
-    "find": ("Qwen3-0.6B", *SIMULATED),
-    "try": ("Qwen3-0.6B", "--length", "8k", *SIMULATED[:-2]),
-    "predict": ("Qwen3-0.6B", "--gpus", "2xA100-80GB"),
-    "recommend": ("Qwen3-0.6B", "--gpus", "2xA100-80GB", "--length", "8k"),
-    "emit": ("Qwen3-0.6B", "--for", "trl", "--gpus", "2xA100-80GB", "--length", "8k"),
-    "guide": ("--predict", "Qwen3-0.6B", "--gpus", "2xA100-80GB"),
-    "models": (),
-    "gpus": (),
-    "show": (),
-    "report": (),
-    "profile": (str(SNAPSHOT),),
-    # two reasons to refuse, after everything is read: a value of one flag leaves the other
-    "bench": (
-        *("attention", "--device", "cpu", "--implementations", "ring"),
-        *("--heads", "3", "--kv-heads", "2"),
-    ),
+    command: [str(ROOT / word) if "/" in word else word for word in words.split()]
+    for command, words in table("hostile", "bases").items()
 }
-"""Commands that answer without a GPU, and start nothing."""
+"""Commands that answer without a GPU, and start nothing. That of ``bench`` has two reasons to
+refuse, after everything is read: a value of one flag leaves the other."""
 LONG = "x" * 300
 NUMBERS = (
     *table("hostile", "numbers"),

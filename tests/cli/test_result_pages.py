@@ -9,47 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tables import table
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
-SEARCHES, PREDICTIONS = "lab/searches.md", "lab/predictions.md"
-TABLES = (
-    ("find/README.md", "find/measure.py --page long --table"),
-    ("find/README.md", "find/measure.py --page published --table"),
-    (SEARCHES, "find/measure.py --page sft --table"),
-    (SEARCHES, "find/measure.py --page edges --table"),
-    (SEARCHES, "lab/memory_only.py --table"),
-    ("other_trainers/README.md", "other_trainers/capacities.py --table"),
-    ("other_trainers/README.md", "other_trainers/reports.py"),
-    ("other_trainers/README.md", "other_trainers/step_cells.py --left-out"),
-    ("other_trainers/how_far.md", "other_trainers/how_far.py --table"),
-    ("concurrent/README.md", "concurrent/eight_cells.py --table"),
-    ("training/README.md", "training/sft.py --table"),
-    ("speed/README.md", "speed/speeds.py --table"),
-    ("speed/README.md", "speed/offload_step.py --table"),
-    ("checkpoints/README.md", "checkpoints/saves.py --table"),
-    ("attention/README.md", "attention/copy_task.py --table"),
-    ("context_parallel/README.md", "context_parallel/six_gpus.py --table"),
-    ("context_parallel/README.md", "context_parallel/topology.py --table"),
-    ("context_parallel/README.md", "context_parallel/topology.py --device cuda --table"),
-    ("context_parallel/README.md", "context_parallel/two_ranks.py --table"),
-    ("context_parallel/README.md", "context_parallel/two_ranks_capacity.py --table"),
-    ("h20/README.md", "h20/compare.py --table"),
-    ("predict/README.md", "predict/traced.py --summary"),
-    ("predict/README.md", "predict/intervals.py"),
-    (PREDICTIONS, "predict/traced.py --table"),
-    (PREDICTIONS, "lab/events.py --table"),
-    (PREDICTIONS, "lab/outside.py"),
-    (PREDICTIONS, "lab/second_check.py --table"),
-    (PREDICTIONS, "lab/breakdown.py --table"),
-    ("lab/trinity.md", "lab/outside_scan.py --table"),
-)
+TABLES = table("result_pages", "tables")
 """A page below docs/results, and the command whose table it has."""
-OTHERS = (
-    "context_parallel/one_micro_batch.py --table",
-    "lab/histories.py --table",
-    "lab/peers.py --table",
-)
-"""Tables that a page has a part of, or sums up."""
+OTHERS = table("result_pages", "others")
+"""Commands whose tables a page has a part of, or sums up."""
 
 
 def run(command: str) -> str:

@@ -177,17 +177,25 @@ def capacities(done: subprocess.CompletedProcess[str]) -> list[int]:
 GPUS_AND_SP = ("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2")
 
 
-@pytest.mark.parametrize("start", ["4096", "12288"])
-def test_a_start_length_that_is_typed_is_tried_first_and_longer_ones_until_out_of_memory(
-    simulated, tmp_path, start
+@pytest.mark.parametrize(
+    ("words", "more", "start"),
+    [
+        (("--start_length", "4096"), "", 4096),
+        (("--start_length", "12k"), "", 12_288),
+        (("--start_length", "8192"), "start_length: 512\n", 8192),
+        ((), "start_length: 256\n", 256),
+    ],
+)
+def test_a_start_length_of_either_place_is_tried_first_and_longer_ones_until_out_of_memory(
+    simulated, tmp_path, words, more, start
 ):
-    done = simulated("--start_length", start, *GPUS_AND_SP)
+    done = simulated(*words, *GPUS_AND_SP, more=more)
     assert done.returncode == 0, done.stderr
     tried = lengths_tried(tmp_path / "study.jsonl")
     assert list(tried) == [(1, 1), (2, 1), (2, 2)]
     for lengths in tried.values():
-        assert lengths[0] == int(start)
-        assert min(lengths[1:]) > int(start)
+        assert lengths[0] == start
+        assert min(lengths[1:]) > start
     answers = read_study(tmp_path / "study.jsonl").answers
     assert [answer.capacity_tokens for answer in answers] == capacities(done)
     assert all(answer.limit == "memory" for answer in answers)
@@ -259,23 +267,6 @@ def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "tried"),
-    [
-        (("--start_length", "32k"), "", 32768),
-        (("--start_length", "8192"), "start_length: 512\n", 8192),
-        ((), "start_length: 256\n", 256),
-    ],
-)
-def test_a_start_length_of_either_spelling_and_place_is_tried_first(
-    simulated, tmp_path, words, more, tried
-):
-    done = simulated("--test_gpu_num", "1", *words, more=more)
-    assert done.returncode == 0, done.stderr
-    (lengths,) = lengths_tried(tmp_path / "study.jsonl").values()
-    assert lengths[0] == tried
-
-
-@pytest.mark.parametrize(
     ("more", "goes_on"),
     [
         ("", True),
@@ -307,10 +298,10 @@ def test_a_device_in_the_file_has_its_own_lengths(search, tiny, tmp_path, more):
 
 
 @pytest.mark.parametrize("method", ["bisect", "linear"])
-@pytest.mark.parametrize("start", ["110000"])
 def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_below(
-    simulated, highwater, tmp_path, start, method
+    simulated, highwater, tmp_path, method
 ):
+    start = "110000"
     words = ("--method", method, "--test_gpu_num", "1", "2")
     done = simulated(*words, "--start_length", start)
     assert (done.returncode, capacities(done)) == (1, [0, 0]), done.stderr
@@ -336,8 +327,8 @@ def test_the_linear_method_is_the_published_scan(simulated, tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--method", "linear"), ("--start_length", "8192")])
-def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
-    simulated, highwater, words
+def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout_and_no_edge_is(
+    simulated, highwater, tmp_path, words
 ):
     done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
     assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
@@ -348,11 +339,9 @@ def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
     lines = highwater("show", "study.jsonl", "--as", "lines")
     assert (lines.returncode, lines.stdout) == (0, done.stdout)
     assert "≥16384: " in lines.stderr
-
-
-def test_an_edge_is_not_marked(simulated, highwater):
-    done = simulated("--test_gpu_num", "1")
-    assert "≥" not in done.stderr + highwater("show", "study.jsonl", "--as", "published").stdout
+    (tmp_path / "study.jsonl").unlink()
+    edge = simulated("--test_gpu_num", "1", *words)
+    assert "≥" not in edge.stderr + highwater("show", "study.jsonl", "--as", "published").stdout
 
 
 def test_typed_flags_are_above_a_file_and_a_file_is_above_the_usual_settings(simulated, tmp_path):

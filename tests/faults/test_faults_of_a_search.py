@@ -272,7 +272,6 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((signal.SIGTERM,), id="told to end"),
         pytest.param((signal.SIGINT, signal.SIGINT), id="impatient"),
         pytest.param((signal.SIGHUP,), id="its terminal closed"),
     ],
