@@ -236,20 +236,13 @@ def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
 
 
 def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater):
-    for words in (
-        (
-            *("emit", "--for", "trl", "Qwen3-8B", "--gpus", "8xH20-96GB", "--rollout-gpus", "2"),
-            *("--length", "32k"),
-        ),
-        (
-            "find",
-            "Qwen3-0.6B",
-            "--data",
-            "a_package_with_a_long_name.and_a_module:and_a_function",
-            "--print-config",
-        ),
-        (*PREDICT, "--json"),
+    module = "a_package_with_a_long_name.and_a_module:and_a_function"
+    for command in (
+        "emit --for trl Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
+        f"find Qwen3-0.6B --data {module} --print-config",
+        "predict Llama-3.1-8B --gpus 4xA100-80GB --json",
     ):
+        words = command.split()
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
 
 
