@@ -450,34 +450,29 @@ def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_
     assert taken_s / len(os.sched_getaffinity(0)) < 120
 
 
-@pytest.mark.timeout(900)
-def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_path):
+@pytest.mark.timeout(600)
+def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(search, tmp_path):
     small = write_model(tmp_path / "small", vocab_size=1024, max_position_embeddings=2048)
-    logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    (checkpoints / "mine").write_text("not the search's")
-    words = [
-        *("--model_path", str(small), "--log_dir", str(logs), "--checkpoint_path"),
-        *(str(checkpoints), "--start_length", "512"),
-    ]
-    words += ["--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp2"]
-    words += ["--offload", "--entropy_saving", "--save_hf_checkpoint", "last"]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine").write_text("not the search's")
     (tmp_path / "short.yaml").write_text("max_length: 1024\n")  # attention's square is felt here
-    words += ["--config", str(tmp_path / "short.yaml")]
-    search = [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words]
-    done = subprocess.run(search, capture_output=True, text=True, timeout=800, check=False)
+    done = search(
+        *("--model_path", str(small), "--config", "short.yaml", "--log_dir", "logs"),
+        *("--checkpoint_path", "checkpoints", "--start_length", "512", *GPUS_AND_SP),
+        *("--trainer_strategy", "fsdp2", "--offload", "--entropy_saving"),
+        *("--save_hf_checkpoint", "last"),
+    )
     assert done.returncode == 0, done.stderr
+    cells = ((1, 1), (2, 1), (2, 2))
     assert done.stdout.splitlines() == [
         f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 1024"
-        for gpus, sp in ((1, 1), (2, 1), (2, 2))
+        for gpus, sp in cells
     ]
-    written = {str(path.relative_to(logs / "small")) for path in logs.rglob("model_len-*.log")}
-    assert written == {
-        f"gpu-{gpus}/sp-{sp}/model_len-{length}.log"
-        for gpus, sp in ((1, 1), (2, 1), (2, 2))
-        for length in (512, 1024)
+    logs = tmp_path / "logs" / "small"
+    assert {str(path.relative_to(logs)) for path in logs.rglob("model_len-*.log")} == {
+        f"gpu-{gpus}/sp-{sp}/model_len-{length}.log" for gpus, sp in cells for length in (512, 1024)
     }
-    assert [path.name for path in checkpoints.iterdir()] == ["mine"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["mine"]
 
 
 def _is_past_the_refusal(done: subprocess.CompletedProcess[str]) -> bool:

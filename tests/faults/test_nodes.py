@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from processes import ENDS_S, GONE_S, HANGS_S, are_gone, done, lines, marked, started, wait_until
@@ -21,18 +21,17 @@ from processes import FIND as SEARCH
 
 from highwater.store.journal import read_study
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("tiny", "mark")]
 
 FIND = (*SEARCH, "--max-length", "64", "--data", "faulty_batches:paused", "--gpus", "2")
 ADDRESSES = ("10.77.0.1/24", "10.77.0.2/24")
 
 
-class Machine:
+class Machine(NamedTuple):
     """A network namespace with one end of a wire, and a host's name of its own."""
 
-    def __init__(self, name: str, interface: str) -> None:
-        self.name = name
-        self.interface = interface
+    name: str
+    interface: str
 
 
 @pytest.fixture
@@ -105,10 +104,7 @@ def losses(path: Path) -> dict[int, list[Any]]:
     }
 
 
-@pytest.mark.usefixtures("tiny")
-def test_two_machines_train_as_one_does_and_find_the_same(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
+def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_path):
     search = started(*FIND, *across(tmp_path, *wired(machines)))
     answer, talk = search.communicate(timeout=ENDS_S)
     assert search.returncode == 0, talk
@@ -125,11 +121,10 @@ def test_two_machines_train_as_one_does_and_find_the_same(
     assert len(together) >= 1
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("kills", [True, False], ids=["srun kills", "our own watch"])
 def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_search_goes_on(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, kills: bool
-) -> None:
+    machines, mark, tmp_path, kills
+):
     study = tmp_path / "study.jsonl"
     search = hanging(tmp_path, machines, kills=kills)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
@@ -154,20 +149,14 @@ def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_se
     assert "64 tokens" in answer
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_search_that_is_killed_leaves_nothing_on_any_machine(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
+def test_a_search_that_is_killed_leaves_nothing_on_any_machine(machines, mark, tmp_path):
     search = hanging(tmp_path, machines)
     search.kill()
     search.communicate()
     assert are_gone(mark)
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(machines, mark, tmp_path):
     search = hanging(tmp_path, machines)
     inside = {pid for pid in marked(mark) if any(_is_in(each, pid) for each in machines)}
     assert len(inside) >= 4, "a reaper and a rank on each"
@@ -192,11 +181,10 @@ def trained_losses(run: Path) -> list[float]:
     return json.loads((last / "state.json").read_text())["losses"]
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("told", ["the command", "another machine"])
 def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, told: str
-) -> None:
+    machines, mark, tmp_path, told
+):
     run, where = tmp_path / "run", across(tmp_path, *wired(machines))
     first = started(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
@@ -230,10 +218,9 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
+    machines, mark, tmp_path
+):
     first = started(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
@@ -246,10 +233,9 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     assert are_gone(mark)
 
 
-@pytest.mark.usefixtures("tiny", "mark")
 def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_that_it_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -269,7 +255,6 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
     assert "a port is open" in (tmp_path / "run" / "training.log").read_text()
 
 
-@pytest.mark.usefixtures("tiny", "mark")
 @pytest.mark.parametrize(
     ("sets", "problem"),
     [
@@ -280,8 +265,8 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
     ],
 )
 def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: str, problem: str
-) -> None:
+    tmp_path, monkeypatch, sets, problem
+):
     monkeypatch.setenv("SRUN_SETS", sets)
     words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
     ended = done(*words)
@@ -296,10 +281,7 @@ exec "$PYTHON" -P -m srun kills a b -- "$@"
 """
 
 
-@pytest.mark.usefixtures("tiny", "mark")
-def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(tmp_path, monkeypatch):
     words = (*FIND, "--nodes", "2", "--print-sbatch")
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     options = [line for line in printed.splitlines() if line.startswith("#SBATCH ")]
