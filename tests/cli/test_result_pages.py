@@ -2,13 +2,15 @@
 command there can start.
 """
 
-import subprocess
-import sys
+import os
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
 import pytest
+from conftest import HERE, TIMEOUT_S
 
+from fork_server import ForkServer
 from tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -19,23 +21,24 @@ OTHERS = table("result_pages", "others")
 """Commands whose tables a page has a part of, or sums up."""
 
 
-def run(command: str) -> str:
-    script, *words = command.split()
-    done = subprocess.run(
-        [sys.executable, str(RESULTS / script), *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def printed(fork_server: ForkServer) -> Callable[[str], str]:
+    """What a script of the results prints, with its words."""
+
+    def printed(command: str) -> str:
+        script, *words = command.split()
+        how = {"within_s": TIMEOUT_S, "cwd": ROOT, "environment": {**os.environ, **HERE}}
+        done = fork_server.run(str(RESULTS / script), *words, **how)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return printed
 
 
 @pytest.mark.parametrize(("name", "command"), TABLES, ids=[each[1] for each in TABLES])
-def test_a_page_has_the_table_that_its_command_prints(name, command):
+def test_a_page_has_the_table_that_its_command_prints(printed, name, command):
     page = (RESULTS / name).read_text().splitlines()
-    rows = [line for line in run(command).splitlines() if line.startswith("|")]
+    rows = [line for line in printed(command).splitlines() if line.startswith("|")]
     assert len(rows) > 2
     assert [row for row in rows if row not in page] == []
     tables = [
@@ -50,16 +53,16 @@ def test_a_page_has_the_table_that_its_command_prints(name, command):
 
 
 @pytest.mark.parametrize("command", OTHERS)
-def test_a_command_prints_a_table(command):
-    assert sum(line.startswith("|") for line in run(command).splitlines()) > 2
+def test_a_command_prints_a_table(printed, command):
+    assert sum(line.startswith("|") for line in printed(command).splitlines()) > 2
 
 
 @pytest.mark.parametrize(
     "script", sorted(str(path.relative_to(RESULTS)) for path in RESULTS.rglob("*.py"))
 )
-def test_every_script_starts(script):
+def test_every_script_starts(printed, script):
     text = (RESULTS / script).read_text()
     if "argparse" in text:
-        assert "usage:" in run(f"{script} --help")
+        assert "usage:" in printed(f"{script} --help")
     else:
         compile(text, script, "exec")
