@@ -5,7 +5,7 @@ they stand: in a function, or for a type checker alone.
 import ast
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,7 +53,7 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
-def imported(node: ast.AST, modules: set[str]) -> set[str]:
+def imported(node: ast.AST, modules: Set[str]) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & modules
     if not isinstance(node, ast.ImportFrom):

@@ -41,8 +41,9 @@ def _broken(
         f"predict.predicted = published.load_model = broken\n"
         f"from {module} import main; sys.exit(main(sys.argv[1:]))\n"
     )
-    how = {"within_s": TIMEOUT_S, "cwd": directory, "environment": {**os.environ, **HERE}}
-    return server.run(f"-c{code}", *MAINS[module], **how)
+    environment = {**os.environ, **HERE}
+    words = (f"-c{code}", *MAINS[module])
+    return server.run(*words, within_s=TIMEOUT_S, cwd=directory, environment=environment)
 
 
 @pytest.mark.parametrize("module", MAINS)

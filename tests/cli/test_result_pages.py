@@ -27,8 +27,9 @@ def printed(fork_server: ForkServer) -> Callable[[str], str]:
 
     def printed(command: str) -> str:
         script, *words = command.split()
-        how = {"within_s": TIMEOUT_S, "cwd": ROOT, "environment": {**os.environ, **HERE}}
-        done = fork_server.run(str(RESULTS / script), *words, **how)
+        words = (str(RESULTS / script), *words)
+        environment = {**os.environ, **HERE}
+        done = fork_server.run(*words, within_s=TIMEOUT_S, cwd=ROOT, environment=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
