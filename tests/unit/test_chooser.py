@@ -16,7 +16,6 @@ import pytest
 from highwater import guide, predict, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
-from highwater.model.model import load_model
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.recommendation import Recommendation
 from highwater.nouns.study import Study
@@ -34,7 +33,7 @@ from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
 from places import question_of
 from tables import deep
-from tiny_models import write_model
+from tiny_models import written_model
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
@@ -284,9 +283,7 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
 
 def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr("highwater.memory.formula.formula.families", dict)
-    model = load_model(
-        str(write_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384))
-    )
+    model = written_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384)
     question = msgspec.structs.replace(
         question_of(gpus=[1]), model=model, simulated=False, device_name="NVIDIA H200"
     )

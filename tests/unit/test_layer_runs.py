@@ -34,7 +34,7 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.settings import Settings
-from tiny_models import write_model
+from tiny_models import written_model
 
 HIDDEN = 512
 FULL = AttentionKind(query_heads=16, kv_heads=4, head_dim=64)
@@ -297,7 +297,7 @@ def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones():
 
 def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, int]]:
     """Of each run its layers, its window, its experts and the width of its MLP."""
-    shape = load_model(str(write_model(folder, **config))).shape
+    shape = written_model(folder, **config).shape
     assert sum(each.count for each in shape.runs) == shape.layers
     return [
         (each.count, each.kind.attention.window_tokens, each.kind.mlp.experts, each.kind.mlp.width)
@@ -377,7 +377,7 @@ def test_runs_that_are_not_the_layers_of_their_shape_are_refused():
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path):
     with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
-        load_model(str(write_model(tmp_path, num_hidden_layers=2**31 - 1)))
+        written_model(tmp_path, num_hidden_layers=2**31 - 1)
     assert refusal.value.hint == "check its num_hidden_layers"
 
 

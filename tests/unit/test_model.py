@@ -18,7 +18,7 @@ from highwater.model.model_place import (
     model_place,
     near_names,
 )
-from tiny_models import write_model
+from tiny_models import write_model, written_model
 
 MOST_BESIDE_PUBLISHED = 0.015
 """Cards round, and some leave a part out: 32.5 billion for 32.76."""
@@ -45,7 +45,7 @@ def test_every_catalog_model_can_be_read_and_says_where_it_is_from():
 
 
 def test_a_model_is_named_after_its_directory(tmp_path):
-    model = load_model(str(write_model(tmp_path / "my-model")))
+    model = written_model(tmp_path / "my-model")
     assert model.name == "my-model"
     assert model.shape.kv_heads == 2
     assert model.shape.native_length_tokens == 4096
@@ -59,13 +59,13 @@ def test_two_places_with_one_config_are_one_model(tmp_path):
 @pytest.mark.parametrize("field", MIN_FIELDS)
 def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(tmp_path, field):
     with pytest.raises(ModelError, match=field):
-        load_model(str(write_model(tmp_path, **{field: None})))
+        written_model(tmp_path, **{field: None})
 
 
 @pytest.mark.parametrize("value", [0, -1, "64", 1.5])
 def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path, value):
     with pytest.raises(ModelError, match="hidden_size"):
-        load_model(str(write_model(tmp_path, hidden_size=value)))
+        written_model(tmp_path, hidden_size=value)
 
 
 @pytest.mark.parametrize("value", [0, "2", True, [64, 64]])
@@ -83,19 +83,15 @@ def test_so_is_a_size_that_may_be_left_out(tmp_path, field, value):
         else {}
     )
     with pytest.raises(ModelError, match=f"{field} is"):
-        load_model(str(write_model(tmp_path, **{**experts, field: value})))
+        written_model(tmp_path, **{**experts, field: value})
 
 
 @pytest.mark.parametrize("field", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_what_a_dense_familys_config_says_of_experts_is_read_by_nobody(tmp_path, field):
-    plain = load_model(str(write_model(tmp_path / "plain", model_type="llama"))).shape
+    plain = written_model(tmp_path / "plain", model_type="llama").shape
     assert (
-        load_model(
-            str(
-                write_model(
-                    tmp_path / "odd", model_type="llama", **{field: 8, "num_experts_per_tok": 2}
-                )
-            )
+        written_model(
+            tmp_path / "odd", model_type="llama", **{field: 8, "num_experts_per_tok": 2}
         ).shape
         == plain
     )
@@ -122,22 +118,22 @@ def test_a_value_that_changes_logits_or_attention_is_refused_and_its_neutral_one
         "layer_types": ["full_attention"] * 2,
     }.get(field, False)
     with pytest.raises(ModelError, match=family) as refusal:
-        load_model(str(write_model(tmp_path, model_type=family, **changes)))
+        written_model(tmp_path, model_type=family, **changes)
     assert (
         str(changes[field]) in refusal.value.problem or "linear_attention" in refusal.value.problem
     )
-    load_model(str(write_model(tmp_path, model_type=family, **{field: neutral})))
+    written_model(tmp_path, model_type=family, **{field: neutral})
 
 
 @pytest.mark.parametrize("model_type", ["opt"])
 def test_positions_that_are_learned_are_no_rope(tmp_path, model_type):
     without_dropout = {"attention_probs_dropout_prob": 0.0}
-    assert not load_model(str(write_model(tmp_path, model_type=model_type, **without_dropout))).rope
+    assert not written_model(tmp_path, model_type=model_type, **without_dropout).rope
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
 def test_a_config_that_leaves_rope_to_its_types_default_has_rope(tmp_path, model_type):
-    assert load_model(str(write_model(tmp_path, model_type=model_type))).rope
+    assert written_model(tmp_path, model_type=model_type).rope
 
 
 def test_the_tiny_model_of_the_catalog_is_the_one_in_the_examples():

@@ -30,7 +30,7 @@ from highwater.nouns.trial import TrialSpec
 from highwater.units import GIB, MIB
 from places import H200, NO_GPU, machine_with, write_safetensors
 from tables import table
-from tiny_models import write_model
+from tiny_models import write_model, written_model
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
@@ -434,7 +434,7 @@ def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_th
             "first_k_dense_replace": dense_layers,
             "intermediate_size": 8192,
         }
-        shape = load_model(str(write_model(tmp_path, model_type="glm4_moe", **sizes))).shape
+        shape = written_model(tmp_path, model_type="glm4_moe", **sizes).shape
         return staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
 
     found = [staged(dense) for dense in (0, 1, 3, 4, 9)]

@@ -10,14 +10,14 @@ from highwater.api.prediction import predict
 from highwater.errors import ModelError, UsageError
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.layers import Step, handed_bytes
-from highwater.model.model import ModelShape, load_model
+from highwater.model.model import ModelShape
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_matrices, refuse_no_target
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.recommendation.recommend import recommend
-from tiny_models import write_model
+from tiny_models import written_model
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 GEMMA: dict[str, Any] = {
@@ -34,7 +34,7 @@ GEMMA: dict[str, Any] = {
 
 
 def shape_of(tmp_path: Any, **changes: Any) -> ModelShape:
-    return load_model(str(write_model(tmp_path, **{**GEMMA, **changes}))).shape
+    return written_model(tmp_path, **{**GEMMA, **changes}).shape
 
 
 def test_layers_differ_in_heads_keys_and_widths(tmp_path):
@@ -131,7 +131,7 @@ def test_memory_is_predicted_and_no_time_of_a_step_made_up(name):
 
 def test_layers_of_a_form_that_no_trace_had_are_refused(tmp_path):
     ties = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 512}
-    model = load_model(str(write_model(tmp_path, **{**GEMMA, **ties})))
+    model = written_model(tmp_path, **{**GEMMA, **ties})
     with pytest.raises(ModelError, match="no trace was read of their form"):
         refuse_unknown_family(model)
 

@@ -13,7 +13,7 @@ from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.weight_files import refuse_quantised, saved_tensors, unties, weight_files
 from places import write_safetensors
-from tiny_models import write_model
+from tiny_models import write_model, written_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}
@@ -43,7 +43,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_work
     problem = refused(directory)
     assert f"a quantised checkpoint ({method})" in problem.problem
     assert "quantization_config" in problem.hint
-    assert load_model(str(write_model(tmp_path / "copy"))).shape.layers == 2
+    assert written_model(tmp_path / "copy").shape.layers == 2
 
 
 @pytest.mark.parametrize("block", [None, {}])
@@ -222,10 +222,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path)
     os.utime(file, ns=(1, 1))  # the same size, within the same tick of some file systems
     shape = load_model(str(directory)).shape
     assert not shape.tied_embeddings
-    assert (
-        shape.parameters - load_model(str(write_model(tmp_path / "tied"))).shape.parameters
-        == 1000 * 64
-    )
+    assert shape.parameters - written_model(tmp_path / "tied").shape.parameters == 1000 * 64
 
 
 def test_a_tied_head_of_another_dtype_is_refused(tmp_path):
