@@ -24,11 +24,13 @@ def search(bracket: Bracket, capacity: int) -> int:
 
 @given(SIZES, st.data())
 def test_bisect_finds_the_capacity_of_any_monotone_law_within_the_bound(size, data):
-    capacity = data.draw(st.integers(0, size))
+    """One trial where nothing fits; the ceiling where everything does."""
+    capacity = data.draw(st.sampled_from([0, size]) | st.integers(0, size))
     bracket = Bracket(size)
     assert search(bracket, capacity) <= bound(capacity)
-    assert bracket.fits == capacity
+    assert (bracket.fits, bracket.end) == (capacity, capacity + 1)
     assert bracket.is_proven == (capacity < size)
+    assert bracket.does_not_fit == (capacity + 1 if capacity < size else None)
 
 
 @given(SIZES, st.data())
@@ -61,12 +63,6 @@ def test_a_hint_that_is_too_long_costs_three_trials_at_the_most(capacity, withou
     )
 
 
-def test_a_grid_on_which_nothing_fits_takes_one_trial():
-    bracket = Bracket(100)
-    assert search(bracket, 0) == 1
-    assert (bracket.fits, bracket.does_not_fit, bracket.is_proven) == (0, 1, True)
-
-
 @pytest.mark.parametrize("first", [None, 1, 40, 100])
 @pytest.mark.parametrize("method", ["bisect", "linear"])
 def test_nothing_is_said_to_fit_nowhere_before_the_least_packed_index_was_tried(first, method):
@@ -92,15 +88,6 @@ def test_a_failure_says_nothing_against_a_fit_of_fewer_packed_tokens():
     assert bracket.contradictions() == (Contradiction(1, 6),)
     assert bracket.contradictions({1: 9, 6: 6, 9: 9}.__getitem__) == (Contradiction(1, 9),)
     assert bracket.contradictions({1: 10, 6: 6, 9: 9}.__getitem__) == ()
-
-
-def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
-    bracket = Bracket(100)
-    search(bracket, 100)
-    assert bracket.fits == 100
-    assert bracket.end == 101
-    assert bracket.does_not_fit is None
-    assert bracket.is_proven is False
 
 
 @given(SIZES, st.data())

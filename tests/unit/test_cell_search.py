@@ -137,37 +137,32 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
     st.integers(1, 8),
 )
 def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_gib, model, gpus):
-    rungs = [
-        Settings(),
-        Settings(allocator="expandable"),
-        Settings(allocator="expandable", loss="chunked"),
-    ]
-    cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
+    rungs = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+    cells = tuple(
+        Cell(layout=Layout(gpus=n), settings=Settings(allocator=allocator, loss=loss))
+        for n in (1, gpus)
+        for allocator, loss in rungs
+    )
     grid = grid_of(4096, 1024**2, native=40960, beyond=10240)
-    question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
-    law = FormulaLaw(shape=question.model.shape)
-    together = answers_of(question, law)
-    alone = [
-        answers_of(
-            ask(model=model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
-            law,
-        )
-        for c in cells
-    ]
-    assert [answer.capacity_tokens for answer in together] == [
-        answers[0].capacity_tokens for answers in alone
-    ]
+
+    def found(*cells: Cell) -> list[int | None]:
+        question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
+        answers = answers_of(question, FormulaLaw(shape=question.model.shape))
+        return [answer.capacity_tokens for answer in answers]
+
+    assert found(*cells) == [found(cell)[0] for cell in cells]
 
 
 def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
+    def launch(event: SearchEvent) -> tuple[TrialSpec, int, int]:
+        return event.spec, event.attempt, event.repeat
+
     events = events_of(ask(), fits_up_to(3 * STEP))
     assert isinstance(events[-1], CellAnswered)
     for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
         assert isinstance(started, TrialStarted)
         assert isinstance(finished, TrialFinished)
-        assert started.spec == finished.spec
-        assert started.attempt == finished.attempt
-        assert started.repeat == finished.repeat
+        assert launch(started) == launch(finished)
 
 
 @given(
@@ -207,37 +202,24 @@ def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_
     """What fits depends on the tokens of a GPU alone: a start that fills the budget there says
     nothing of longer ones.
     """
+    packed = Settings(token_budget_tokens=budget * STEP)
     cells = tuple(
-        Cell(
-            layout=Layout(gpus=4, ulysses_degree=sp),
-            settings=Settings(token_budget_tokens=budget * STEP),
-        )
-        for sp in (1, 2, 4)
+        Cell(layout=Layout(gpus=4, ulysses_degree=sp), settings=packed) for sp in (1, 2, 4)
     )
-    grid = grid_of(STEP, max_index * STEP)
-    question = ask(cells=cells, grid=grid, method="linear")
+    question = ask(cells=cells, grid=grid_of(STEP, max_index * STEP), method="linear")
 
     def law(spec: TrialSpec) -> Outcome:
         return packs_up_to(held * STEP * spec.layout.context_degree)(spec)
 
     events = events_of(question, law)
-    for cell in cells:
-        answer = next(
-            event.answer
-            for event in events
-            if isinstance(event, CellAnswered) and event.answer.cell == cell
-        )
-        first, *_ = (
-            event for event in events if isinstance(event, TrialFinished) and event.cell == cell
-        )
-        trials = [
-            question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)
-        ]
+    for answer in answers_among(events):
+        cell = answer.cell
+        first = next(e for e in events if isinstance(e, TrialFinished) and e.cell == cell)
         if first.result.outcome is Outcome.FIT:
             continue  # an upward scan, to the first length that does not
-        longest = max(
-            (trial.length_tokens for trial in trials if law(trial) is Outcome.FIT), default=0
-        )
+        trials = (question.trial(cell, i * STEP) for i in range(1, question.size_of(cell) + 1))
+        fitting = (trial.length_tokens for trial in trials if law(trial) is Outcome.FIT)
+        longest = max(fitting, default=0)
         assert answer.capacity_tokens == longest
         assert answer.monotone
         assert answer.trials <= bound(longest // STEP) + HINT_COST + 1

@@ -86,11 +86,10 @@ def test_a_rung_where_a_token_costs_the_same_is_expected_to_end_where_the_other_
     ) in (9, 10)
 
 
-def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segments():
-    expandable = cell(allocator="expandable")
-    assert first_index(ask(), expandable, [answered(cell(), 3)]) == first_index(
-        ask(), expandable, []
-    )
+@pytest.mark.parametrize("other", [{"allocator": "expandable"}, {"loss": "chunked"}], ids=str)
+def test_what_native_loses_to_whole_logits_says_nothing_about_other_rungs(other):
+    where = cell(**other)
+    assert first_index(ask(), where, [answered(cell(), 3)]) == first_index(ask(), where, [])
 
 
 @given(st.integers(2, 20))
@@ -117,11 +116,6 @@ def test_more_gpus_more_memory_or_less_margin_never_lower_the_expectation(found)
     assert first_index(ask(), cell(2), [found]) <= first_index(ask(), cell(4), [found])
 
 
-def test_whole_logits_say_nothing_about_the_chunked_loss():
-    chunked = cell(loss="chunked")
-    assert first_index(ask(), chunked, [answered(cell(), 3)]) == first_index(ask(), chunked, [])
-
-
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
 @pytest.mark.parametrize("resolution", [512, 4096])
 def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers(model, resolution):
@@ -143,17 +137,11 @@ def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers
 
 
 def test_the_carried_start_is_the_longest_of_fewer_gpus_and_of_less_sp_on_the_same_rung():
-    finished = [
-        answered(cell(2, 1), 3),
-        answered(cell(2, 2), 6),
-        answered(cell(4, 1), 5),
-        answered(cell(4, 1, allocator="expandable"), 9),
-        answered(cell(8, 2), 11),
-    ]
+    """A cell where nothing fit carries none."""
+    indices = {cell(2, 1): 3, cell(2, 2): 6, cell(4, 1): 5, cell(8, 2): 11}
+    indices |= {cell(4, 1, allocator="expandable"): 9}
+    finished = [answered(where, index) for where, index in indices.items()]
     assert carried_start(ask(), cell(4, 2), finished) == 6
     assert carried_start(ask(), cell(4, 1), finished) == 3
     assert carried_start(ask(), cell(1, 1), finished) is None
-
-
-def test_a_cell_where_nothing_fit_carries_no_start():
     assert carried_start(ask(), cell(2), [answered(cell(1), 0)]) is None

@@ -11,11 +11,21 @@ import msgspec
 import pytest
 from markdown_it import MarkdownIt
 from markup import LARGEST_BYTES, Page
-from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_of, study_of, trial
+from studies import (
+    CELL,
+    HOSTILE,
+    QUESTION,
+    REAL,
+    hostile_study,
+    real_report,
+    report_of,
+    study_of,
+    trial,
+)
 
 from highwater import study_report, write_report
 from highwater.errors import UsageError
-from highwater.nouns.study import Expectation, RecordedTrial
+from highwater.nouns.study import STUDY_SCHEMA_VERSION, Expectation, RecordedTrial
 from highwater.nouns.trial import LogEnd, Outcome
 from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
@@ -131,67 +141,45 @@ def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
     text = 'File "/home/somebody/venv/lib/torch/nn/linear.py", line 1; see https://a.org/b/c'
     log = LogEnd(lines=("cd /mnt/share/people/me && ls /dev/shm/x",))
     page = study_page(report_of(study_of(trial(8192, Outcome.CRASHED, text=text)), log))
-    assert "/home/somebody" not in page
-    assert "/mnt/share" not in page
-    assert "…/nn/linear.py" in page
-    assert "https://a.org/b/c" in page
-    assert "…/people/me" in page
-    assert "/dev/shm/x" in page
+    assert not [each for each in ("/home/somebody", "/mnt/share") if each in page]
+    for each in ("…/nn/linear.py", "https://a.org/b/c", "…/people/me", "/dev/shm/x"):
+        assert each in page
 
 
 def test_text_from_outside_stays_text_in_markdown():
-    report = report_of(
-        hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>"))
-    )
-    text = study_markdown(report)
+    def columns(text: str) -> set[int]:
+        html = MarkdownIt("commonmark").enable("table").render(text)
+        rows = re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL)
+        return {len(re.findall(r"<t[dh]", row)) for row in rows}
+
+    lines = (HOSTILE, "```", "# a heading", "<script>alert(4)</script>")
+    text = study_markdown(report_of(hostile_study(), LogEnd(lines=lines)))
     assert not {"\x1b", "\u202e"} & set(text)
     page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
     assert not {tag for tag, _ in page.elements} & {"script", "img", "a", "em"}
     assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == HEADINGS
     assert "b" not in [data for tag, data in page.texts if tag == "strong"]
-    columns: set[int] = set()
-    for row in re.findall(
-        r"<tr>(.*?)</tr>", MarkdownIt("commonmark").enable("table").render(text), re.DOTALL
-    ):
-        columns.add(len(re.findall(r"<t[dh]", row)))
-    clean = (
-        MarkdownIt("commonmark")
-        .enable("table")
-        .render(study_markdown(real_report("qwen3-0.6b-79gib-full")))
-    )
-    assert columns == {
-        len(re.findall(r"<t[dh]", row)) for row in re.findall(r"<tr>(.*?)</tr>", clean, re.DOTALL)
-    }
+    assert columns(text) == columns(study_markdown(real_report("qwen3-0.6b-79gib-full")))
 
 
-def test_a_csv_has_a_row_for_each_trial_and_no_formula():
+def test_a_csv_has_a_row_for_each_trial_and_where_memory_ran_out_no_headroom():
     report = real_report("qwen3-4b-79gib")
     rows = list(csv.DictReader(io.StringIO(study_csv(report))))
-    assert [int(row["length_tokens"]) for row in rows] == [
-        trial.length_tokens for trial in report.trials
-    ]
+    lengths = [trial.length_tokens for trial in report.trials]
+    assert [int(row["length_tokens"]) for row in rows] == lengths
     assert tuple(rows[0]) == COLUMNS
     assert {row["source"] for row in rows} == {"measured"}
-    for row, reported in zip(rows, report.trials, strict=True):
+    assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
+    table = memory_table(report)
+    shown = [row[table.columns.index("headroom")] for row in table.rows]
+    for row, figure, reported in zip(rows, shown, report.trials, strict=True):
         assert reported.predicted is not None
         assert reported.predicted.interval is not None
         assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
         assert row["outcome"] == str(reported.outcome)
-
-
-def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere():
-    report = real_report("qwen3-4b-79gib")
-    rows = list(csv.DictReader(io.StringIO(study_csv(report))))
-    table = memory_table(report)
-    shown = [row[table.columns.index("headroom")] for row in table.rows]
-    assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
-    for row, figure, reported in zip(rows, shown, report.trials, strict=True):
         is_fit = reported.outcome is not None and reported.outcome.is_fit
-        assert (
-            row["headroom_bytes"] != "",
-            figure != "-",
-            reported.headroom_bytes is not None,
-        ) == (is_fit,) * 3
+        known = (row["headroom_bytes"] != "", figure != "-", reported.headroom_bytes is not None)
+        assert known == (is_fit,) * 3
 
 
 @pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])
@@ -242,6 +230,18 @@ def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypat
 BUDGETED = question_of(token_budget="16k").cells
 
 
+NO_MEMORY = {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None}
+
+
+def ordered_by(**changes: object) -> str:
+    """What a page says that ordered the trials of a study."""
+    return dict(question_table(study_report(study_of(**changes))).rows)["ordered by"]
+
+
+def told(prediction: str, likely_tokens: int = 4096) -> Expectation:
+    return Expectation(cell=CELL, likely_tokens=likely_tokens, prediction=prediction)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -253,17 +253,13 @@ BUDGETED = question_of(token_budget="16k").cells
         ({"proof": "memory", "timeout_s": 300.0}, "the formula, after a full trial "),
         ({"device": "cpu"}, "a guess "),
         ({"device": "cpu", "method": "linear"}, "its method: "),
-        (
-            {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
-            "its method, ",
-        ),
+        (NO_MEMORY, "its method, "),
     ],
 )
 def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
     changes, said
 ):
-    report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
-    ordered = dict(question_table(report).rows)["ordered by"]
+    ordered = ordered_by(question=msgspec.structs.replace(QUESTION, **changes))
     assert ordered.startswith(said)
     assert ("formula" in ordered) == said.startswith("the formula")
 
@@ -273,12 +269,7 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
-    told = tuple(
-        Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=each) for each in named
-    )
-    report = study_report(study_of(expectations=told))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    one, trace, other = ordered.split(" and ")
+    one, trace, other = ordered_by(expectations=tuple(map(told, named))).split(" and ")
     assert one.endswith(" a.json, in ~/kept")
     assert "trace" in trace
     assert other.endswith(" b.json")
@@ -286,11 +277,10 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 
 @pytest.mark.parametrize("prediction", ["trace", "a.json"])
 def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(prediction):
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
     linear = msgspec.structs.replace(QUESTION, method="linear")
-    report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    method, unused = ordered.split("; ")
+    study = study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told(prediction),))
+    report = study_report(study)
+    method, unused = dict(question_table(report).rows)["ordered by"].split("; ")
     assert method.startswith("its method: ")
     assert prediction in unused
     assert unused.endswith(" ordered nothing")
@@ -299,31 +289,31 @@ def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(p
 
 def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
-    assert report.beginning is not None
-    assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
-    assert report.beginning.reason is None
-    assert (
-        report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
-    )
-    assert report.cells[0].expected_tokens == report.cells[0].begun_at_tokens
-    assert report.cells[0].expected_by == "docs/results/find/edge-4b-1-full.prediction.json"
-    command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
-    gone = study_report(study_of(schema_version=1, command=command)).beginning
+    beginning, cell = report.beginning, report.cells[0]
+    file = "docs/results/find/edge-4b-1-full.prediction.json"
+    assert beginning is not None
+    assert (beginning.predictions, beginning.reason) == ((file,), None)
+    assert cell.begun_at_tokens == beginning.likely_tokens[cell.label] > 0
+    assert (cell.expected_tokens, cell.expected_by) == (cell.begun_at_tokens, file)
+
+    def begun(schema_version: int, words: str):
+        command = ("highwater", "find", "Qwen3-0.6B", *words.split())
+        return study_report(study_of(schema_version=schema_version, command=command)).beginning
+
+    gone = begun(1, "--prediction=gone.json")
     assert gone is not None
     assert gone.predictions == ("gone.json",)
     assert "not found" in str(gone.reason)
-    by_formula = study_of(
-        schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula")
-    )
-    assert study_report(by_formula).beginning is None
+    assert begun(1, "--prediction formula") is None
+    later = STUDY_SCHEMA_VERSION
+    assert begun(later, "--prediction=late.json") is None, "one that was not recorded"
 
 
 def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says():
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
-    report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
+    study = study_of(trial(8192, Outcome.FIT), expectations=(told("formula", 12_345),))
+    report = report_of(study)
     cell = report.cells[0]
-    assert cell.expected_tokens == 12_345
-    assert cell.expected_by == "formula"
+    assert (cell.expected_tokens, cell.expected_by) == (12_345, "formula")
     assert cell.begun_at_tokens is None
     assert cell.predicted is not None
     assert cell.predicted.likely_tokens != 12_345
@@ -338,9 +328,9 @@ def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says():
 
 
 def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=0, prediction="formula")
-    silent = msgspec.structs.replace(QUESTION, data="my.batches:packed")
-    table = predicted_cells(report_of(study_of(question=silent, expectations=(told,))))
+    own_data = msgspec.structs.replace(QUESTION, data="my.batches:packed")
+    study = study_of(question=own_data, expectations=(told("formula", 0),))
+    table = predicted_cells(report_of(study))
     assert table is not None
     *silent, recorded = table.rows[0][1:4]
     assert silent == ["-", "-"]
@@ -369,12 +359,3 @@ def test_each_cell_says_what_predicted_it_before_its_trials_and_what_ordered_tho
     assert by_formula.startswith("4,096 by the formula")
     assert by_file == "8,192 by a|b.json"
     assert "8,192 by a\\|b.json" in study_markdown(report)
-
-
-def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing():
-    assert (
-        study_report(
-            study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))
-        ).beginning
-        is None
-    )
