@@ -117,34 +117,20 @@ def test_a_file_says_processes_shards_and_a_free_port():
 
 
 def test_the_users_other_fields_stay():
-    found = written(
-        trial(),
-        distributed_type="FSDP",
-        mixed_precision="fp16",
-        num_processes=8,
-        num_machines=2,
-        main_process_ip="10.0.0.1",
-        main_process_port=1234,
-        gpu_ids="0,1",
-        dynamo_config={"dynamo_backend": "INDUCTOR"},
-        fsdp_config={
-            "fsdp_version": 2,
-            "reshard_after_forward": False,
-            "activation_checkpointing": False,
-            "offload_params": True,
-        },
-    )
+    machine = {"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1"}
+    machine |= {"main_process_port": 1234, "gpu_ids": "0,1"}
+    theirs = {"fsdp_version": 2, "reshard_after_forward": False, "offload_params": True}
+    theirs |= {"activation_checkpointing": False}
+    kept = {"mixed_precision": "fp16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    found = written(trial(), distributed_type="FSDP", **kept, **machine, fsdp_config=theirs)
     values, fsdp = found.config, found.config["fsdp_config"]
-    assert values["mixed_precision"] == "fp16"
-    assert values["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    assert kept.items() <= values.items()
     assert (values["num_processes"], values["gpu_ids"]) == (1, "all")
     assert "main_process_ip" not in values
-    assert fsdp["fsdp_reshard_after_forward"] is False
-    assert fsdp["fsdp_activation_checkpointing"] is False
-    assert fsdp["fsdp_offload_params"] is True
-    (note,) = found.notes
-    assert note == (
-        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines"
+    for name in ("reshard_after_forward", "activation_checkpointing", "offload_params"):
+        assert fsdp[f"fsdp_{name}"] is theirs[name]
+    assert found.notes == (
+        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines",
     )
 
 
@@ -198,14 +184,8 @@ def test_what_accelerate_cannot_be_told_is_refused(spec, base, said):
 
 
 def test_on_the_cpu_one_process_trains():
-    found = written(
-        trial(device="cpu"),
-        mixed_precision="bf16",
-        num_processes=8,
-        distributed_type="FSDP",
-        fsdp_config={"fsdp_version": 2},
-        debug=True,
-    )
+    theirs = {"mixed_precision": "bf16", "num_processes": 8, "distributed_type": "FSDP"}
+    found = written(trial(device="cpu"), **theirs, fsdp_config={"fsdp_version": 2}, debug=True)
     assert found.config == {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "NO",

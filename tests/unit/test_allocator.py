@@ -51,15 +51,14 @@ def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> li
     return alive
 
 
-def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left():
+@pytest.mark.parametrize(
+    ("asked", "allocated"), [(11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512)]
+)
+def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left(asked, allocated):
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(12 * MIB))
-    allocator.allocate(11 * MIB)
-    assert allocator.allocated_bytes == 12 * MIB
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(12 * MIB))
-    allocator.allocate(11 * MIB - 512)
-    assert allocator.allocated_bytes == 11 * MIB - 512
+    allocator.allocate(asked)
+    assert allocator.allocated_bytes == allocated
     assert allocator.reserved_bytes == 12 * MIB
 
 
@@ -230,13 +229,9 @@ def test_the_peaks_of_a_recorded_trial_are_the_real_ones_to_the_byte(name, case)
     log = msgspec.convert(case["log"], EventLog)
     kind = "expandable" if "expandable" in name else "native"
     ours = replay(log, allocator=kind, capacity_bytes=case["cap_bytes"], is_share=case["is_share"])
-    found = (ours.fits, ours.peak_reserved_bytes, ours.peak_allocated_bytes, ours.retries)
-    assert found == (
-        True,
-        case["peak_reserved_bytes"],
-        case["peak_allocated_bytes"],
-        case["retries"],
-    )
+    assert ours.fits
+    for figure in ("peak_reserved_bytes", "peak_allocated_bytes", "retries"):
+        assert getattr(ours, figure) == case[figure]
 
 
 def test_with_addresses_that_go_up_some_native_sequences_are_missed(monkeypatch):
@@ -257,30 +252,17 @@ def test_with_addresses_that_go_up_some_native_sequences_are_missed(monkeypatch)
     }
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "broken"),
-    [
-        pytest.param(
-            allocator, "round_size", lambda size: -(-size // 256) * 256, id="other blocks"
-        ),
-        pytest.param(
-            allocator,
-            "segment_size",
-            lambda size: max(20 * MIB, segment_size(size)),
-            id="no small segments",
-        ),
-        pytest.param(allocator, "SMALL_BYTES", 2 * MIB, id="another small pool"),
-        pytest.param(
-            allocator, "_growable_size", lambda block: block.size, id="the best fit, growing or not"
-        ),
-        pytest.param(
-            CachingAllocator, "_merge", merge_expandable, id="native neighbours stay apart"
-        ),
-        pytest.param(
-            CachingAllocator, "release_cached", lambda _: None, id="nothing is given back"
-        ),
-    ],
-)
-def test_with_a_broken_rule_the_simulation_disagrees(monkeypatch, where, name, broken):
-    monkeypatch.setattr(where, name, broken)
+BROKEN = {
+    "other blocks": (allocator, "round_size", lambda size: -(-size // 256) * 256),
+    "no small segments": (allocator, "segment_size", lambda s: max(20 * MIB, segment_size(s))),
+    "another small pool": (allocator, "SMALL_BYTES", 2 * MIB),
+    "the best fit, growing or not": (allocator, "_growable_size", lambda block: block.size),
+    "native neighbours stay apart": (CachingAllocator, "_merge", merge_expandable),
+    "nothing is given back": (CachingAllocator, "release_cached", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_with_a_broken_rule_the_simulation_disagrees(monkeypatch, rule):
+    monkeypatch.setattr(*BROKEN[rule])
     assert disagreeing()

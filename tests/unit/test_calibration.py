@@ -4,6 +4,7 @@ to be; studies that teach.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import highwater
 from highwater.errors import HighwaterError
+from highwater.memory.capacity import Prediction
 from highwater.memory.formula.constants import CONTEXT_BYTES
 from highwater.memory.interval.calibration import (
     COVERAGE,
@@ -25,6 +27,7 @@ from highwater.memory.interval.calibration import (
 )
 from highwater.memory.interval.residuals import (
     MOST_TRACED,
+    Residual,
     bundled_residuals,
     residual,
     study_residuals,
@@ -32,7 +35,8 @@ from highwater.memory.interval.residuals import (
     worth_tracing,
 )
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.trial import Outcome, TrialResult
+from highwater.nouns.study import Question
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.units import GIB
 from places import script
 from trial_specs import rank_that_used
@@ -93,9 +97,6 @@ def test_nineteen_trials_are_what_95_percent_take():
     assert least_residuals(0.95) == 19
     assert not learned([1.0] * 19).is_widened
     assert learned([1.0] * 18).is_widened
-
-
-def test_nothing_is_learned_from_nothing():
     assert factors_of([], "native") is None
 
 
@@ -148,10 +149,14 @@ def another_gpu(folder: Path, share: float, **changes: str) -> Path:
     return path
 
 
+def predicted(*studies: Path, **asked: Any) -> Prediction:
+    known = {"gpus": "1xH200-141GB", **asked}
+    return highwater.predict("Qwen3-0.6B", calibrate_with=studies, **known)
+
+
 def test_own_trials_move_the_interval(tmp_path):
-    asked = {"gpus": "1xH200-141GB", "allocator": "expandable", "loss": "full", "offload": False}
-    alone = highwater.predict("Qwen3-0.6B", **asked)
-    taught = highwater.predict("Qwen3-0.6B", calibrate_with=[another_gpu(tmp_path, 1.1)], **asked)
+    asked = {"allocator": "expandable", "loss": "full", "offload": False}
+    alone, taught = predicted(**asked), predicted(another_gpu(tmp_path, 1.1), **asked)
     assert alone.calibration is not None
     assert taught.calibration is not None
     assert taught.calibration.own_trials == 1
@@ -164,37 +169,28 @@ def test_own_trials_move_the_interval(tmp_path):
 
 
 def test_trials_that_come_along_teach_nothing_twice():
-    asked = {"gpus": "1xH200-141GB"}
-    alone = highwater.predict("Qwen3-0.6B", **asked)
-    again = highwater.predict("Qwen3-0.6B", calibrate_with=[STUDY, STUDY], **asked)
-    assert again.calibration == alone.calibration
-
-
-def test_a_trial_that_comes_along_counts_once_also_when_another_tracer_predicted_it():
+    """Also where another tracer predicted them."""
+    assert predicted(STUDY, STUDY).calibration == predicted().calibration
     question, bundled = highwater.open_study(STUDY).question, bundled_residuals()
     again = [
         msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in bundled
     ]
-    assert calibrate(question, "trace", bundled=bundled, own=again) == calibrate(
-        question, "trace", bundled=bundled
-    )
+    usual = calibrate(question, "trace", bundled=bundled)
+    assert calibrate(question, "trace", bundled=bundled, own=again) == usual
 
 
 def test_enough_own_trials_make_the_coverage_by_counting():
-    (question,) = {highwater.open_study(STUDY).question}
-    (example, *_) = study_residuals(highwater.open_study(STUDY))
+    study, bundled = highwater.open_study(STUDY), bundled_residuals()
+    (example, *_) = study_residuals(study)
+    near = msgspec.structs.replace(example, allocator="expandable")
     own = [
-        msgspec.structs.replace(
-            example, allocator="expandable", measured_bytes=example.predicted_bytes + number
-        )
+        msgspec.structs.replace(near, measured_bytes=near.predicted_bytes + number)
         for number in range(40)
     ]
-    found = calibrate(question, "formula", bundled=bundled_residuals(), own=own).of("expandable")
+    found = calibrate(study.question, "formula", bundled=bundled, own=own).of("expandable")
     assert found is not None
     assert not found.is_widened
-    assert found.upper < max(
-        each.factor for each in bundled_residuals() if each.method == "formula"
-    )
+    assert found.upper < max(each.factor for each in bundled if each.method == "formula")
 
 
 def ran_out(given_bytes: int) -> TrialResult:
@@ -213,11 +209,8 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (
-            lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"),
-            "is of highwater 0.0.1: this is ",
-        ),
-        (lambda folder: simulated(folder, "cuda"), "is of simulated trials"),
+        (lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"), "is of highwater 0.0.1: this"),
+        (lambda folder: simulated(folder), "is of simulated trials"),
         (lambda folder: RESULTS / "find" / "README.md", "is not a study"),
         (lambda folder: folder / "none.jsonl", "cannot be read"),
         (lambda folder: emptied(folder), "has no trial that says how much memory it used"),
@@ -226,50 +219,39 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
 def test_a_study_that_teaches_nothing_about_predictions_is_refused(tmp_path, make, problem):
     path = make(tmp_path)
     with pytest.raises(HighwaterError) as refused:
-        highwater.predict("Qwen3-0.6B", gpus="H200-141GB", calibrate_with=[path])
+        predicted(path)
     assert problem in refused.value.problem
     assert str(path) in refused.value.problem
 
 
-def simulated(folder: Path, device: str) -> Path:
+def simulated(folder: Path) -> Path:
     path = folder / "simulated.jsonl"
-    highwater.find(
-        "Qwen3-0.6B",
-        gpus=[1],
-        memory="80GiB",
-        device=device,
-        dry_run=True,
-        study=str(path),
-        max_length="32k",
-    )
+    asked = {"gpus": [1], "memory": "80GiB", "device": "cuda", "max_length": "32k"}
+    highwater.find("Qwen3-0.6B", dry_run=True, study=str(path), **asked)
     return path
 
 
 def emptied(folder: Path) -> Path:
     """A study whose search was killed in its first trial."""
-    path = folder / "emptied.jsonl"
-    path.write_text(
-        "".join(
-            line + "\n" for line in STUDY.read_text().splitlines() if '"trial_finished"' not in line
-        )
-    )
+    path, lines = folder / "emptied.jsonl", STUDY.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"trial_finished"' not in line))
     return path
 
 
 def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():
     study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
-    chosen = [
-        (each.spec.settings.label, each.spec.length_tokens)
-        for each in worth_tracing(study, study.question)
-    ]
+
+    def chosen(question: Question) -> list[tuple[str, int]]:
+        specs = (each.spec for each in worth_tracing(study, question))
+        return [(spec.settings.label, spec.length_tokens) for spec in specs]
+
+    found = chosen(study.question)
     edges = [("vanilla", 98_304), ("Env", 98_304), ("vanilla", 106_496), ("Env", 106_496)]
-    assert chosen[:4] == edges
+    assert found[:4] == edges
     assert len(study.trials) == 9
-    assert len(chosen) == MOST_TRACED == len(set(chosen))
+    assert len(found) == MOST_TRACED == len(set(found))
     one = msgspec.structs.replace(study.question, cells=study.question.cells[1:])
-    assert {
-        label for label, _ in [(each.spec.settings.label, 0) for each in worth_tracing(study, one)]
-    } == {"Env"}
+    assert {label for label, _ in chosen(one)} == {"Env"}
 
 
 def held(gib: float) -> EventLog:
@@ -279,36 +261,23 @@ def held(gib: float) -> EventLog:
 
 def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was_given():
     study = highwater.open_study(STUDY)
-    fit, failed = (
-        next(
-            each
-            for each in study.trials
-            if each.result is not None and each.result.outcome is outcome
-        )
-        for outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)
-    )
-    assert fit.result is not None
-    assert failed.result is not None
-    learned_from = traced_residual(
-        study.question.model.shape, fit.spec, fit.result, held(50), rank=0
-    )
-    assert learned_from is not None
-    assert learned_from.method == "trace"
-    used = fit.result.ranks[0].memory.device_used_bytes
-    assert used is not None
-    assert learned_from.measured_bytes == used
-    assert learned_from.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
-    assert (
-        traced_residual(study.question.model.shape, fit.spec, fit.result, held(100), rank=0) is None
-    ), "the replay runs out"
-    assert (
-        traced_residual(study.question.model.shape, failed.spec, failed.result, held(100), rank=0)
-        is None
-    )
-    missed = traced_residual(
-        study.question.model.shape, failed.spec, failed.result, held(50), rank=0
-    )
+
+    def first(outcome: Outcome) -> tuple[TrialSpec, TrialResult]:
+        ended = ((each.spec, each.result) for each in study.trials if each.result is not None)
+        return next((spec, result) for spec, result in ended if result.outcome is outcome)
+
+    def taught(spec: TrialSpec, result: TrialResult, held_gib: float) -> Residual | None:
+        return traced_residual(study.question.model.shape, spec, result, held(held_gib), rank=0)
+
+    fit, failed = first(Outcome.FIT), first(Outcome.OUT_OF_MEMORY)
+    found = taught(*fit, 50)
+    assert found is not None
+    assert found.method == "trace"
+    assert found.measured_bytes == fit[1].ranks[0].memory.device_used_bytes
+    assert found.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
+    assert taught(*fit, 100) is None, "the replay runs out"
+    assert taught(*failed, 100) is None
+    missed, budget = taught(*failed, 50), failed[1].ranks[0].budget
     assert missed is not None
-    budget = failed.result.ranks[0].budget
     assert budget is not None
     assert missed.measured_bytes == budget.budget_bytes > missed.predicted_bytes

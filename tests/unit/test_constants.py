@@ -44,18 +44,12 @@ def reading(name: str, outside: int, kept: int = 0) -> Reading:
     return Reading(name=name, outside_bytes=outside * MIB, allocator_bytes=kept * MIB)
 
 
-ONE = Constants(
-    device_name="a GPU",
-    gpus=1,
-    versions={},
-    readings=(reading("context", 600), reading("cuBLAS", 60, 32)),
-)
-TWO = Constants(
-    device_name="a GPU",
-    gpus=2,
-    versions={},
-    readings=(reading("context", 600), reading("NCCL group", 300)),
-)
+def constants_of(gpus: int, *readings: Reading) -> Constants:
+    context = reading("context", 600)
+    return Constants(device_name="a GPU", gpus=gpus, versions={}, readings=(context, *readings))
+
+
+ONE, TWO = constants_of(1, reading("cuBLAS", 60, 32)), constants_of(2, reading("NCCL group", 300))
 
 
 def test_readings_add_up_by_name_and_what_is_not_there_is_nothing():
@@ -97,16 +91,13 @@ def grow(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
     document = json.loads(H200.read_text())
-    read = {
-        each.gpus: each for each in from_builtins(document["constants"], tuple[Constants, ...])
-    }[gpus]
-    prediction = highwater.predict(
-        "Qwen3-8B", gpus=f"{gpus}xH200-141GB", constants=H200, ulysses=[gpus]
-    )
-    nccl = read.outside_bytes("NCCL group", "NCCL collectives")
-    every = {
+    every = from_builtins(document["constants"], tuple[Constants, ...])
+    (read,) = (each for each in every if each.gpus == gpus)
+    asked = {"gpus": f"{gpus}xH200-141GB", "ulysses": [gpus]}
+    prediction = highwater.predict("Qwen3-8B", constants=H200, **asked)
+    own = {
         "context": read.context_bytes,
-        "NCCL": nccl,
+        "NCCL": read.outside_bytes("NCCL group", "NCCL collectives"),
         "NCCL, all-to-all": read.outside_bytes("NCCL all-to-all"),
     }
     for cell in prediction.cells:
@@ -114,10 +105,15 @@ def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
         pinned = {name for name in outside if "pinned memory" in name}
         assert bool(pinned) == cell.cell.settings.uses_host
         assert all(outside.pop(name) > 0 for name in pinned)
-        assert outside == {name: size for name, size in every.items() if size}
+        assert outside == {name: size for name, size in own.items() if size}
     assert prediction.memory_limit.constants is not None
     assert prediction.memory_limit.constants.device_name == "NVIDIA H200"
     assert from_json(to_json(prediction), Prediction) == prediction
+
+
+def said_of_constants(prediction: Prediction) -> str:
+    notes = prediction_table(prediction, is_explained=True).footnotes
+    return "".join(note for note in notes if "as measured on" in note)
 
 
 def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
@@ -128,12 +124,7 @@ def test_of_more_gpus_than_were_read_nccl_is_what_comes_along():
         terms = {term.name: term.bytes for term in cell.footprint.outside}
         assert terms["context"] == own.context_bytes[4]
         assert terms["NCCL"] == NCCL_BYTES[8] + NCCL_SECOND_GROUP_BYTES
-    (note,) = [
-        note
-        for note in prediction_table(prediction, is_explained=True).footnotes
-        if "as measured on" in note
-    ]
-    assert "; NCCL of 8 GPUs " in note
+    assert "; NCCL of 8 GPUs " in said_of_constants(prediction)
 
 
 def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_measured(tmp_path):
@@ -143,43 +134,23 @@ def test_a_larger_context_leaves_less_room_and_the_answer_names_where_it_was_mea
         for file in (None, changed(grow, tmp_path))
     )
     assert with_more.cells[0].capacity_tokens < without.cells[0].capacity_tokens
-    (said,) = (
-        note
-        for note in prediction_table(with_more, is_explained=True).footnotes
-        if "as measured on" in note
-    )
-    device, _, versions = said.partition("as measured on ")[2].partition(": ")
-    assert device == "NVIDIA H200"
-    named = ("torch 2.11.0+cu130", "CUDA 13.0", "NCCL 2.28.9", "cuDNN 91900")
-    assert tuple(versions.split(", ")) == named
-    assert not any(
-        "as measured on" in note for note in prediction_table(without, is_explained=True).footnotes
-    )
+    versions = "torch 2.11.0+cu130, CUDA 13.0, NCCL 2.28.9, cuDNN 91900"
+    assert said_of_constants(with_more).endswith(f"as measured on NVIDIA H200: {versions}")
+    assert said_of_constants(without) == ""
 
 
 def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
-    readings = (
-        reading("context", 600),
-        reading("cuBLAS", 60, 32),
-        reading("cuBLAS, backward", 60, 8),
-    )
-    own = machine_constants((msgspec.structs.replace(ONE, readings=readings),))
-    question, _ = predicted_question(
-        "Qwen3-0.6B", CARD, "highwater", 4096, {"loss": "full", "allocator": "native"}
-    )
+    seen = constants_of(1, reading("cuBLAS", 60, 32), reading("cuBLAS, backward", 60, 8))
+    settings = {"loss": "full", "allocator": "native"}
+    question, _ = predicted_question("Qwen3-0.6B", CARD, "highwater", 4096, settings)
 
     def empty(_: TrialSpec) -> EventLog:
-        return EventLog(
-            source="traced",
-            versions={},
-            operators=("mm",),
-            events=(Enter("forward"), Allocate(1, 0, 0, 0)),
-        )
+        events = (Enter("forward"), Allocate(1, 0, 0, 0))
+        return EventLog(source="traced", versions={}, operators=("mm",), events=events)
 
-    for constants, workspaces in ((None, 64 * MIB), (own, 40 * MIB)):
-        (found,) = predict_traced(
-            question, MemoryLimit(device_bytes=40 * GIB, constants=constants), empty
-        )
+    for constants, workspaces in ((None, 64 * MIB), (machine_constants((seen,)), 40 * MIB)):
+        limit = MemoryLimit(device_bytes=40 * GIB, constants=constants)
+        (found,) = predict_traced(question, limit, empty)
         assert found.replayed is not None
         assert found.replayed.peak_allocated_bytes == workspaces
 
@@ -198,37 +169,34 @@ def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(t
     )
 
 
+def l4s(document: dict[str, Any]) -> None:
+    for each in document["constants"]:
+        each["device_name"] = "NVIDIA L4"
+
+
+def one_l4(document: dict[str, Any]) -> None:
+    document["constants"][0]["device_name"] = "NVIDIA L4"
+
+
+def without_reading(gpus: int, reading: int) -> Callable[[dict[str, Any]], object]:
+    return lambda document: document["constants"][gpus]["readings"].pop(reading)
+
+
+def below_zero(document: dict[str, Any]) -> None:
+    document["constants"][0]["readings"][0]["outside_bytes"] = -5
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            lambda document: document.pop("constants"),
-            "is not what `highwater doctor --measure --json` prints",
-        ),
-        (
-            lambda document: document.update(constants=[]),
-            "has no readings: it was printed without `--measure`",
-        ),
-        (lambda document: document.update(schema_version=2), "is of version 2, this reads 1"),
-        (
-            lambda document: document["constants"][0].update(device_name="NVIDIA L4"),
-            "is of several kinds of GPUs: NVIDIA H200, ",
-        ),
-        (
-            lambda document: [
-                each.update(device_name="NVIDIA L4") for each in document["constants"]
-            ],
-            "was read on NVIDIA L4, and H200",
-        ),
-        (lambda document: document["constants"][0]["readings"].pop(0), "lacks readings of context"),
-        (
-            lambda document: document["constants"][2]["readings"].pop(7),
-            "lacks readings of context, of cuBLAS, or of NCCL",
-        ),
-        (
-            lambda document: document["constants"][0]["readings"][0].update(outside_bytes=-5),
-            "lacks readings of context",
-        ),
+        (lambda d: d.pop("constants"), "is not what `highwater doctor --measure --json` prints"),
+        (lambda d: d.update(constants=[]), "has no readings: it was printed without `--measure`"),
+        (lambda d: d.update(schema_version=2), "is of version 2, this reads 1"),
+        (one_l4, "is of several kinds of GPUs: NVIDIA H200, "),
+        (l4s, "was read on NVIDIA L4, and H200"),
+        (without_reading(0, 0), "lacks readings of context"),
+        (without_reading(2, 7), "lacks readings of context, of cuBLAS, or of NCCL"),
+        (below_zero, "lacks readings of context"),
     ],
 )
 def test_a_file_that_says_nothing_of_these_gpus_is_refused(tmp_path, change, problem):
@@ -247,22 +215,16 @@ def test_the_constants_of_predictions_are_those_that_were_read_on_an_h200():
     document = json.loads(H200.read_text())
     one, two, four = from_builtins(document["constants"], tuple[Constants, ...])
     assert [each.gpus for each in (one, two, four)] == [1, 2, 4]
-    alone = sum(reading.outside_bytes for reading in one.readings)
-    assert CONTEXT_BYTES["cuda"] == pytest.approx(alone, rel=0.005)
-    ours = [reading.name for reading in one.readings if reading.name != "FSDP2"]
+
+    def is_near(known: int, read: Constants, within: float, *names: str) -> None:
+        assert known == pytest.approx(read.outside_bytes(*names), rel=within)
+
+    ours = [reading.name for reading in one.readings]
+    is_near(CONTEXT_BYTES["cuda"], one, 0.005, *ours)
+    ours.remove("FSDP2")
     for each in (two, four):
-        assert CONTEXT_OF_SEVERAL_BYTES["cuda"] == pytest.approx(
-            each.outside_bytes(*ours), rel=0.015
-        )
-        assert NCCL_BYTES[each.gpus] == pytest.approx(
-            each.outside_bytes("NCCL group", "NCCL collectives"), rel=0.002
-        )
-        assert NCCL_ALL_TO_ALL_BYTES[each.gpus] == pytest.approx(
-            each.outside_bytes("NCCL all-to-all"), rel=0.02
-        )
-    kept = [
-        reading.allocator_bytes
-        for reading in one.readings
-        if reading.name in ("cuBLAS", "cuBLAS, backward")
-    ]
-    assert tuple(kept) == CUBLAS_WORKSPACES_BYTES
+        is_near(CONTEXT_OF_SEVERAL_BYTES["cuda"], each, 0.015, *ours)
+        is_near(NCCL_BYTES[each.gpus], each, 0.002, "NCCL group", "NCCL collectives")
+        is_near(NCCL_ALL_TO_ALL_BYTES[each.gpus], each, 0.02, "NCCL all-to-all")
+    kept = {reading.name: reading.allocator_bytes for reading in one.readings}
+    assert (kept["cuBLAS"], kept["cuBLAS, backward"]) == CUBLAS_WORKSPACES_BYTES

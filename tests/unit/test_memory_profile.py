@@ -145,13 +145,9 @@ def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pa
         program.allocate(MIB, *(() if is_phase else ((f"{SITE}/torch/optim/adam.py", 1, "step"),)))
     if ends == "after it":
         program.free(made, *ZERO_GRAD)
-    lasting = "gradients" if ends == "after it" else "backward_pass"
+    gradients = {"gradients": 30, "backward_pass": 100}
     found = sizes(memory_profile(written(tmp_path, program)))
-    assert found == (
-        {"gradients": 30, "backward_pass": 100}
-        if lasting == "gradients"
-        else {"backward_pass": 130}
-    )
+    assert found == (gradients if ends == "after it" else {"backward_pass": 130})
 
 
 def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_path):
@@ -289,19 +285,14 @@ def test_a_page_draws_every_category():
         assert len(boxes) == sum(len(profile.flame_graph) for profile in shown)
 
 
-def test_a_flame_graph_holds_each_frame_inside_its_caller(tmp_path):
+def test_a_flame_graph_holds_each_frame_inside_its_caller():
     profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
-    boxes = profile.flame_graph
-    bottom = [each for each in boxes if each.depth == 0]
-    assert sum(each.bytes for each in bottom) == profile.allocated_bytes
-    for each in boxes:
-        if each.depth:
-            assert any(
-                caller.depth == each.depth - 1
-                and caller.start_bytes <= each.start_bytes
-                and each.start_bytes + each.bytes <= caller.start_bytes + caller.bytes
-                for caller in boxes
-            )
+    ends = {(b.depth, b.start_bytes, b.start_bytes + b.bytes) for b in profile.flame_graph}
+    bottom = sum(end - start for depth, start, end in ends if depth == 0)
+    assert bottom == profile.allocated_bytes
+    for depth, start, end in ends:
+        callers = [(first, last) for level, first, last in ends if level == depth - 1]
+        assert not depth or any(first <= start and end <= last for first, last in callers)
 
 
 RECORDED = Path(__file__).parents[2] / "docs/results/profiler/trainer/snapshot_rank00.pickle"

@@ -1,6 +1,5 @@
 """A user's own studies of trainers that step by transformers teach the intervals of predictions."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,11 @@ SHAPE = load_model("Qwen3-0.6B").shape
 LENGTHS = tuple(range(2048, 40_960, 1024))
 PLAIN: dict[str, Any] = {"finetuning_type": "full", "bf16": True}
 LIGER = PLAIN | {"enable_liger_kernel": True}
+OURS, BY_ACCELERATE = {"trainer": "highwater"}, {"trainer": "accelerate"}
 FULL = Settings(allocator="expandable")
 CHUNKED = Settings(allocator="expandable", loss="chunked")
-ASKED: dict[str, Any] = {
-    "gpus": "1xH100-80GB",
-    "trainer": "llamafactory",
-    "allocator": "expandable",
-    "micro_batches": 2,
-}
+ASKED: dict[str, Any] = {"gpus": "1xH100-80GB", "trainer": "llamafactory"}
+ASKED |= {"allocator": "expandable", "micro_batches": 2}
 
 
 def study_of(
@@ -201,17 +197,18 @@ def test_a_file_with_ligers_loss_and_a_plain_one_teach_different_predictions(tmp
 
 
 def test_adapters_and_optimizer_are_the_files_unless_the_search_named_them(tmp_path):
-    config = config_in(
-        tmp_path, {"lora_rank": 4, "lora_target": "q_proj", "optim": "adamw_torch_8bit"}
-    )
-    (said,) = study_as_told(study_of([1.0], config=config), "llamafactory", {}).question.cells
-    assert (said.settings.lora, said.settings.lora_targets) == (4, "q_proj")
-    assert said.settings.optimizer == "adamw-8bit"
-    typed = Settings(allocator="expandable", lora=16)
-    named = study_of([1.0], config=config, recorded=typed)
-    (kept,) = study_as_told(named, "llamafactory", {}).question.cells
-    assert (kept.settings.lora, kept.settings.lora_targets) == (16, "all-linear")
-    assert kept.settings.sequences_per_micro_batch == 1
+    own = {"lora_rank": 4, "lora_target": "q_proj", "optim": "adamw_torch_8bit"}
+    config = config_in(tmp_path, own)
+
+    def told(**recorded: Any) -> Settings:
+        study = study_of([1.0], config=config, **recorded)
+        return study_as_told(study, "llamafactory", {}).question.cells[0].settings
+
+    said = told()
+    assert (said.lora, said.lora_targets, said.optimizer) == (4, "q_proj", "adamw-8bit")
+    kept = told(recorded=Settings(allocator="expandable", lora=16))
+    assert (kept.lora, kept.lora_targets) == (16, "all-linear")
+    assert kept.sequences_per_micro_batch == 1
 
 
 @pytest.mark.parametrize(
@@ -236,13 +233,15 @@ def test_layers_that_the_file_keeps_whole_teach_nothing_and_fsdp_recomputes_the_
 
 def test_accelerates_own_copies_are_copies(tmp_path):
     config = config_in(tmp_path, {"distributed_type": "MULTI_GPU"})
-    copies = Layout(gpus=2, replicate_degree=2)
-    study = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
-    (cell,) = study_as_told(study, "accelerate", {}).question.cells
-    assert cell.layout == copies
+    two = Layout(gpus=2)
+
+    def layout() -> Layout:
+        study = study_of([1.0], trainer="accelerate", config=config, layout=two)
+        return study_as_told(study, "accelerate", {}).question.cells[0].layout
+
+    assert layout() == Layout(gpus=2, replicate_degree=2)
     config.write_text("mixed_precision: bf16\n")  # a trial shares by FSDP then
-    again = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
-    assert study_as_told(again, "accelerate", {}).question.cells == again.question.cells
+    assert layout() == two
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -294,47 +293,26 @@ def test_a_study_without_a_reading_teaches_nothing():
 
 
 @pytest.mark.parametrize(
-    ("study", "trainer", "problem"),
+    ("study", "asked", "problem"),
     [
-        (
-            "accelerate-one-gpu",
-            "llamafactory",
-            "accelerate: predictions are about LLaMA-Factory",
-        ),
-        ("one-gpu-trl", "axolotl", "of TRL: predictions are about Axolotl"),
-        ("one-gpu-highwater", "accelerate", "of highwater: predictions are about accelerate"),
-        ("accelerate-one-gpu", "highwater", "of accelerate: predictions are about highwater"),
-        ("accelerate-one-gpu", "transformers", "say nothing about the step that Hugging Face"),
-        ("one-gpu-highwater", "trl", "of highwater: predictions are about TRL"),
-        ("one-gpu-trl", "highwater", "of TRL: predictions are about highwater"),
-        ("../../find/qwen3-0.6b-79gib-full", "trinity", "trials of this engine"),
+        ("accelerate-one-gpu", {}, "accelerate: predictions are about LLaMA-Factory"),
+        ("one-gpu-trl", {"trainer": "axolotl"}, "of TRL: predictions are about Axolotl"),
+        ("one-gpu-highwater", BY_ACCELERATE, "of highwater: predictions are about accelerate"),
+        ("accelerate-one-gpu", OURS, "of accelerate: predictions are about highwater"),
+        ("accelerate-one-gpu", {"trainer": "transformers"}, "nothing about the step that Hugging"),
+        ("one-gpu-highwater", {"trainer": "trl"}, "of highwater: predictions are about TRL"),
+        ("one-gpu-trl", OURS, "of TRL: predictions are about highwater"),
+        ("../../find/qwen3-0.6b-79gib-full", {"trainer": "trinity"}, "trials of this engine"),
+        ("accelerate-one-gpu", {"model": "gemma-2-2b"}, "its step is not predicted"),
+        ("accelerate-one-gpu", BY_ACCELERATE | {"exact": True}, "without `--calibrate`"),
     ],
 )
-def test_a_study_of_another_trainer_is_refused(study, trainer, problem):
-    with pytest.raises(UsageError, match=re.escape(problem)):
-        highwater.predict(
-            *("Qwen3-0.6B",),
-            gpus="1xH100-80GB",
-            trainer=trainer,
-            calibrate_with=[OTHERS / f"{study}.jsonl"],
-        )
-
-
-def test_what_nobody_predicts_is_refused_with_trials_of_its_trainer_too():
-    with pytest.raises(UsageError, match="its step is not predicted"):
-        highwater.predict(
-            *("gemma-2-2b",), **ASKED, calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"]
-        )
-
-
-def test_a_trace_learns_nothing_from_them():
-    with pytest.raises(UsageError, match="without `--calibrate`"):
-        highwater.predict(
-            *("Qwen3-0.6B",),
-            **ASKED | {"trainer": "accelerate"},
-            exact=True,
-            calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"],
-        )
+def test_a_study_that_says_nothing_of_what_is_asked_is_refused(study, asked, problem):
+    """Of another trainer, of what nobody predicts, and beside a trace, which learns nothing."""
+    usual = {"model": "Qwen3-0.6B", "gpus": "1xH100-80GB", "trainer": "llamafactory"}
+    with pytest.raises(UsageError) as refused:
+        highwater.predict(**usual | asked, calibrate_with=[OTHERS / f"{study}.jsonl"])
+    assert problem in f"{refused.value.problem} {refused.value.hint}"
 
 
 def test_accelerates_recorded_search_is_held_by_the_interval_of_the_one_before_it():

@@ -21,7 +21,7 @@ from highwater.model.model_place import catalog_names
 from places import script
 from tables import deep
 
-DRAWS = 3
+(DRAWS,) = deep(3) or (1,)
 SWITCHES = ("bias", "norm")
 """Parts of the names of fields that may switch small parameters on."""
 WITHOUT_HEAD_SIZE = ("helium",)
@@ -194,15 +194,8 @@ def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measur
     assert all(family in paragraph for family in TRAINED)
 
 
-def kind_of(row: dict[str, Any]) -> str:
-    """What makes a config another case: its family, or why that is refused."""
-    if row["origin"] == "catalog":
-        return f"catalog: {load_model(row['name']).shape.model_type}"
-    return REFUSED[row["name"]][0] if row["name"] in REFUSED else row["name"]
-
-
-ASKED = deep(*ROWS) or tuple({kind_of(row): row for row in ROWS}.values())
-"""A config of each kind; `make test-all` has all."""
+ASKED = deep(*ROWS) or tuple({row["outcome"]: row for row in ROWS}.values())
+"""A config of each outcome; `make test-all` has all."""
 
 
 @pytest.mark.corpus
