@@ -2,11 +2,13 @@
 is refused with a hint.
 """
 
+import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from studies import fifo
 
@@ -80,16 +82,9 @@ def test_the_finest_grid_that_is_read_is_searched(tmp_path, monkeypatch):
 )
 @settings(max_examples=examples(300))
 def test_the_least_packed_length_is_found_without_looking_at_each(budget, start, step, objective):
-    if budget < 2 * start:
-        return
-    question = question_of(
-        token_budget=budget,
-        start_length=start,
-        resolution=step,
-        max_length=start + 200 * step,
-        objective=objective,
-        loss="full",
-    )
+    assume(budget >= 2 * start)
+    lengths = {"start_length": start, "resolution": step, "max_length": start + 200 * step}
+    question = question_of(token_budget=budget, objective=objective, loss="full", **lengths)
     cell = question.cells[0]
     size = question.size_of(cell)
     looked_at = min(
@@ -156,17 +151,17 @@ def test_a_date_stays_the_text_that_it_was_written_as(capsys, tmp_path):
 
 
 def _odd(kind: str, folder: Path) -> Path:
+    path = folder / "odd"
     if kind == "pipe":
-        return fifo(folder / "pipe")
+        return fifo(path)
     if kind == "folder":
-        (folder / "folder").mkdir()
-        return folder / "folder"
-    if kind == "too long":
-        path = folder / "long"
-        with path.open("wb") as file:
-            file.truncate(40 << 30)  # a hole: it takes no room
-        return path
-    return Path(kind)
+        path.mkdir()
+    elif kind == "too long":
+        path.touch()
+        os.truncate(path, 40 << 30)  # a hole: it takes no room
+    else:
+        return Path(kind)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/null", "too long"])
@@ -242,11 +237,8 @@ def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
     for _ in range(draw.randint(1, 2)):
         at = draw.randrange(len(text) + 1)
         end = min(len(text), at + draw.randrange(12))
-        text = (
-            text[:at]
-            + draw.choice((*pieces, text[at:end] * 2, ""))
-            + text[draw.choice((at, end)) :]
-        )
+        put = draw.choice((*pieces, text[at:end] * 2, ""))
+        text = text[:at] + put + text[draw.choice((at, end)) :]
     return text
 
 
@@ -260,30 +252,14 @@ YAML_PIECES = (
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_mutated_configuration_is_read_or_refused(count, tmp_path, record_property):
-    path, draw = tmp_path / "study.yaml", random.Random(20)
-    whole = to_yaml(
-        Request(
-            model="Qwen3-0.6B",
-            gpus=(1, 2),
-            memory="80GiB",
-            token_budget="16k",
-            confirm=2,
-            headroom="2GiB",
-        )
-    )
-
-    class Typed:
-        config = str(path)
-
-    refused = 0
+    path, draw, refused = tmp_path / "study.yaml", random.Random(20), 0
+    named = {"model": "Qwen3-0.6B", "gpus": (1, 2), "memory": "80GiB", "token_budget": "16k"}
+    whole = to_yaml(Request(**named, confirm=2, headroom="2GiB"))
     for _ in range(count):
-        text = _mutated(whole, draw, YAML_PIECES)
-        path.write_text(text, errors="surrogatepass")
+        path.write_text(_mutated(whole, draw, YAML_PIECES), errors="surrogatepass")
         try:
-            request_of(Typed())
+            request_of(SimpleNamespace(config=str(path)))
         except HighwaterError:
             refused += 1
-    record_property(
-        "counted",
-        f"{count:,} mutated configurations: {refused:,} refused, {count - refused:,} read",
-    )
+    said = f"{refused:,} refused, {count - refused:,} read"
+    record_property("counted", f"{count:,} mutated configurations: {said}")

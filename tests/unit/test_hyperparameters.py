@@ -31,13 +31,10 @@ CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1])
 def test_a_number_out_of_its_range_is_refused_with_one_that_works(name, value):
-    with pytest.raises(
-        UsageError, match=f"{name.replace('_', ' ')} is {value}, and has to be"
-    ) as refused:
+    said = f"{name.replace('_', ' ')} is {value}, and has to be"
+    with pytest.raises(UsageError, match=said) as refused:
         request_from({"model": "tiny", name: str(value)})
-    flag, _, works = (
-        refused.value.hint.removeprefix("for example `").removesuffix("`").partition(" ")
-    )
+    flag, works = refused.value.hint.removeprefix("for example ").strip("`").split()
     assert flag == f"--{name.replace('_', '-')}"
     assert getattr(request_from({"model": "tiny", name: works}), name) == DEFAULTS[name]
     with pytest.raises(UsageError):
@@ -47,39 +44,23 @@ def test_a_number_out_of_its_range_is_refused_with_one_that_works(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            ("adam_beta1", 1.0),
-            ("adam_beta2", 1.5),
-            ("adam_epsilon", 0.0),
-            ("dual_clip", 1.0),
-            ("dual_clip", 0.5),
-        ),
+        *(("adam_beta1", 1.0), ("adam_beta2", 1.5), ("adam_epsilon", 0.0), ("dual_clip", 1.0)),
         *(("clip_ratio_low", 1.01), ("value_clip", 0.0), ("discount", 1.01), ("gae_lambda", 2.0)),
-        ("dpo_beta", 0.0),
+        *(("dpo_beta", 0.0), ("dual_clip", 0.5)),
     ],
 )
 def test_the_ends_of_ranges_are_as_what_uses_them_needs(name, value):
+    """0 switches off what can be."""
     with pytest.raises(UsageError, match="has to be"):
         Hyperparameters(**{name: value})
+    off = ("weight_decay", "max_grad_norm", "dual_clip", "kl_coefficient", "learning_rate")
+    assert Hyperparameters(**dict.fromkeys(off, 0.0)).weight_decay == 0
 
 
-def test_what_is_switched_off_is_0():
-    off = Hyperparameters(
-        weight_decay=0, max_grad_norm=0, dual_clip=0, kl_coefficient=0, learning_rate=0
-    )
-    assert (off.weight_decay, off.max_grad_norm, off.dual_clip) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    "text", ["learning_rate: 1e-6", "learning_rate: 1.0e-6", "learning_rate: 0.000001"]
-)
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001"])
 def test_a_file_may_write_an_exponent_without_a_dot(text):
-    assert (
-        request_from(
-            {"model": "tiny", **yaml.safe_load(text)}, config_file="study.yaml"
-        ).learning_rate
-        == 1e-6
-    )
+    said = {"model": "tiny", **yaml.safe_load(f"learning_rate: {text}")}
+    assert request_from(said, config_file="study.yaml").learning_rate == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -131,12 +112,13 @@ def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory():
 
 
 def test_a_report_says_which_were_changed():
-    changed = question_of(learning_rate=1e-6, weight_decay=0)
-    told = dict(question_table(report_of(Study(question=changed))).rows)["hyperparameters"]
+    def rows(**changes: float) -> dict[str, str]:
+        report = report_of(Study(question=question_of(**changes)))
+        return dict(question_table(report).rows)
+
+    told = rows(learning_rate=1e-6, weight_decay=0)["hyperparameters"]
     assert told.split() == ["--learning-rate", "1e-06", "--weight-decay", "0.0"]
-    assert "hyperparameters" not in dict(
-        question_table(report_of(Study(question=question_of()))).rows
-    )
+    assert "hyperparameters" not in rows()
 
 
 SOURCE = Path(__file__).parents[2] / "src" / "highwater"
@@ -183,12 +165,9 @@ def test_a_row_says_what_settings_hold(objective):
     assert asked * 3 == once * (4 if traits.has_reference else 3)
 
 
-@pytest.mark.parametrize("objective", [name for name in TRAITS if TRAITS[name].has_reference])
-def test_what_is_named_in_the_place_of_a_reference_has_the_same_data_and_none(objective):
-    other = TRAITS[without_reference(objective)]
-    assert not other.has_reference
-    assert other.pairs == TRAITS[objective].pairs
-
-
-def test_grpo_and_dpo_without_a_reference_are_ppo_and_a_reward_model():
-    assert [without_reference(name) for name in ("grpo", "dpo")] == ["ppo", "rw"]
+@pytest.mark.parametrize(("objective", "other"), [("grpo", "ppo"), ("dpo", "rw")])
+def test_what_is_named_in_the_place_of_a_reference_has_the_same_data_and_none(objective, other):
+    assert without_reference(objective) == other
+    assert not TRAITS[other].has_reference
+    assert TRAITS[other].pairs == TRAITS[objective].pairs
+    assert {name for name in TRAITS if TRAITS[name].has_reference} == {"grpo", "dpo"}

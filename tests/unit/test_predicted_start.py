@@ -4,7 +4,6 @@ it is wrong; refused files.
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 import msgspec
@@ -20,7 +19,6 @@ from highwater.memory.predictor import predict_cells
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.events import Allocate, Enter, EventLog
-from highwater.nouns.hardware import Gpu
 from highwater.nouns.layout import Layout
 from highwater.nouns.request import Request
 from highwater.nouns.settings import Settings
@@ -31,16 +29,13 @@ from highwater.search.bracket import HINT_COST
 from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB
+from places import machine_with
 from trial_specs import answers_among, fits_up_to, grid_of, question_on
 
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 STEP, SIZE = 1000, 64
-ASKED: dict[str, Any] = {
-    "gpus": [1],
-    "memory": "79.15GiB",
-    "allocator": "expandable",
-    "loss": "full",
-}
+ASKED: dict[str, Any] = {"gpus": [1], "memory": "79.15GiB"}
+ASKED |= {"allocator": "expandable", "loss": "full"}
 
 
 def ask(*cells: Cell, **changes: Any) -> Question:
@@ -64,31 +59,17 @@ def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where
 
 def predicted(folder: Path, **changes: Any) -> Path:
     """A file of ``highwater predict --json``."""
-    asked = {
-        "gpus": "1xH200-141GB",
-        "gpu_memory": "79.15GiB",
-        "allocator": "expandable",
-        "loss": "full",
-        "offload": False,
-        "activations": "gpu",
-    }
-    asked |= changes
+    asked: dict[str, Any] = {"gpus": "1xH200-141GB", "gpu_memory": "79.15GiB", "loss": "full"}
+    asked |= {"allocator": "expandable", "offload": False, "activations": "gpu", **changes}
+    found = highwater.predict(asked.pop("model", "Qwen3-0.6B"), **asked)
     path = folder / "prediction.json"
-    path.write_text(
-        to_json(highwater.predict(asked.pop("model", "Qwen3-0.6B"), **asked)), encoding="utf-8"
-    )
+    path.write_text(to_json(found), encoding="utf-8")
     return path
 
 
 def find(path: Path, **changes: Any) -> Study:
-    asked = {
-        "model": "Qwen3-0.6B",
-        "device": "cuda",
-        "dry_run": True,
-        "prediction": str(path),
-        **ASKED,
-    } | changes
-    return highwater.find(**asked)
+    asked = {"model": "Qwen3-0.6B", "device": "cuda", "dry_run": True, "prediction": str(path)}
+    return highwater.find(**asked | ASKED | changes)
 
 
 @pytest.mark.parametrize("has_intervals", [True, False])
@@ -150,22 +131,20 @@ def test_a_prediction_that_came_after_the_trials_is_not_recorded(tmp_path):
 
 def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded():
     cell = Cell(layout=Layout(), settings=Settings())
-    request, question = Request(model="Qwen3-0.6B"), ask(cell)
-    assert predicted_start.expectation(request, question, cell, None) is not None
+    question = ask(cell)
     shape = msgspec.structs.replace(question.model.shape, model_type="of no kind")
-    obstacles: tuple[dict[str, Any], ...] = (
-        {"device_total_bytes": None},
-        {"device": "cpu"},
-        {"data": "my.batches:packed"},
-        {"model": msgspec.structs.replace(question.model, shape=shape)},
-    )
-    for obstacle in obstacles:
-        assert (
-            predicted_start.expectation(
-                request, msgspec.structs.replace(question, **obstacle), cell, None
-            )
-            is None
-        )
+    of_no_kind = msgspec.structs.replace(question.model, shape=shape)
+
+    def is_expected(**changes: Any) -> bool:
+        asked = msgspec.structs.replace(question, **changes)
+        request = Request(model="Qwen3-0.6B")
+        return predicted_start.expectation(request, asked, cell, None) is not None
+
+    assert is_expected()
+    assert not is_expected(device_total_bytes=None)
+    assert not is_expected(device="cpu")
+    assert not is_expected(data="my.batches:packed")
+    assert not is_expected(model=of_no_kind)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +153,13 @@ def test_a_formula_that_says_nothing_of_the_trials_is_not_recorded():
         ({"model": "Qwen3-1.7B"}, "speaks of Qwen3-1.7B, not of Qwen3-0.6B"),
         ({"gpu_memory": "40GiB"}, "speaks of GPUs with 40.00 GiB, these trials have 79.15 GiB"),
         ({"loss": "chunked"}, "says nothing of expandable, 1 GPU"),
+        ({"length": "32k"}, "longest lengths"),
+        ({"trainer": "trinity", "allocator": "native", "activations": None}, "longest lengths"),
     ],
 )
 def test_a_file_that_speaks_of_other_trials_is_refused(tmp_path, changes, problem):
     with pytest.raises(UsageError, match=problem):
         find(predicted(tmp_path, **changes))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"length": "32k"}, {"trainer": "trinity", "allocator": "native"}]
-)
-def test_a_file_without_this_engines_longest_lengths_is_refused(tmp_path, changes):
-    asked: dict[str, Any] = {
-        "gpus": "1xH200-141GB",
-        "gpu_memory": "79.15GiB",
-        "offload": False,
-    } | changes
-    path = tmp_path / "prediction.json"
-    path.write_text(to_json(highwater.predict("Qwen3-0.6B", **asked)), encoding="utf-8")
-    with pytest.raises(UsageError, match="longest lengths"):
-        find(path)
 
 
 def test_what_is_no_prediction_is_refused(tmp_path):
@@ -215,28 +181,16 @@ def test_cells_are_traced_in_their_order_and_the_search_begins_where_the_traces_
         for name in ("native", "expandable")
     )
     question = ask(*cells, memory_budget_bytes=40 * GIB)
-    gpu = Gpu(
-        index=0,
-        name="a GPU",
-        memory_total_bytes=80 * GIB,
-        memory_used_bytes=0,
-        compute_capability=(9, 0),
-        processes=(),
-    )
-    monkeypatch.setattr(predicted_start, "probe", lambda: SimpleNamespace(gpus=(gpu,)))
+    monkeypatch.setattr(predicted_start, "probe", lambda: machine_with(1))
     monkeypatch.setattr(predicted_start, "CachedTracer", Tracer)
     request = Request(model="Qwen3-0.6B", prediction="trace")
     assert predicted_start.check_prediction(request, question) == ()
     with predicted_start.predicted_start(request, question) as expected:
         capacities = [expected(cell) for cell in cells]
-    outside = next(
-        iter(
-            predict_cells(
-                question, MemoryLimit(device_bytes=40 * GIB), MEMORY["highwater"].predictor
-            )
-        )
-    ).footprint.outside_bytes
-    assert capacities == [(40 * GIB - outside) // Tracer.BYTES_PER_STEP * STEP] * 2
+    limit = MemoryLimit(device_bytes=40 * GIB)
+    first, *_ = predict_cells(question, limit, MEMORY["highwater"].predictor)
+    room = 40 * GIB - first.footprint.outside_bytes
+    assert capacities == [room // Tracer.BYTES_PER_STEP * STEP] * 2
 
 
 class Tracer:

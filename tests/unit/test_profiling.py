@@ -118,21 +118,15 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(data,
 
 
 @pytest.mark.parametrize(
-    ("layout", "places"),
+    ("ulysses", "ring", "places"),
     [
-        (Layout(gpus=4, replicate_degree=2), "c0d0r0u0 c0d1r0u0 c1d2r0u0 c1d3r0u0"),
-        (
-            Layout(gpus=4, ulysses_degree=2, replicate_degree=2),
-            "c0d0r0u0 c0d0r0u1 c1d1r0u0 c1d1r0u1",
-        ),
-        # one sequence, shared by both copies
-        (
-            Layout(gpus=4, ulysses_degree=2, ring_degree=2, replicate_degree=2),
-            "c0d0r0u0 c0d0r0u1 c1d0r1u0 c1d0r1u1",
-        ),
+        (1, 1, "c0d0r0u0 c0d1r0u0 c1d2r0u0 c1d3r0u0"),
+        (2, 1, "c0d0r0u0 c0d0r0u1 c1d1r0u0 c1d1r0u1"),
+        (2, 2, "c0d0r0u0 c0d0r0u1 c1d0r1u0 c1d0r1u1"),  # one sequence, shared by both copies
     ],
 )
-def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(layout, places):
+def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(ulysses, ring, places):
+    layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=2)
     found = [coordinates(layout, rank) for rank in range(layout.gpus)]
     assert found == places.split()
     name = snapshot_name(3, found[3])
@@ -164,29 +158,25 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path):
 
 def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(tmp_path):
     both, first = (RankReport(rank=0), RankReport(rank=1)), (RankReport(rank=0),)
-    trials = tuple(
-        RecordedTrial(
-            spec=msgspec.structs.replace(SPEC, length_tokens=length),
-            result=TrialResult(
-                outcome=outcome, reason="", ranks=ranks, log_path=str(tmp_path / f"{length}.log")
-            ),
-        )
-        for length, outcome, ranks in (
-            (4096, Outcome.FIT, both),
-            (8192, Outcome.CRASHED, first),
-            (12_288, Outcome.OUT_OF_MEMORY, first),
-            (16_384, Outcome.CRASHED, first),
-        )
+
+    def ended(length: int, outcome: Outcome, ranks: tuple[RankReport, ...]) -> RecordedTrial:
+        log = tmp_path / f"{length}.log"
+        if length < 16_384:  # the last one is of a search that recorded nothing
+            snapshot_folder(log).mkdir(parents=True)
+        result = TrialResult(outcome=outcome, reason="", ranks=ranks, log_path=str(log))
+        spec = msgspec.structs.replace(SPEC, length_tokens=length)
+        return RecordedTrial(spec=spec, result=result)
+
+    study = study_of(
+        ended(4096, Outcome.FIT, both),
+        ended(8192, Outcome.CRASHED, first),
+        ended(12_288, Outcome.OUT_OF_MEMORY, first),
+        ended(16_384, Outcome.CRASHED, first),
+        RecordedTrial(spec=SPEC),
     )
-    for trial in trials[:3]:  # the last one is of a search that recorded nothing
-        assert trial.result is not None
-        snapshot_folder(Path(str(trial.result.log_path))).mkdir(parents=True)
-    study = study_of(*trials, RecordedTrial(spec=SPEC))
     where, *lines = study_snapshot_lines(study, Profiling())
     assert "beside its log" in where
-    assert [line.split(": ")[0].split(", ")[-1] for line in lines] == [
-        "8,192 tokens",
-        "12,288 tokens",
-    ]
+    told = [line.split(": ")[0].split(", ")[-1] for line in lines]
+    assert told == ["8,192 tokens", "12,288 tokens"]
     assert all("rank 1 was ended" in line for line in lines)
     assert len(list(study_snapshot_lines(study, Profiling(ranks=(0,))))) == 1

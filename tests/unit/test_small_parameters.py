@@ -15,7 +15,7 @@ import pytest
 from highwater.errors import ModelError
 from highwater.memory.formula.formula import FAMILIES
 from highwater.memory.formula.moments import families
-from highwater.model.families import REFUSED, TRAINED, WRAPPERS, family_row
+from highwater.model.families import FAMILY_ROWS, REFUSED, TRAINED, WRAPPERS, family_row
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import catalog_names
 from places import script
@@ -194,8 +194,18 @@ def test_the_page_names_every_family_that_is_predicted_and_every_other_as_measur
     assert all(family in paragraph for family in TRAINED)
 
 
-ASKED = deep(*ROWS) or tuple({row["outcome"]: row for row in ROWS}.values())
-"""A config of each outcome; `make test-all` has all."""
+def kind_of(row: dict[str, Any]) -> object:
+    """What makes a config another case: the kind of its layers, or why its family is refused."""
+    name = row["family" if row["origin"] == "catalog" else "name"]
+    if name in REFUSED:
+        return REFUSED[name][0]
+    known = FAMILY_ROWS.get(name)
+    parts = ("experts", "delta", "other_layers", "has_sinks", "is_gated", "has_unlike_layers")
+    return row["origin"], *(known and bool(getattr(known, part)) for part in parts)
+
+
+ASKED = deep(*ROWS) or tuple({kind_of(row): row for row in ROWS}.values())
+"""A config of each kind; `make test-all` has all."""
 
 
 @pytest.mark.corpus

@@ -70,17 +70,11 @@ def test_a_report_is_one_document_that_can_be_read_again():
 
 
 def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else():
-    report = report_of(
-        study_of(
-            trial(8192, Outcome.FIT),
-            trial(65536, Outcome.OUT_OF_MEMORY),
-            trial(32768, Outcome.TIMEOUT),
-            trial(32768, Outcome.CRASHED),
-            trial(32768, Outcome.HOST_OUT_OF_MEMORY),
-            trial(16384, Outcome.MEMORY_ONLY_FIT),
-            trial(20480, None),
-        )
-    )
+    ends = {8192: Outcome.FIT, 65536: Outcome.OUT_OF_MEMORY}
+    undecided = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.HOST_OUT_OF_MEMORY)
+    told = [*ends.items(), *((32768, each) for each in undecided)]
+    told += [(16384, Outcome.MEMORY_ONLY_FIT), (20480, None)]
+    report = report_of(study_of(*(trial(*each) for each in told)))
     assert [(step.fits_tokens, step.does_not_fit_tokens) for step in report.cells[0].bracket] == [
         *((8192, None), (8192, 65536), (8192, 65536), (8192, 65536), (8192, 32768)),
         *((16384, 32768), (16384, 32768)),
@@ -135,14 +129,12 @@ def test_a_study_that_is_not_finished_says_so():
     ],
 )
 def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome, used, said):
-    interval = msgspec.structs.replace(
-        a_prediction().interval, low_bytes=29 * GIB, high_bytes=30 * GIB
-    )
-    reported = report_of(
-        study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))
-    ).trials[0]
+    ends = {"low_bytes": 29 * GIB, "high_bytes": 30 * GIB}
+    interval = msgspec.structs.replace(a_prediction().interval, **ends)
+    study = study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))
     predicted = msgspec.structs.replace(a_prediction(), interval=interval)
-    assert judged(msgspec.structs.replace(reported, predicted=predicted)) == said
+    reported = msgspec.structs.replace(report_of(study).trials[0], predicted=predicted)
+    assert judged(reported) == said
 
 
 def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit():
@@ -165,16 +157,12 @@ def a_prediction() -> PredictedTrial:
     [
         ({"device": "cpu", "device_total_bytes": None}, "trials ran on the CPU"),
         ({"data": "my.batches:packed"}, "data of their own"),
-        (
-            {"memory_budget_bytes": None, "device_total_bytes": None},
-            "nobody recorded how much memory a GPU has",
-        ),
+        (dict.fromkeys(("memory_budget_bytes", "device_total_bytes")), "nobody recorded how much"),
     ],
 )
 def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes, said):
-    report = report_of(
-        study_of(trial(8192, Outcome.FIT), question=msgspec.structs.replace(QUESTION, **changes))
-    )
+    question = msgspec.structs.replace(QUESTION, **changes)
+    report = report_of(study_of(trial(8192, Outcome.FIT), question=question))
     assert said in str(report.predictions.reason)
     assert "formula" not in dict(question_table(report).rows)["ordered by"]
     assert (report.trials[0].predicted, report.cells[0].predicted) == (None, None)
@@ -231,18 +219,17 @@ def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end(
     assert lengths == [196608, 204800, 196608, 204800]
 
 
+REST = ("--loss", "full", *FULL)
+
+
 @pytest.mark.parametrize(
     ("named", "path", "words"),
     [
-        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", "--loss", "full", *FULL)),
-        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", "--loss", "full", *FULL)),
-        (("--study", "b.jsonl"), "my a.jsonl", ("--loss", "full", *FULL, "--study", "my a.jsonl")),
-        (("--study=b.jsonl",), "a.jsonl", ("--loss", "full", *FULL, "--study", "a.jsonl")),
-        (
-            (),
-            "logs/tiny/study-1.jsonl",
-            ("--loss", "full", *FULL, "--study", "logs/tiny/study-1.jsonl"),
-        ),
+        (("--study", "a.jsonl"), "{here}/a.jsonl", ("--study", "a.jsonl", *REST)),
+        (("--study=./a.jsonl",), "a.jsonl", ("--study=./a.jsonl", *REST)),
+        (("--study", "b.jsonl"), "my a.jsonl", (*REST, "--study", "my a.jsonl")),
+        (("--study=b.jsonl",), "a.jsonl", (*REST, "--study", "a.jsonl")),
+        ((), "logs/tiny/study-1.jsonl", (*REST, "--study", "logs/tiny/study-1.jsonl")),
     ],
 )
 def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
@@ -257,20 +244,18 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
 
 
 @pytest.mark.parametrize(
-    ("here", "home", "shown"),
-    table("study_report", "wherever_a_report_is_made_your_own_home"),
+    ("here", "home", "shown"), table("study_report", "wherever_a_report_is_made_your_own_home")
 )
 def test_wherever_a_report_is_made_your_own_home_is_not_named(
     here, home, shown, tmp_path, monkeypatch
 ):
-    (tmp_path / "mine" / "kept").mkdir(parents=True)
+    kept = tmp_path / "mine" / "kept"
+    kept.mkdir(parents=True)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / here)
     monkeypatch.setenv("HOME", str(tmp_path / home))
-    study = msgspec.structs.replace(
-        study_of(), path=str(tmp_path / "mine" / "kept" / "study-1.jsonl")
-    )
-    assert dict(question_table(report_of(study)).rows)["study"] == shown.format(top=tmp_path)
+    report = report_of(study_of(path=str(kept / "study-1.jsonl")))
+    assert dict(question_table(report).rows)["study"] == shown.format(top=tmp_path)
 
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first():
