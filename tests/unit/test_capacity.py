@@ -73,13 +73,8 @@ def test_a_token_budget_hides_no_length_that_a_shipped_trace_fits(gpus, ulysses,
     """Shorter lengths fill it, and need more than one that leaves almost half of it empty: 20,480
     alone of 36,864 on one GPU.
     """
-    asked = {
-        "gpus": f"{gpus}xA100-80GB",
-        "gpu_memory": "40GiB",
-        "trainer": "trinity",
-        "ulysses": [ulysses],
-    }
-    asked |= {"token_budget": budget, "allocator": "native", "offload": False}
+    asked = {"gpus": f"{gpus}xA100-80GB", "gpu_memory": "40GiB", "trainer": "trinity"}
+    asked |= {"ulysses": [ulysses], "token_budget": budget, "allocator": "native", "offload": False}
     (found,) = highwater.predict("Qwen3-0.6B", max_length=ulysses * budget, **asked).cells
     assert found.replayed is not None
     fit = [
@@ -104,9 +99,8 @@ def test_a_length_that_is_not_replayed_would_not_have_fit(model, monkeypatch):
 
 def test_every_rung_is_predicted_offload_last():
     prediction = highwater.predict("Qwen3-8B", gpus="4xA100-80GB")
-    labels = [
-        (cell.cell.layout.ulysses_degree, cell.cell.settings.label) for cell in prediction.cells
-    ]
+    cells = [each.cell for each in prediction.cells]
+    labels = [(cell.layout.ulysses_degree, cell.settings.label) for cell in cells]
     assert labels[:3] == [(1, "vanilla"), (1, "Env"), (1, "Env + chunked")]
     assert labels[-1] == (4, "Env + Offload + activations-on-host + chunked")
     assert [label for degree, label in labels if degree == 1 and "Offload" in label] == [
@@ -117,9 +111,7 @@ def test_every_rung_is_predicted_offload_last():
         *("Env + Offload + activations-on-host", "Env + Offload + activations-on-host + chunked"),
     ]
     assert len(labels) == 39
-    capacities = {
-        key: cell.capacity_tokens for key, cell in zip(labels, prediction.cells, strict=True)
-    }
+    capacities = dict(zip(labels, (each.capacity_tokens for each in prediction.cells), strict=True))
     assert capacities[4, "Env"] > capacities[2, "Env"] > capacities[1, "Env"] > 0
     assert capacities[4, "Env + chunked"] > capacities[4, "Env"] >= capacities[4, "vanilla"]
 
@@ -152,79 +144,40 @@ def test_a_length_fits_where_the_upper_end_of_its_interval_does():
     memory_limit = prediction.memory_limit.device_bytes
     for cell in prediction.cells:
         assert cell.interval is not None
-        assert (
-            cell.interval.low_bytes
-            <= cell.device_used_bytes
-            <= cell.interval.high_bytes
-            <= memory_limit
-        )
+        low, high = cell.interval.low_bytes, cell.interval.high_bytes
+        assert low <= cell.device_used_bytes <= high <= memory_limit
         assert cell.headroom_bytes == memory_limit - cell.footprint.needed_bytes >= 2 * GIB
         for length in (cell.does_not_fit_tokens, cell.likely_tokens):
             beyond = highwater.predict("Qwen3-4B", length=length, **asked)
             found = next(each for each in beyond.cells if each.cell == cell.cell)
             assert found.interval is not None
-            assert (
-                (found.interval.high_bytes <= memory_limit)
-                == bool(found.capacity_tokens)
-                == (length <= cell.capacity_tokens)
-            )
-            assert (
-                (found.device_used_bytes <= memory_limit)
-                == bool(found.likely_tokens)
-                == (length <= cell.likely_tokens)
-            )
+            is_sure, is_likely = length <= cell.capacity_tokens, length <= cell.likely_tokens
+            assert (found.interval.high_bytes <= memory_limit) is is_sure
+            assert bool(found.capacity_tokens) is is_sure
+            assert (found.device_used_bytes <= memory_limit) is is_likely
+            assert bool(found.likely_tokens) is is_likely
 
 
 @pytest.mark.parametrize("objective", ["sft", "rw"])
 @pytest.mark.parametrize("budget", ["20k", "50k", "96k", "200k"])
 def test_a_token_budget_hides_no_length_that_the_formula_fits(budget, objective):
     """The lengths one by one from the longest, which takes minutes on a fine grid."""
-    asked = {
-        "gpus": "2xA100-40GB",
-        "token_budget": budget,
-        "objective": objective,
-        "offload": False,
-    }
-    found = highwater.predict(
-        "Qwen3-1.7B", resolution=2000, start_length=3000, max_length=400_000, **asked
-    )
+    asked = {"gpus": "2xA100-40GB", "token_budget": budget, "objective": objective}
+    asked |= {"offload": False, "model": "Qwen3-1.7B"}
+    at = cache(lambda length: {x.cell: x for x in highwater.predict(length=length, **asked).cells})
+    found = highwater.predict(resolution=2000, start_length=3000, max_length=400_000, **asked)
     for cell in found.cells:
         longest = cell.cell.settings.longest_tokens(context_degree=cell.cell.layout.context_degree)
-        lengths = [length for length in range(3000, 400_001, 2000) if length <= longest]
-        for tokens, lengths_that_fit in (
-            (cell.capacity_tokens, "capacity_tokens"),
-            (cell.likely_tokens, "likely_tokens"),
-        ):
-            assert tokens == next(
-                (
-                    length
-                    for length in reversed(lengths)
-                    if _at(length, cell.cell, asked)[lengths_that_fit]
-                ),
-                0,
-            )
-
-
-@cache
-def _predicted_at(length, asked):
-    return highwater.predict("Qwen3-1.7B", length=length, **dict(asked)).cells
-
-
-def _at(length, cell, asked):
-    (found,) = [each for each in _predicted_at(length, tuple(asked.items())) if each.cell == cell]
-    return {"capacity_tokens": found.capacity_tokens, "likely_tokens": found.likely_tokens}
+        lengths = [length for length in range(399_000, 2999, -2000) if length <= longest]
+        for name in ("capacity_tokens", "likely_tokens"):
+            fitting = (length for length in lengths if getattr(at(length)[cell.cell], name))
+            assert getattr(cell, name) == next(fitting, 0)
 
 
 @pytest.mark.timeout(60)
 def test_a_large_token_budget_on_a_fine_grid_is_answered_at_once():
-    asked = {
-        "gpus": "16xB200",
-        "token_budget": "1m",
-        "resolution": 64,
-        "max_length": "4m",
-        "loss": "full",
-        "allocator": "native",
-    }
+    asked = {"gpus": "16xB200", "token_budget": "1m", "resolution": 64, "max_length": "4m"}
+    asked |= {"loss": "full", "allocator": "native"}
     assert len(highwater.predict("Qwen3-32B", **asked).cells) == 5
 
 
@@ -235,29 +188,22 @@ def test_a_search_begins_where_the_prediction_itself_fits():
     memory_limit = MemoryLimit(device_bytes=question.memory_budget_bytes)
     known = calibrate(question, "formula", bundled=bundled_residuals())
     ours = MEMORY["highwater"].predictor
-    for cell, sure in zip(
-        question.cells, predict_cells(question, memory_limit, ours, known), strict=True
-    ):
+    every = predict_cells(question, memory_limit, ours, known)
+    for cell, sure in zip(question.cells, every, strict=True):
         likely = predict_cell(ours(question, cell, memory_limit))
         assert likely.interval is None
-        assert (
-            sure.likely_tokens
-            == likely.likely_tokens
-            == likely.capacity_tokens
-            >= sure.capacity_tokens
-        )
+        assert sure.likely_tokens == likely.likely_tokens == likely.capacity_tokens
+        assert likely.capacity_tokens >= sure.capacity_tokens
 
 
 def test_a_trainer_whose_trials_nobody_recorded_has_no_interval_and_says_so():
     prediction = highwater.predict("Llama-3.1-8B", gpus="4xA100-80GB", trainer="trinity")
     assert prediction.calibration is None
     assert {cell.interval for cell in prediction.cells} == {None}
-    asked = {"gpus": "4xA100-80GB", "trainer": "trinity", "headroom": 0}
-    whole = highwater.predict("Llama-3.1-8B", **asked)
+    whole = highwater.predict("Llama-3.1-8B", gpus="4xA100-80GB", trainer="trinity", headroom=0)
     assert all(cell.likely_tokens == cell.capacity_tokens for cell in whole.cells)
-    assert [cell.likely_tokens for cell in prediction.cells] == [
-        cell.likely_tokens for cell in whole.cells
-    ]
+    likely, without = ([cell.likely_tokens for cell in it.cells] for it in (prediction, whole))
+    assert likely == without
     assert "without an interval" in prediction.accuracy
 
 

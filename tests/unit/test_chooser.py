@@ -42,6 +42,7 @@ A_BIG_GUIDE = {
     "predict": ["Qwen3-0.6B", *deep("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B")],
     "gpus": ["1xH20-96GB", "8xH20-96GB", *deep("2xH20-96GB", "4xH20-96GB")],
 }
+HEADING = "gpu,settings,gpus,sp,model,max_model_len"
 ANSWERS = 11
 """Of each model on each number of GPUs, at the least."""
 LARGEST_BYTES = 65_000
@@ -56,12 +57,8 @@ class Embedded:
 
     def __init__(self, text: str) -> None:
         document = json.loads(text)
-        self.fields, self.chosen, self.values, self.places = (
-            document["fields"],
-            document["chosen"],
-            document["values"],
-            document["places"],
-        )
+        names = ("fields", "chosen", "values", "places")
+        self.fields, self.chosen, self.values, self.places = map(document.get, names)
 
     def found(self, answer: dict[str, Any]) -> dict[str, Any]:
         facts = {
@@ -73,19 +70,11 @@ class Embedded:
         chosen = (self.values[index] for index in answer["chosen"])
         return {**facts, "chosen": dict(zip(self.chosen, chosen, strict=True))}
 
-    def tables(
-        self, answer: dict[str, Any]
-    ) -> list[tuple[str, list[str], list[list[str]], list[str]]]:
-        text = self.values.__getitem__
-        return [
-            (
-                text(title),
-                list(map(text, columns)),
-                [list(map(text, row)) for row in rows],
-                list(map(text, footnotes)),
-            )
-            for title, columns, rows, footnotes, _ in answer["tables"]
-        ]
+    def read(self, numbered: Any) -> Any:
+        """The value of each number, in lists of any depth."""
+        if isinstance(numbered, list):
+            return [self.read(each) for each in numbered]
+        return self.values[numbered]
 
     def configurations(self, answer: dict[str, Any]) -> dict[str, str]:
         return {
@@ -119,15 +108,14 @@ def as_typed(words: str) -> Recommendation:
     return found_for(parse(rest))
 
 
-def assert_says_what_was_found(
-    page: Embedded, answer: dict[str, Any], found: Recommendation
-) -> None:
+def assert_says_what_was_found(page: Embedded, answer: Any, found: Recommendation) -> None:
     assert page.found(answer) == as_printed(found)
     tables = [
-        (table.title, list(table.columns), [list(row) for row in table.rows], list(table.footnotes))
+        (table.title, table.columns, table.rows, table.footnotes)
         for table in recommendation_tables(found)
     ]
-    assert page.tables(answer) == tables
+    told = [page.read(parts) for *parts, _ in answer["tables"]]
+    assert told == json.loads(json.dumps(tables))
     assert page.values[answer["said"]] == recommendation_answer(found)
     assert page.values[answer["label"]] == (found.chosen.label if found.chosen else "")
 
@@ -251,11 +239,7 @@ def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what
 ):
     path = tmp_path / "t.csv"
     rows = ("vanilla,1,1,Qwen3-8B,4096", "env,1,1,Qwen3-8B,", "vanilla,2,1,Qwen3-8B,8192")
-    path.write_text(
-        "\n".join(
-            ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
-        )
-    )
+    path.write_text("\n".join((HEADING, *(f"A100-80GB,{row}" for row in rows))))
     (one, two) = places(guide(path))
     assert one.answers[-1].found.chosen is None
     unknown, fewest = one.answers[-1].found.notes
@@ -275,7 +259,7 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
         sure = [length for length, each in fitting.items() if each["risk"] != "tight"]
         assert place["longest"] == max(sure or fitting)
     path = tmp_path / "t.csv"
-    path.write_text("gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,vanilla,1,1,Qwen3-8B,0\n")
+    path.write_text(f"{HEADING}\nA100-80GB,vanilla,1,1,Qwen3-8B,0\n")
     assert [place.longest_tokens for place in places(guide(path))] == [None]
     (refused,) = places(guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"]))
     assert refused.longest_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
@@ -293,9 +277,8 @@ def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path, monkey
         list(recorded_search(question, runner, journal))
     (place,) = places(guide(path))
     assert place.basis == "highwater, sft: measured"
-    assert [each.found.chosen.label if each.found.chosen else None for each in place.answers] == [
-        "nothing set, 1 GPU"
-    ] * 2 + [None]
+    chosen = [each.found.chosen for each in place.answers]
+    assert [each and each.label for each in chosen] == ["nothing set, 1 GPU"] * 2 + [None]
     assert {each.command for each in place.answers} == {""}
 
 

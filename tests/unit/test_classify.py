@@ -26,6 +26,7 @@ from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
 from highwater.trials.ranks import RankExit
 from highwater.trials.trial_process import log_path_of
 from places import question_of
+from tables import table
 
 QUESTION = question_of(loss="full", allocator="native")
 
@@ -33,50 +34,16 @@ QUESTION = question_of(loss="full", allocator="native")
 def error_of(name: str, text: str) -> BaseException:
     """An exception as PyTorch raises it: a RuntimeError of its own type."""
     module, _, kind = name.rpartition(".")
-    made = (
-        RuntimeError
-        if name == "RuntimeError"
-        else type(kind, (RuntimeError,), {"__module__": module})
-    )
-    return made(text)
+    return type(kind, (RuntimeError,), {"__module__": module})(text)
 
 
 ABORTED = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
 """How the C++ runtime ends a process whose exception nobody catches."""
 MEMORY = {"device_memory": "OUT_OF_MEMORY", "host_memory": "HOST_OUT_OF_MEMORY"}
-CUDA_TEXTS = (
-    "CUDA error: out of memory",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-    "NCCL error: unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of "
-    "memory'",
-    "NCCL error in: NCCLUtils.cpp:77\nLast error:\nFailed to CUDA calloc async 608 bytes",
-    "node:1:1 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'",
-    "cudaErrorMemoryAllocation",
-    "Triton Error [CUDA]: out of memory",
-    "CUDA driver error: out of memory",
-    "Allocation on device 0 would exceed allowed memory. (out of memory)",
-    "cuMemMap(ptr, size, 0, handle, 0) failed: out of memory",
-    "cuMemCreate returned CUDA_ERROR_OUT_OF_MEMORY",
-    "cuMemSetAccess: out of memory",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
-)
-HOST_TEXTS = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
-    "you tried to allocate 1073741824 bytes. Error code 12 (Cannot allocate memory)",
-    "std::bad_alloc",
-    "unable to mmap 1024 bytes from file </models/model.safetensors>: Cannot allocate memory (12)",
-    "cuMemHostAlloc failed: out of memory",
-    "cuMemAllocHost returned CUDA_ERROR_OUT_OF_MEMORY",
-)
+CUDA_TEXTS, HOST_TEXTS = table("classify", "device"), table("classify", "host")
 NCCL = "torch.distributed.DistBackendError"
 CUDA_ERRORS = (
-    error_of(
-        "torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has"
-    ),
+    error_of("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0"),
     error_of("torch.OutOfMemoryError", "a text of a later release"),
     error_of("torch.AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be"),
     error_of(NCCL, "NCCL error\nLast error:\nCuda failure 2 'out of memory'"),
@@ -88,12 +55,11 @@ HOST_ERRORS = (
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     *(RuntimeError(text) for text in HOST_TEXTS),
 )
+UNMAPPED = "failed to map segment from shared object"
 AMBIGUOUS = (
     RuntimeError("can't start new thread"),
-    ImportError("libtorch_cuda.so: failed to map segment from shared object"),
-    OSError(
-        "/noexec/libtriton.so: failed to map segment from shared object: Operation not permitted"
-    ),
+    ImportError(f"libtorch_cuda.so: {UNMAPPED}"),
+    OSError(f"/noexec/libtriton.so: {UNMAPPED}: Operation not permitted"),
 )
 """Memory ran out, or threads are limited, or a disk is mounted noexec."""
 OTHER_ERRORS = (
@@ -106,22 +72,7 @@ OTHER_ERRORS = (
     error_of("users.OutOfMemoryError", "of tokens"),
     error_of(NCCL, "NCCL error: Call to ibv_reg_mr failed with error Cannot allocate memory"),
     error_of(NCCL, "NCCL error: remote process exited or there was a network error"),
-    *(
-        RuntimeError(text)
-        for text in (
-            "MemoryError: a cache was dropped",
-            "Cannot allocate memory",
-            "libgomp: Thread creation failed: Resource temporarily unavailable",
-            "CUDA error: an illegal memory access was encountered",
-            "CUDA error: device-side assert triggered",
-            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
-            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",
-            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, m, n, k)`",
-            "CUDA driver error: invalid argument",
-            "Triton Error [CUDA]: invalid device context",
-            "cuMemMap failed: invalid argument",
-        )
-    ),
+    *map(RuntimeError, table("classify", "neither")),
     OSError(errno.ENOSPC, "No space left on device"),
     KeyError("memory"),
     *AMBIGUOUS,
@@ -168,6 +119,7 @@ EARLY = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskE
 BROKEN = report(1, text="ValueError: broken", phase="data")
 LOST = report(0, text="RuntimeError: Connection closed by peer")
 SLOW = report(text="x", phase="backward")
+NO_MEMORY = {kind: report(1, kind=kind, text="no") for kind in MEMORY}
 TORN = msgspec.structs.replace(ending(report(0)), damaged_reports=(DAMAGED,))
 DIED = ending(exit_code=1, log=f"{EARLY}OSError: of another", exits=ended(EARLY, rank_0=1))
 ODD_RANKS = {
@@ -194,13 +146,7 @@ VERDICTS: list[tuple[int, Ending, str, str, str]] = [
     (1, ending(exit_code=None), "TIMEOUT", "not done after 30 s", ""),
     (2, ending(SLOW, exit_code=None, log="CUDA out of memory"), "TIMEOUT", "", "backward"),
     *(
-        (
-            2,
-            ending(report(1, kind=kind, text="no"), exit_code=code),
-            outcome,
-            "rank 1, forward: ",
-            "",
-        )
+        (2, ending(NO_MEMORY[kind], exit_code=code), outcome, "rank 1, forward: ", "")
         for kind, outcome in MEMORY.items()
         for code in (None, 1)
     ),
@@ -254,10 +200,8 @@ def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log):
 @pytest.mark.parametrize("depth", [None, 1])
 def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value, depth):
     spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
-    for wrong in (
-        report(losses=(6.0, value)),
-        msgspec.structs.replace(report(), gradient_norms=(value, 1.0)),
-    ):
+    odd_norm = msgspec.structs.replace(report(), gradient_norms=(value, 1.0))
+    for wrong in (report(losses=(6.0, value)), odd_norm):
         verdict = classify(spec, ending(wrong))
         assert verdict.outcome is Outcome.CRASHED
         assert verdict.reason.startswith("rank 0 ")
@@ -325,29 +269,19 @@ def test_what_was_said_before_an_abort_is_not_why_it_aborted(said):
 
 @given(at=st.permutations([1.0, 2.0, 3.0, 4.0]))
 def test_the_rank_that_failed_first_gives_the_reason(at):
-    reports = [
-        report(rank, text=f"Error: of rank {rank}", at_unix_s=seconds)
-        for rank, seconds in enumerate(at)
-    ]
+    reports = [report(r, text=f"Error: of rank {r}", at_unix_s=at_s) for r, at_s in enumerate(at)]
     verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith(f"rank {at.index(1.0)}, ")
-    assert verdict.reason.endswith(f"of rank {at.index(1.0)}")
+    first = at.index(1.0)
+    assert verdict == (Outcome.CRASHED, f"rank {first}, forward: Error: of rank {first}")
 
 
-@given(
-    rank=st.integers(0, 3),
-    kind=st.sampled_from(["device_memory", "host_memory"]),
-    silent=st.booleans(),
-)
+@given(rank=st.integers(0, 3), kind=st.sampled_from([*MEMORY]), silent=st.booleans())
 def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silent):
     lost = "RuntimeError: Connection closed by peer"
     peers = [report(other, text=lost, at_unix_s=1.0) for other in range(4) if other != rank]
-    reports = [
-        *peers[: 1 if silent else 3],
-        report(rank, kind=kind, text="no memory", at_unix_s=2.0),
-    ]
-    verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
+    first = report(rank, kind=kind, text="no memory", at_unix_s=2.0)
+    left = ending(*peers[: 1 if silent else 3], first, exit_code=1)
+    verdict = classify(spec_of(gpus=4), left)
     assert verdict.outcome.is_memory
     assert verdict.reason == f"rank {rank}, forward: no memory"
 
@@ -358,11 +292,8 @@ def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silen
         ("cpu", -signal.SIGKILL, 1, Outcome.OUT_OF_MEMORY),
         ("cuda", -signal.SIGKILL, 1, Outcome.HOST_OUT_OF_MEMORY),
         *((device, -signal.SIGKILL, 0, Outcome.CRASHED) for device in ("cpu", "cuda")),
-        *(
-            (device, status, 1, Outcome.CRASHED)
-            for device in ("cpu", "cuda")
-            for status in (-11, 1)
-        ),
+        *((device, -11, 1, Outcome.CRASHED) for device in ("cpu", "cuda")),
+        *((device, 1, 1, Outcome.CRASHED) for device in ("cpu", "cuda")),
     ],
 )
 def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
@@ -378,37 +309,26 @@ def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(s
     assert classify(spec_of(), left).outcome is Outcome.CRASHED
 
 
-_reports = st.lists(
-    st.builds(
-        RankReport,
-        rank=st.integers(-1, 4),
-        losses=st.lists(st.floats(), max_size=3).map(tuple),
-        failure=st.none()
-        | st.builds(
-            Failure,
-            kind=st.sampled_from(["device_memory", "host_memory", "error"]),
-            phase=st.sampled_from(["setup", "forward"]),
-            text=st.text(max_size=40),
-            at_unix_s=st.none() | st.floats(0, 2e9),
-        ),
-    ),
-    max_size=5,
-).map(tuple)
+_failures = st.builds(
+    Failure,
+    kind=st.sampled_from(["device_memory", "host_memory", "error"]),
+    phase=st.sampled_from(["setup", "forward"]),
+    text=st.text(max_size=40),
+    at_unix_s=st.none() | st.floats(0, 2e9),
+)
+_losses = st.lists(st.floats(), max_size=3).map(tuple)
+_reports = st.builds(
+    RankReport, rank=st.integers(-1, 4), losses=_losses, failure=st.none() | _failures
+)
+_texts = st.text(max_size=60) | st.sampled_from(SAID)
+_exits = st.builds(RankExit, rank=st.integers(0, 3), status=st.integers(-70, 255), output=_texts)
 _endings = st.builds(
     Ending,
     exit_code=st.none() | st.integers(0, 255),
     timeout_s=st.floats(1, 1e6),
-    reports=_reports,
-    exits=st.lists(
-        st.builds(
-            RankExit,
-            rank=st.integers(0, 3),
-            status=st.integers(-70, 255),
-            output=st.text(max_size=60) | st.sampled_from(SAID),
-        ),
-        max_size=4,
-    ).map(tuple),
-    log_tail=st.text(max_size=60) | st.sampled_from(SAID),
+    reports=st.lists(_reports, max_size=5).map(tuple),
+    exits=st.lists(_exits, max_size=4).map(tuple),
+    log_tail=_texts,
     kernel_kills=st.integers(0, 2),
 )
 
@@ -460,9 +380,8 @@ def test_the_groups_own_count_is_read(tmp_path, groups, mount, root, below):
     counter.parent.mkdir(parents=True)
     counter.write_text("oom_kill_disable 0\nunder_oom 0\noom 5\noom_kill 3\noom_group_kill 1\n")
     (tmp_path / "cgroup").write_text(groups)
-    (tmp_path / "mountinfo").write_bytes(
-        UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode()
-    )
+    mounts = OTHER + mount.format(root=root, at=mounted)
+    (tmp_path / "mountinfo").write_bytes(UNUSUAL + mounts.encode())
     assert kernel_kills(tmp_path) == 3
 
 
@@ -496,16 +415,12 @@ def test_the_limit_is_the_least_of_the_group_and_those_around_it(
 
 
 REPORTS = tuple(
-    RankReport(
-        rank=rank, failure=Failure(kind="device_memory", phase="backward", text="", at_unix_s=at_s)
-    )
-    for rank, at_s in ((0, 2.0), (1, 1.0))
+    report(r, kind="device_memory", text="", at_unix_s=at_s) for r, at_s in ((0, 2.0), (1, 1.0))
 )
+OOM = Outcome.OUT_OF_MEMORY
 STUDY = study_of(
-    trial(4096, Outcome.FIT),
-    trial(8192, Outcome.CRASHED),
-    trial(12_288, Outcome.OUT_OF_MEMORY),
-    trial(10_240, Outcome.OUT_OF_MEMORY),
+    *(trial(4096, Outcome.FIT), trial(8192, Outcome.CRASHED)),
+    *(trial(12_288, OOM), trial(10_240, OOM)),
 )
 
 
@@ -519,9 +434,8 @@ def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path):
     found = undiagnosed(request(tmp_path), STUDY)
     assert found is STUDY.trials[2]
     log = log_path_of(tmp_path, found.spec, "rung")
-    snapshot = (
-        snapshot_folder(log.with_suffix(".attempt-2.log")) / "step_1" / "snapshot_rank01.pickle"
-    )
+    folder = snapshot_folder(log.with_suffix(".attempt-2.log"))
+    snapshot = folder / "step_1" / "snapshot_rank01.pickle"
     snapshot.parent.mkdir(parents=True)
     snapshot.touch()
     assert recorded_snapshots(log) == (snapshot,)
@@ -539,11 +453,10 @@ def test_nothing_is_repeated_that_no_gpu_ran(tmp_path):
         ({}, {"simulated": True}),
         ({}, {"outcome": Outcome.HOST_OUT_OF_MEMORY}),
     ):
-        changed = msgspec.structs.replace(
-            STUDY.trials[2],
-            spec=msgspec.structs.replace(STUDY.trials[2].spec, **spec),
-            result=msgspec.structs.replace(STUDY.trials[2].result, **result),
-        )
+        found = STUDY.trials[2]
+        spec = msgspec.structs.replace(found.spec, **spec)
+        result = msgspec.structs.replace(found.result, **result)
+        changed = msgspec.structs.replace(found, spec=spec, result=result)
         assert undiagnosed(request(tmp_path), study_of(changed)) is None
 
 

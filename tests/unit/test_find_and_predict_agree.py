@@ -128,15 +128,14 @@ def test_a_search_tries_the_simplest_and_the_longest_and_names_the_flags_of_the_
 
 
 @pytest.mark.parametrize(
-    "named",
-    [{"ulysses": [1]}, {"offload": False}, {"loss": "chunked"}, {"allocator": "native"}],
-    ids=str,
+    ("name", "value"),
+    [("ulysses", [1]), ("offload", False), ("loss", "chunked"), ("allocator", "native")],
 )
-def test_a_search_that_names_its_grid_has_the_grid_and_the_same_numbers(named):
-    study = found("Qwen3-8B", "80GiB", 2, **named)
+def test_a_search_that_names_its_grid_has_the_grid_and_the_same_numbers(name, value):
+    study = found("Qwen3-8B", "80GiB", 2, **{name: value})
     assert {cell.layout.ulysses_degree for cell in study.question.cells} == {1}
     assert not any(cell.settings.offload for cell in study.question.cells)
-    one = {"ulysses": [1], **named}  # which a grid has unless it names others
+    one = {"ulysses": [1], name: value}  # which a grid has unless it names others
     prediction = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", **one)
     known = {each.cell: each for each in prediction.cells}
     is_tight = not any(known[answer.cell].capacity_tokens for answer in study.answers)
@@ -214,11 +213,9 @@ def test_a_table_has_the_frontier_and_whole_every_setting(model, gpus):
 
 
 def test_a_prediction_of_before_has_every_cell_on_its_frontier():
-    prediction = highwater.predict("Qwen3-0.6B", gpus="H100-80GB")
-    old = msgspec.to_builtins(prediction)
-    for cell in old["cells"]:
-        cell.pop("is_on_frontier", None)
-    for name in ("native", "yarn_factor"):
-        old.pop(name, None)
+    old = msgspec.to_builtins(highwater.predict("Qwen3-0.6B", gpus="H100-80GB"))
+    for record in (old, *old["cells"]):
+        for name in ("native", "yarn_factor", "is_on_frontier"):
+            record.pop(name, None)
     again = msgspec.convert(old, Prediction)
     assert all(each.is_on_frontier for each in again.cells)

@@ -16,8 +16,6 @@ from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
-from highwater.memory.snapshot.attribution import LineRules
-from highwater.memory.snapshot.snapshot import Frame
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
@@ -139,22 +137,15 @@ def test_adapters_alone_have_moments(shape):
 
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_a_prediction_has_less_on_the_gpu_and_more_on_the_host(shape, accumulates):
+    eight = Layout(gpus=8)
     here, there = (
-        footprint(
-            Step(
-                shape,
-                Settings(offload=each, accumulates=accumulates),
-                Layout(gpus=8),
-                length_tokens=8192,
-            )
-        )
+        footprint(Step(shape, Settings(offload=each, accumulates=accumulates), eight, 8192))
         for each in (False, "states")
     )
     assert here.allocated_bytes - there.allocated_bytes == shape.parameters
     assert there.phases[-1].name == "update"
-    assert there.host_bytes - here.host_bytes == pinned_state_bytes(
-        shape, STATES, layout=Layout(gpus=8)
-    )
+    pinned = pinned_state_bytes(shape, STATES, layout=eight)
+    assert there.host_bytes - here.host_bytes == pinned
 
 
 def test_states_lie_between_no_offload_and_all_of_it():
@@ -171,29 +162,13 @@ def test_states_lie_between_no_offload_and_all_of_it():
 
 
 def test_a_search_offloads_only_where_it_is_asked_to():
-    rungs = predict(MODEL, gpus="1xH100-80GB", offload="states").cells
-    assert {each.cell.settings.offload for each in rungs} == {"states"}
-    assert [each.cell.settings.offload for each in predict(MODEL, gpus="1xH100-80GB").cells] == [
-        *([False] * 3),
-        *(["states"] * 2),
-        *([True] * 2),
-        *([False] * 2),  # and each again with activations on the host
-        *(["states"] * 2),
-        *([True] * 2),
-    ]
+    def offloads(**asked: Any) -> list[object]:
+        cells = predict(MODEL, gpus="1xH100-80GB", **asked).cells
+        return [each.cell.settings.offload for each in cells]
 
-
-def test_a_trainer_that_offloads_all_or_nothing_refuses_states():
-    with pytest.raises(UsageError, match="only with all the rest") as refused:
-        predict("Llama-3.1-8B", gpus="4xH100-80GB", trainer="trinity", offload="states")
-    assert "`--offload`" in str(refused.value.hint)
-    cells = predict("Llama-3.1-8B", gpus="4xH100-80GB", trainer="trinity").cells
-    assert not any(each.cell.settings.offloads_states for each in cells)
-
-
-def test_a_snapshot_tells_the_buffers_by_the_file_that_makes_them():
-    frame = Frame("/opt/highwater/engine/host_states.py", 100, "_stream")
-    assert LineRules().category(frame) == "optimizer_states"
+    assert set(offloads(offload="states")) == {"states"}
+    on_host = [False, False, "states", "states", True, True]  # and each again with activations so
+    assert offloads() == [False, *on_host, *on_host]
 
 
 def test_a_search_tries_no_more_than_the_host_memory_that_is_named():

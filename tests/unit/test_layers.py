@@ -21,14 +21,6 @@ TOLERANCE = 0.003
 here."""
 LAST_CHUNK_BYTES = 512 * 1024**2
 """Where the loss has the peak, the last chunk of logits is taken to be whole."""
-GRPO: dict[str, Any] = {
-    "objective": "grpo",
-    "loss": "full",
-    "entropy": "full",
-    "sequences_per_micro_batch": 2,
-}
-KEPT_IN_TILES: dict[str, Any] = {"recompute": "none", "mlp_tiles": 4}
-OF_EXPERTS = {"lora_targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"}
 SIZES: dict[str, dict[str, int | bool | str]] = table("layers", "sizes")
 """Mixtral-8x7B, Qwen3-30B-A3B, Qwen3-4B, Llama-2-7B, OLMo-2-7B."""
 
@@ -46,61 +38,18 @@ def allocated_gib(family: str, layout: Layout, length: int, settings: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("family", "gpus", "ulysses", "length", "settings", "traced_gib"),
-    [
-        ("mixtral", 1, 1, 65_536, {}, 161.611),
-        ("mixtral", 1, 1, 65_536, {"offload": True}, 27.951),
-        ("mixtral", 4, 4, 65_536, {"offload": True}, 19.557),
-        ("mixtral", 1, 1, 4096, {"offload": True}, 12.594),
-        ("mixtral", 8, 1, 16_384, GRPO, 43.090),
-        ("mixtral", 1, 1, 16_384, {"offload": True, "recompute": "none"}, 36.622),
-        ("mixtral", 1, 1, 32_768, {"offload": True, "recompute": "all-but-attention"}, 24.694),
-        ("mixtral", 1, 1, 65_536, {"offload": True, "recompute": "none"}, 126.633),
-        ("mixtral", 1, 1, 65_536, {"offload": True, "recompute": "all-but-attention"}, 29.983),
-        ("qwen3_moe", 1, 1, 40_000, {"offload": True}, 12.650),
-        ("qwen3_moe", 1, 1, 65_536, {"offload": True}, 14.316),
-        ("qwen3_moe", 1, 1, 131_072, {"offload": True}, 19.663),
-        ("qwen3_moe", 1, 1, 131_072, {"offload": True, "attention_head_groups": 4}, 16.200),
-        ("qwen3_moe", 1, 1, 131_072, {"offload": True, **KEPT_IN_TILES}, 42.770),
-        ("qwen3_moe", 1, 1, 16_384, {**OF_EXPERTS, "lora": 8}, 11.566),
-        ("qwen3_moe", 1, 1, 65_536, {**OF_EXPERTS, "lora": 8, "offload": True}, 9.485),
-        ("qwen3_moe", 4, 4, 262_144, {"offload": True}, 15.977),
-        ("qwen3_moe", 8, 1, 32_768, GRPO, 30.727),
-        ("qwen3_moe", 2, 2, 32_768, {"offload": True, "recompute": "none"}, 21.121),
-        ("llama", 1, 1, 32_768, {}, 28.484),
-        ("llama", 1, 1, 32_768, {"offload": True}, 6.483),
-        ("llama", 1, 1, 131_072, {"offload": True}, 19.551),
-        ("llama", 2, 2, 65_536, {"offload": True}, 6.947),
-        ("olmo2", 1, 1, 32_768, {"offload": True}, 8.400),
-        ("olmo2", 1, 1, 131_072, {"offload": True}, 22.864),
-        ("olmo2", 2, 2, 131_072, {"offload": True}, 13.431),
-        ("olmo2", 2, 2, 131_072, {"recompute": "all-but-attention"}, 31.397),
-    ],
+    ("family", "gpus", "ulysses", "length", "settings", "traced_gib"), table("layers", "traced")
 )
 def test_a_layer_takes_what_its_traces_do(family, gpus, ulysses, length, settings, traced_gib):
     """Traced with torch 2.13."""
     layout = Layout(gpus=gpus, ulysses_degree=ulysses)
-    assert allocated_gib(family, layout, length, settings) == pytest.approx(
-        traced_gib, rel=TOLERANCE
-    )
-
-
-OFFLOAD = {"offload": True}
+    found_gib = allocated_gib(family, layout, length, settings)
+    assert found_gib == pytest.approx(traced_gib, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("family", "degrees", "length", "settings", "traced_gib"),
-    [
-        ("llama", (2, 1, 2, 1), 131_072, OFFLOAD, 16.634),
-        ("llama", (4, 1, 4, 1), 262_144, OFFLOAD, 17.634),
-        ("llama", (2, 1, 2, 1), 65_536, {"recompute": "all-but-attention"}, 21.626),
-        ("mixtral", (4, 2, 2, 1), 131_072, OFFLOAD, 26.631),
-        ("mixtral", (4, 2, 2, 1), 262_144, OFFLOAD, 31.154),
-        ("olmo2", (6, 2, 3, 1), 196_608, OFFLOAD, 11.941),
-        ("llama", (4, 1, 1, 2), 32_768, {}, 18.618),
-        ("llama", (4, 2, 1, 2), 65_536, {}, 18.705),
-        ("llama", (4, 1, 2, 2), 65_536, OFFLOAD, 10.368),
-    ],
+    table("layers", "traced in a ring and with copies"),
 )
 def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
     family, degrees, length, settings, traced_gib
@@ -113,14 +62,7 @@ def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
 
 @pytest.mark.parametrize(
     ("family", "gpus", "length", "settings", "traced_gib"),
-    [
-        ("qwen3", 1, 32_768, OFFLOAD, 27.323),
-        ("qwen3", 1, 131_072, OFFLOAD, 101.901),
-        ("qwen3", 2, 32_768, OFFLOAD, 16.379),
-        ("qwen3", 2, 8192, GRPO, 17.245),
-        ("llama", 2, 32_768, OFFLOAD, 17.601),
-        ("olmo2", 1, 16_384, {}, 50.459),
-    ],
+    table("layers", "traced without recomputation"),
 )
 def test_what_is_kept_without_recompute_is_what_traces_keep(
     family, gpus, length, settings, traced_gib
@@ -168,9 +110,8 @@ def test_several_gpus_reserve_what_their_traces_do(
     """Source: docs/results/lab/breakdown.json, and docs/results/predict/traced.json with offload,
     where the formula had 0.5 to 1.4 GiB less without the block of a shard from the host.
     """
-    assert found(model, gpus, length, settings).reserved_bytes / GIB == pytest.approx(
-        traced_gib, abs=tolerance_gib
-    )
+    found_gib = found(model, gpus, length, settings).reserved_bytes / GIB
+    assert found_gib == pytest.approx(traced_gib, abs=tolerance_gib)
 
 
 def test_a_longer_sequence_can_reserve_less_but_never_needs_less():
@@ -201,9 +142,8 @@ def test_nothing_stays_cached_where_there_is_no_room_for_it():
 def test_fsdp1s_late_gradients_lie_in_nothing_that_activations_left(gpus, length, traced_gib):
     """Traced with torch 2.13. Without them the formula had a quarter and a third less."""
     settings = msgspec.structs.replace(SFT, strategy="fsdp", offload=True)
-    assert found("Qwen3-4B", gpus, length, settings).reserved_bytes / GIB == pytest.approx(
-        traced_gib, rel=0.06
-    )
+    found_gib = found("Qwen3-4B", gpus, length, settings).reserved_bytes / GIB
+    assert found_gib == pytest.approx(traced_gib, rel=0.06)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +163,10 @@ def test_a_shard_that_comes_from_the_host_in_float32_leaves_a_block(
     nor on one GPU's main stream.
     """
     offloaded = msgspec.structs.replace(settings, offload=True)
-    more = (
-        found(model, gpus, 32_768, offloaded).cached_bytes
-        - found(model, gpus, 32_768, settings).cached_bytes
+    after, before = (
+        found(model, gpus, 32_768, each).cached_bytes for each in (offloaded, settings)
     )
-    assert more / GIB == pytest.approx(block_gib, abs=0.001)
+    assert (after - before) / GIB == pytest.approx(block_gib, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +177,5 @@ def test_with_offload_each_trained_model_reserves_what_its_trace_does(settings, 
     0.33 and 0.63 GiB less.
     """
     offloaded = msgspec.structs.replace(settings, offload=True)
-    footprint = likely_footprint(
-        Step(load_model("Qwen3-0.6B").shape, offloaded, Layout(gpus=2), length_tokens=28_672)
-    )
-    assert footprint.reserved_bytes / GIB == pytest.approx(traced_gib, abs=0.1)
+    step = Step(load_model("Qwen3-0.6B").shape, offloaded, Layout(gpus=2), length_tokens=28_672)
+    assert likely_footprint(step).reserved_bytes / GIB == pytest.approx(traced_gib, abs=0.1)

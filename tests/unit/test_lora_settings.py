@@ -33,14 +33,6 @@ def test_a_name_that_is_no_linear_layers_is_refused_with_those_that_are(name):
 OF_EXPERTS = "q_proj,gate_proj,up_proj,down_proj"
 
 
-def test_adapters_on_experts_have_as_many_numbers_as_pefts():
-    shape = load_model("Qwen3-30B-A3B").shape
-    (lora,) = (Settings(lora=8, lora_targets=OF_EXPERTS[7:]).adapters,)
-    assert lora is not None
-    of_expert = 16 * (2048 + 1536) + 8 * (768 + 2048)  # gate and up are one parameter, of rank 16
-    assert adapter_parameters(shape, lora) == 48 * 128 * of_expert
-
-
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
@@ -72,14 +64,6 @@ def test_routers_have_no_adapters_and_the_hint_names_what_has():
     targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
     found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
     assert any(cell.capacity_tokens for cell in found.cells)
-
-
-def test_experts_are_not_packed():
-    with pytest.raises(UsageError, match="qwen3_moe in nf4") as refused:
-        highwater.predict(
-            "Qwen3-30B-A3B", gpus="1xH200-141GB", lora=4, lora_targets="q_proj", lora_base="nf4"
-        )
-    assert refused.value.hint == "leave `--lora-base` out"
 
 
 def test_a_packed_model_is_not_sharded_and_the_hint_works():
@@ -116,12 +100,18 @@ def test_the_usual_weight_is_the_same_question_as_none():
     assert usual.slug.endswith("lora-4")
 
 
-def test_adapters_are_as_many_numbers_as_peft_says_of_llama():
+def test_adapters_are_as_many_numbers_as_peft_says_of_llama_and_has_on_experts():
     """Source: 83,886,080 trainable parameters of rank 32 on all linear layers of Llama-3.1-8B."""
     shape = load_model("Llama-3.1-8B").shape
     assert adapter_parameters(shape, Lora(rank=32, alpha=64)) == 83_886_080
     only = Lora(rank=16, alpha=32, targets="q_proj,v_proj")
     assert adapter_parameters(shape, only) == 32 * 16 * (4096 + 4096 + 4096 + 1024)
+    experts, shape = (
+        Lora(rank=8, alpha=16, targets=OF_EXPERTS[7:]),
+        load_model("Qwen3-30B-A3B").shape,
+    )
+    of_expert = 16 * (2048 + 1536) + 8 * (768 + 2048)  # gate and up are one parameter, of rank 16
+    assert adapter_parameters(shape, experts) == 48 * 128 * of_expert
 
 
 def test_a_frozen_weight_has_no_gradient_to_compute():
@@ -190,14 +180,9 @@ TOLERANCE = 0.0005
 )
 def test_the_formula_has_the_peak_of_a_recorded_trial(trial):
     spec = trial["spec"]
-    found = footprint(
-        Step(
-            load_model(spec["model_name"]).shape,
-            msgspec.convert(spec["settings"], Settings),
-            msgspec.convert(spec["layout"], Layout),
-            length_tokens=spec["length_tokens"],
-        )
-    )
+    settings, layout = msgspec.convert((spec["settings"], spec["layout"]), tuple[Settings, Layout])
+    shape = load_model(spec["model_name"]).shape
+    found = footprint(Step(shape, settings, layout, length_tokens=spec["length_tokens"]))
     ranks = trial["result"]["ranks"]
     measured = max(rank["memory"]["peak_allocated_bytes"] for rank in ranks)
     assert found.allocated_bytes == pytest.approx(measured, rel=TOLERANCE), found.peak.name

@@ -30,32 +30,19 @@ from tiny_models import TINY, write_model, written_model
 
 SLIDING, FULLY = ["sliding_attention", "full_attention"], ["full_attention"] * 2
 SLIDES = {"use_sliding_window": True}
+MAY_SLIDE = ("smollm3", "qwen3", "qwen2_moe", "qwen3_moe")
 ALWAYS_SLIDE = (
     *("exaone4", "cohere2", "gemma2", "gemma3_text", "gpt_oss", "olmo3"),
     *("afmoe", "cohere2_moe", "ministral", "mistral", "llama"),
 )
-FULL: dict[str, Any] = {
-    **TINY,
-    "model_type": "qwen3_moe",
-    "is_encoder_decoder": False,
-    "num_local_experts": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "use_sliding_window": True,
-    "sliding_window": 8192,
-    "max_window_layers": 1,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "no_rope_layers": [1, 0],
-    "no_rope_layer_interval": 2,
-    "rope_parameters": None,
-    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048},
-    "text_config": {},
-    "vision_config": {},
-    "torch_dtype": "bfloat16",
-}
+FULL: dict[str, Any] = TINY | {"model_type": "qwen3_moe", "is_encoder_decoder": False}
+FULL |= {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2}
+FULL |= {"moe_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": []}
+FULL |= {"sliding_window": 8192, "max_window_layers": 1, "layer_types": SLIDING, **SLIDES}
+FULL |= {"no_rope_layers": [1, 0], "no_rope_layer_interval": 2, "rope_parameters": None}
+FULL["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
+FULL["rope_scaling"]["original_max_position_embeddings"] = 2048
+FULL |= {"text_config": {}, "vision_config": {}, "torch_dtype": "bfloat16"}
 FAMILIES = ("qwen3_moe", "mistral", "smollm3", "a-type-of-tomorrow")
 ODD = (
     *(None, "yarn", ["llama"], [], {}, {"a": 1}, -1, 0, 1.5, 2**31 - 1, 10**30, True),
@@ -95,9 +82,8 @@ def test_so_is_whatever_its_rope_scaling_holds(tmp_path, field):
 
 def asked_of(directory: Path, config: Any) -> Model:
     """The model of a directory with this config alone."""
-    (directory / "config.json").write_text(
-        config if isinstance(config, str) else json.dumps(config)
-    )
+    text = config if isinstance(config, str) else json.dumps(config)
+    (directory / "config.json").write_text(text)
     return load_model(str(directory))
 
 
@@ -107,14 +93,9 @@ def test_a_config_that_is_no_object_of_fields_is_refused(tmp_path, text):
         asked_of(tmp_path, text)
 
 
-HYBRID: dict[str, Any] = {
-    "model_type": "granitemoehybrid",
-    "layer_types": ["attention", "attention"],
-    "position_embedding_type": "rope",
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "shared_intermediate_size": 96,
-}
+HYBRID: dict[str, Any] = {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}
+HYBRID |= {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96}
+HYBRID["position_embedding_type"] = "rope"
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": "4k"}
 WIDE: dict[str, Any] = {"model_type": "llama", "num_attention_heads": 128, "head_dim": None}
 HUNYUAN = {"model_type": "hunyuan_v1_moe", "num_experts": 4}
@@ -171,10 +152,7 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path, family
 @pytest.mark.parametrize(
     ("config", "mended"),
     [
-        *[
-            ({"model_type": family, "sliding_window": 8}, SLIDES)
-            for family in ("smollm3", "qwen3", "qwen2_moe", "qwen3_moe")
-        ],
+        *[({"model_type": family, "sliding_window": 8}, SLIDES) for family in MAY_SLIDE],
         ({"model_type": "smollm3"}, SLIDES | {"sliding_window": 8}),
         ({"model_type": "qwen2", "use_sliding_window": False}, SLIDES | {"sliding_window": 8}),
         *[({"model_type": family}, {"layer_types": FULLY}) for family in ("qwen3", "dots1")],
@@ -198,9 +176,8 @@ def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
 def test_a_null_window_is_refused_where_the_class_masks_by_it_whatever_its_layers(tmp_path):
     full = {**TINY, "sliding_window": None, "layer_types": FULLY}
     for family in ("gemma2", "olmo3"):
-        assert hint_of(tmp_path, {**full, "model_type": family}) == (
-            "set sliding_window to a number of tokens"
-        )
+        said = hint_of(tmp_path, {**full, "model_type": family})
+        assert said == "set sliding_window to a number of tokens"
     assert asked_of(tmp_path, {**full, "model_type": "qwen3"}).shape.window_tokens is None
 
 
@@ -320,9 +297,11 @@ def test_a_text_model_is_read_from_its_wrapper_with_its_classes_defaults(tmp_pat
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     for name, row in WRAPPERS.items():
         for kind in row.texts:
-            text = {"num_hidden_layers": 2, "model_type": kind}
-            if row.usual is None:
-                text = {**TINY, **text}
+            text = {
+                **(TINY if row.usual is None else {}),
+                "num_hidden_layers": 2,
+                "model_type": kind,
+            }
             config = {"model_type": name, "text_config": text, "vision_config": {}}
             model = asked_of(tmp_path, config)
             theirs = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -366,11 +345,11 @@ def test_another_text_model_is_refused_by_what_it_is_missing(tmp_path, config, s
 def test_a_text_model_is_refused_to_trainers_that_load_the_whole(tmp_path):
     text = {**TINY, "model_type": "qwen3_vl_text"}
     config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    gpus = "1xH100-80GB"
-    assert predict(str(tmp_path), gpus=gpus, loss="chunked", allocator="expandable")
+    asked_of(tmp_path, config)
+    asked = {"model": str(tmp_path), "gpus": "1xH100-80GB"}
+    assert predict(**asked, loss="chunked", allocator="expandable")
     with pytest.raises(HighwaterError, match="qwen3_vl, whose vision tower trl loads"):
-        predict(str(tmp_path), gpus=gpus, trainer="trl")
+        predict(**asked, trainer="trl")
 
 
 def test_a_hybrid_is_read_by_the_layers_that_its_config_has(tmp_path):
@@ -404,17 +383,10 @@ def test_the_text_model_alone_is_offered_where_it_trains_and_nowhere_else(tmp_pa
 
 FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale")
 FACTORS |= {"hyperclovax": "logits_scaling"}
-DIVISORS = dict.fromkeys(
-    (
-        *("granite", "granite_swa", "granitemoe", "granitemoehybrid", "granitemoe_swa"),
-        "granitemoeshared",
-    ),
-    "logits_scaling",
-)
-CAPS = dict.fromkeys(
-    ("beam", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma"),
-    "final_logit_softcapping",
-)
+GRANITE = "granite granite_swa granitemoe granitemoehybrid granitemoe_swa granitemoeshared"
+DIVISORS = dict.fromkeys(GRANITE.split(), "logits_scaling")
+CAPPED = ("beam", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma")
+CAPS = dict.fromkeys(CAPPED, "final_logit_softcapping")
 FIELDS = FACTORS | DIVISORS | CAPS
 TAKE_WHOLE = {"beam", "hyperclovax", *DIVISORS}
 """Families whose class takes a whole number."""
@@ -432,10 +404,10 @@ def test_a_value_is_what_multiplies_divides_or_caps(family, value):
         assert found == LogitTransform(soft_cap=value)
 
 
-@given(
-    st.sampled_from(sorted(FIELDS)),
-    st.sampled_from((0, 0.0, -1.0, -30, math.inf, math.nan, 1e9, True, "8", [8.0], {})),
-)
+NO_FACTORS = (0, 0.0, -1.0, -30, math.inf, math.nan, 1e9, True, "8", [8.0], {})
+
+
+@given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NO_FACTORS))
 def test_what_is_no_factor_and_no_cap_is_refused_by_the_fields_name(family, value):
     field = FIELDS[family]
     with pytest.raises(ModelError, match=f"of the family {family}, has {field} ") as refusal:

@@ -62,9 +62,8 @@ def test_more_gpus_than_present_are_refused_with_a_count_that_works():
 
 
 def test_a_memory_only_trial_is_one_of_its_own():
-    settings = {"model": "Qwen3-0.6B", "loss": "chunked"}
     full, memory_only = (
-        planned_trial(machine_with(1), 131_072, **settings, **depth)
+        planned_trial(machine_with(1), 131_072, loss="chunked", **depth)
         for depth in ({}, {"attention_depth": 1})
     )
     assert (full.attention_depth, memory_only.attention_depth) == (None, 1)
@@ -92,18 +91,16 @@ def test_a_search_proves_by_memory_under_the_time_limit_of_a_trial():
         planned(machine_with(1), timeout="5m", proof=proof).question for proof in ("memory", "full")
     )
     assert (by_memory.proof, by_memory.timeout_s) == ("memory", 300)
-    assert (in_full.proof, in_full.timeout_s) == ("full", None), (
-        "whose answer does not depend on it"
-    )
+    assert (in_full.proof, in_full.timeout_s) == ("full", None), "no answer depends on it"
     cell = by_memory.cells[0]
     assert by_memory.trial(cell, 8192).key == in_full.trial(cell, 8192).key
     assert by_memory.trial(cell, 8192, memory_only=True).attention_depth == 1
 
 
 def test_a_model_of_one_layer_has_nothing_to_save(tmp_path):
-    directory = write_model(tmp_path / "one", num_hidden_layers=1)
+    directory = str(write_model(tmp_path / "one", num_hidden_layers=1))
     with pytest.raises(UsageError, match="one layer"):
-        planned(machine_with(1), model=str(directory), proof="memory")
+        planned(machine_with(1), model=directory, proof="memory")
 
 
 @given(st.integers(2, 3_000_000), st.sampled_from(["cuda", "cpu"]))
@@ -208,9 +205,8 @@ def test_a_length_that_is_named_is_searched_to_on_the_cpu_too():
 
 
 def test_gpus_of_different_kinds_are_refused():
-    both = msgspec.structs.replace(
-        NO_GPU, gpus=(H200, msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB"))
-    )
+    other = msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")
+    both = msgspec.structs.replace(NO_GPU, gpus=(H200, other))
     with pytest.raises(UsageError, match="different kinds") as refusal:
         planned(both)
     assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
@@ -292,10 +288,8 @@ def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_p
         for name in ("phimoe", "phi3")
     )
     saved = {"model": phi3, "save_hf": "last"}
-    for asked, said, flag in (
-        ({"model": phimoe}, "phimoe scales cosines", "--rope"),
-        (saved, r"phi3 .* no YaRN", "--save-hf"),
-    ):
+    no_rope = ({"model": phimoe}, "phimoe scales cosines", "--rope")
+    for asked, said, flag in (no_rope, (saved, r"phi3 .* no YaRN", "--save-hf")):
         with pytest.raises(UsageError, match=said) as refusal:
             planned(machine_with(1), **asked, rope="yarn")
         assert refusal.value.hint == f"leave `{flag}` out"
@@ -420,8 +414,8 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embeddi
         ({"strategy": "fsdp2"}, ()),
         ({"strategy": "fsdp"}, ("FSDP1 offloads parameters and optimizer states; a gradient",)),
         (
-            {"strategy": "fsdp", "device": "cpu", "memory": "1GiB"},
-            ("on the CPU lengths end", "on the CPU offload changes nothing"),
+            {"device": "cpu", "memory": "1GiB"},
+            ("on the CPU lengths end", "on the CPU offload chan"),
         ),
     ],
 )

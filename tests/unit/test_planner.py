@@ -45,16 +45,11 @@ def every_plan(cells: tuple[Cell, ...], kv_heads: int) -> Iterator[Cell]:
         heads = kv_heads // cell.layout.ulysses_degree
         groups = [each for each in range(1, heads + 1) if heads % each == 0]
         counts = range(1, LAYERS + 1) if cell.settings.activations == "host" else (1,)
-        for recompute, number, layers in itertools.product(
-            ("layer", "all-but-attention"), groups, counts
-        ):
-            settings = msgspec.structs.replace(
-                cell.settings,
-                recompute=recompute,
-                attention_head_groups=number,
-                layers_on_gpu=layers,
+        kinds = itertools.product(("layer", "all-but-attention"), groups, counts)
+        for recompute, number, layers in kinds:
+            yield cell.changed(
+                recompute=recompute, attention_head_groups=number, layers_on_gpu=layers
             )
-            yield msgspec.structs.replace(cell, settings=settings)
 
 
 def all_that_fit(
@@ -77,17 +72,10 @@ def test_the_best_plan_is_the_best_of_all_plans(model: str):
         host_bytes = host_gib * GIB + 300 * MIB
         plans = all_that_fit(model, gpus, length, gpu_bytes, host_bytes)
         aims: tuple[Aim, ...] = ("fastest", "lightest")
+        where = {"gpus": f"{gpus}xH100", "gpu_memory": gpu_bytes, "host_memory": host_bytes}
+        asked = {"length": length, "sequences_per_micro_batch": 1, **where}
         found: dict[Aim, Recommendation] = {
-            aim: highwater.recommend(
-                model,
-                length=length,
-                gpus=f"{gpus}xH100",
-                gpu_memory=gpu_bytes,
-                host_memory=host_bytes,
-                sequences_per_micro_batch=1,
-                aim=aim,
-            )
-            for aim in aims
+            aim: highwater.recommend(model, **asked, aim=aim) for aim in aims
         }
         if not plans:
             assert not any(each.chosen and each.chosen.risk == "safe" for each in found.values())
@@ -122,16 +110,9 @@ def test_candidates_are_sorted_by_what_is_aimed_at(aim: Aim):
     assert len(fitting) > 4
     assert found.chosen is not None
     assert found.chosen is fitting[0]
-    kinds = {
-        (
-            c.cell.settings.offload,
-            c.cell.settings.activations,
-            c.cell.settings.recompute,
-            c.cell.layout,
-        )
-        for c in found.candidates
-    }
-    assert len(kinds) == len(found.candidates)
+    every = [(each.cell.settings, each.cell.layout) for each in found.candidates]
+    kinds = {(it.offload, it.activations, it.recompute, layout) for it, layout in every}
+    assert len(kinds) == len(every)
     if aim == "fastest":
         rates = [each.step_time.tokens_per_s for each in fitting if each.step_time]
         assert rates == sorted(rates, reverse=True)
@@ -139,10 +120,11 @@ def test_candidates_are_sorted_by_what_is_aimed_at(aim: Aim):
 
 
 def test_what_nobody_knows_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="nobody knows how fast"):
-        highwater.recommend("Qwen3-8B", length="8k", gpu_memory="70GiB", gpus="2", aim="fastest")
-    with pytest.raises(UsageError, match="plans are of our own step"):
-        highwater.recommend("Qwen3-8B", length="8k", gpus="4xH100", trainer="trl", aim="lightest")
-    study = tmp_path / "study.json"
-    with pytest.raises(UsageError, match="studies tell of a few"):
-        highwater.recommend("Qwen3-8B", length="8k", gpus="4xH100", studies=[study], aim="fastest")
+    asked = {"length": "8k", "gpus": "4xH100"}
+    for problem, more in (
+        ("nobody knows how fast", {"gpu_memory": "70GiB", "gpus": "2", "aim": "fastest"}),
+        ("plans are of our own step", {"trainer": "trl", "aim": "lightest"}),
+        ("studies tell of a few", {"studies": [tmp_path / "study.json"], "aim": "fastest"}),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            highwater.recommend("Qwen3-8B", **asked | more)

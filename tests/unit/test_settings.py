@@ -96,9 +96,8 @@ def test_a_token_budget_of_pairs_needs_no_number_of_sequences_and_packs_pairs(ob
 
 
 def test_a_search_ends_where_its_token_budget_does():
-    question = question_of(
-        token_budget="20k", loss="chunked", allocator="expandable", resolution="4k"
-    )
+    rung = {"loss": "chunked", "allocator": "expandable"}
+    question = question_of(token_budget="20k", resolution="4k", **rung)
     (answer,) = answers_among(search_cells(question, SimulatedRunner(lambda _: 0)))
     assert (answer.capacity_tokens, answer.limit) == (20_480, "ceiling")
     assert answer.reason.startswith("20,480 tokens fit, ")
@@ -122,14 +121,10 @@ def test_every_pass_that_an_objective_asks_for_is_work():
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
     """Any grid that can be."""
-    start = draw(st.integers(min_value=2, max_value=20_000))
-    return Grid(
-        start_tokens=start,
-        step_tokens=draw(st.integers(min_value=1, max_value=5000)),
-        native_length_tokens=draw(st.integers(min_value=1, max_value=50_000)),
-        beyond_step_tokens=draw(st.integers(min_value=1, max_value=20_000)),
-        max_tokens=start + draw(st.integers(min_value=0, max_value=500_000)),
-    )
+    spans = {"start_tokens": (2, 20_000), "step_tokens": (1, 5000)}
+    spans |= {"native_length_tokens": (1, 50_000), "beyond_step_tokens": (1, 20_000)}
+    drawn = {name: draw(st.integers(*span)) for name, span in spans.items()}
+    return Grid(**drawn, max_tokens=drawn["start_tokens"] + draw(st.integers(0, 500_000)))
 
 
 def published(native: int, *, ceiling: int = 200_000) -> Grid:
@@ -233,6 +228,7 @@ def test_a_time_is_printed_as_one_says_it(seconds, text):
     assert format_seconds(seconds) == text
 
 
+_SECONDS = st.floats(min_value=0, allow_infinity=False)
 _BYTES = st.none() | st.integers(min_value=0, max_value=2**45)
 _SPECS = st.builds(
     TrialSpec,
@@ -240,9 +236,7 @@ _SPECS = st.builds(
     model_directory=st.text(),
     config_digest=st.text(alphabet="0123456789abcdef", min_size=16, max_size=16),
     device=st.just("cuda"),
-    layout=st.builds(
-        Layout, gpus=st.sampled_from([2, 4, 8]), ulysses_degree=st.sampled_from([1, 2])
-    ),
+    layout=st.sampled_from([Layout(gpus=n, ulysses_degree=sp) for n in (2, 4, 8) for sp in (1, 2)]),
     settings=st.builds(Settings),
     length_tokens=st.integers(min_value=2, max_value=2**30),
     memory_budget_bytes=_BYTES,
@@ -255,10 +249,8 @@ _REPORTS = st.builds(
     memory=st.builds(RankMemory, peak_reserved_bytes=_BYTES, device_used_bytes=_BYTES),
     budget=st.none(),
     losses=st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple),
-    step_times_s=st.lists(st.floats(min_value=0, allow_infinity=False)).map(tuple),
-    saves=st.lists(
-        st.builds(Save, time_s=st.floats(min_value=0, allow_infinity=False)), max_size=3
-    ).map(tuple),
+    step_times_s=st.lists(_SECONDS).map(tuple),
+    saves=st.lists(st.builds(Save, time_s=_SECONDS), max_size=3).map(tuple),
 )
 _RESULTS = st.builds(
     TrialResult,
@@ -285,14 +277,7 @@ def test_the_key_of_a_trial_is_of_its_length_and_not_of_where_the_model_lies_or_
     assert msgspec.structs.replace(spec, length_tokens=spec.length_tokens + 1).key != spec.key
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"gpus": 1, "gpu": 2}',  # an unknown field
-        '{"gpus": "1"}',  # a wrong type
-        '{"gpus": 1',  # cut short
-    ],
-)
+@pytest.mark.parametrize("text", ['{"gpus": 1, "gpu": 2}', '{"gpus": "1"}', '{"gpus": 1'])
 def test_what_is_not_the_noun_is_refused(text):
     with pytest.raises(msgspec.MsgspecError):
         from_json(text, Layout)

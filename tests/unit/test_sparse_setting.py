@@ -19,23 +19,14 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.nouns.trial import TrialSpec
 
-SPARSE = {"attention": "block_sparse"}
+SPARSE, USUAL = {"attention": "block_sparse"}, "dilated_sparse"
 
 
 def test_a_pattern_is_what_the_settings_say_with_the_published_names():
-    request = request_from(
-        {
-            "model": "Qwen3-0.6B",
-            **SPARSE,
-            "pattern_type": "global_local",
-            "block_size": 256,
-            "local_window_size": 1024,
-            "global_tokens": 32,
-        }
-    )
-    assert request.settings.pattern == SparsePatternConfig(
-        pattern_type="global_local", block_size=256, local_window_size=1024, global_tokens=32
-    )
+    named = {"block_size": 256, "local_window_size": 1024, "global_tokens": 32}
+    named["pattern_type"] = "global_local"
+    request = request_from({"model": "Qwen3-0.6B", **SPARSE, **named})
+    assert request.settings.pattern == SparsePatternConfig(**named)
     assert Settings().pattern is None
 
 
@@ -63,55 +54,43 @@ def test_a_label_says_what_is_kept_where_it_is_not_the_default():
 
 
 @pytest.mark.parametrize(
-    ("values", "said", "hint"),
+    ("pattern", "values", "said", "hint"),
     [
-        ({"block_size": 64}, "dense attention keeps every block", "--attention block_sparse"),
-        ({"sparsity_ratio": 0.5}, "dense attention keeps every block", "--sparsity-ratio"),
-        ({**SPARSE, "sparsity_ratio": 1.5}, "sparsity_ratio 1.5", "0.05"),
-        ({**SPARSE, "sparsity_ratio": 0}, "sparsity_ratio 0", "0.05"),
-        ({**SPARSE, "sparsity_ratio": "few"}, "'few' is not a share", "0.05"),
-        ({**SPARSE, "block_size": 0}, "block_size is 0", "1 or more"),
-        ({**SPARSE, "block_size": 8192}, "4096 is the most", "4096"),
-        ({**SPARSE, "global_tokens": -1}, "global_tokens is -1", "0 or more"),
-        (
-            {**SPARSE, "pattern_type": "local_window", "sparsity_ratio": 0.1},
-            "the window of local_window says what is kept",
-            "--sparsity-ratio",
-        ),
-        ({**SPARSE, "local_window_size": 64}, "dilated_sparse does not read it", "--local-window"),
-        ({**SPARSE, "global_tokens": 7}, "dilated_sparse does not read it", "global_local"),
-        (
-            {**SPARSE, "pattern_type": "local_window", "global_tokens": 7},
-            "local_window does not read it",
-            "global_local",
-        ),
-        (
-            {**SPARSE, "pattern_type": "strided", "local_window_size": 64},
-            "strided does not read it",
-            "leave `--local-window-size` out",
-        ),
-        ({**SPARSE, "pattern_type": "block_top_k"}, "no kernel on GPUs", "dilated_sparse"),
-        ({**SPARSE, "block_size": 100}, "a multiple of 64", "`--block-size 128`"),
-        ({**SPARSE, "exact": True}, "are not traced", "leave `--exact` out"),
-        ({**SPARSE, "recompute": "all-but-attention"}, "not kept in recomputation", "layer"),
+        (None, {"block_size": 64}, "dense attention keeps every block", "--attention block_sparse"),
+        (None, {"sparsity_ratio": 0.5}, "dense attention keeps every block", "--sparsity-ratio"),
+        (USUAL, {"sparsity_ratio": 1.5}, "sparsity_ratio 1.5", "0.05"),
+        (USUAL, {"sparsity_ratio": 0}, "sparsity_ratio 0", "0.05"),
+        (USUAL, {"sparsity_ratio": "few"}, "'few' is not a share", "0.05"),
+        (USUAL, {"block_size": 0}, "block_size is 0", "1 or more"),
+        (USUAL, {"block_size": 8192}, "4096 is the most", "4096"),
+        (USUAL, {"global_tokens": -1}, "global_tokens is -1", "0 or more"),
+        ("local_window", {"sparsity_ratio": 0.1}, "says what is kept", "--sparsity-ratio"),
+        (USUAL, {"local_window_size": 64}, "dilated_sparse does not read it", "--local-window"),
+        (USUAL, {"global_tokens": 7}, "dilated_sparse does not read it", "global_local"),
+        ("local_window", {"global_tokens": 7}, "local_window does not read it", "global_local"),
+        ("strided", {"local_window_size": 64}, "strided does not read it", "out"),
+        ("block_top_k", {}, "no kernel on GPUs", "dilated_sparse"),
+        (USUAL, {"block_size": 100}, "a multiple of 64", "`--block-size 128`"),
+        (USUAL, {"exact": True}, "are not traced", "leave `--exact` out"),
+        (USUAL, {"recompute": "all-but-attention"}, "not kept in recomputation", "layer"),
     ],
 )
-def test_what_no_pattern_can_be_is_refused(values, said, hint):
+def test_what_no_pattern_can_be_is_refused(pattern, values, said, hint):
+    kept = {} if pattern is None else {**SPARSE, "pattern_type": pattern}
     with pytest.raises(HighwaterError) as refused:
-        predict("Qwen3-0.6B", gpus="1xH100-80GB", **values)
+        predict("Qwen3-0.6B", gpus="1xH100-80GB", **kept, **values)
     assert said in refused.value.problem
     assert hint in (refused.value.hint or "")
 
 
 def test_a_prediction_says_that_the_model_is_another_one():
-    (note,) = [
-        note
-        for note in predict("Qwen3-0.6B", gpus="1xH100-80GB", **SPARSE).notes
-        if "changes the model" in note
-    ]
+    def noted(**asked: Any) -> list[str]:
+        notes = predict("Qwen3-0.6B", gpus="1xH100-80GB", **asked).notes
+        return [note for note in notes if "changes the model" in note]
+
+    (note,) = noted(**SPARSE)
     assert note.startswith("block-sparse attention")
-    dense = predict("Qwen3-0.6B", gpus="1xH100-80GB")
-    assert not any("changes the model" in note for note in dense.notes)
+    assert noted() == []
 
 
 def test_a_ring_of_gpus_is_refused_with_a_layout_that_works():
@@ -145,14 +124,8 @@ TOLERANCE = 0.0025
 def test_the_formula_has_the_peak_of_a_recorded_step(path):
     document = json.loads(path.read_text())
     spec = msgspec.convert(document["spec"], TrialSpec, strict=False)
-    found = footprint(
-        Step(
-            load_model(spec.model_name).shape,
-            spec.settings,
-            spec.layout,
-            length_tokens=spec.length_tokens,
-        )
-    )
+    shape = load_model(spec.model_name).shape
+    found = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     (rank,) = document["result"]["ranks"]
     measured = rank["memory"]["peak_allocated_bytes"]
     assert found.allocated_bytes == pytest.approx(measured, rel=TOLERANCE), found.peak.name

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +79,16 @@ def test_what_is_named_is_taken_and_what_is_not_is_recommended():
     "words", [("--objective", "dpo"), ("--objective", "rw"), ("--lora", "4", "--lora-merged")]
 )
 def test_pairs_and_merged_adapters_are_planned_before_the_data_is_asked_for(
-    words, tmp_path, monkeypatch, capsys
+    words, in_a_folder, capsys
 ):
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "tiny")
     typed = ("train", "tiny", "--data", "none.jsonl", "--length", "64", "--device", "cpu")
     assert main([*typed, "--steps", "2", "--output", "run", *words]) == EXIT_USER
     assert "none.jsonl" in capsys.readouterr().err.splitlines()[0]
 
 
 def test_the_simplest_settings_that_fit_are_recommended():
-    roomy, tight = (
-        chosen_trial(on_the_cpu(memory), asked(16384, "recommended"), MACHINE)
-        for memory in ("64GiB", "16GiB")
-    )
+    wanted = asked(16384, "recommended")
+    roomy, tight = (chosen_trial(on_the_cpu(it), wanted, MACHINE) for it in ("64GiB", "16GiB"))
     assert (roomy.spec.settings.loss, tight.spec.settings.loss) == ("full", "chunked")
     assert tight.predicted.footprint.needed_bytes < roomy.predicted.footprint.needed_bytes
 
@@ -203,12 +198,8 @@ def test_a_prediction_of_a_training_has_the_logits_of_every_token():
     assert chosen.predicted.footprint.needed_bytes >= in_a_trial.needed_bytes + HALF_BYTES
 
 
-ASKED: Mapping[str, Any] = {
-    "data": ("data.jsonl",),
-    "length": "8k",
-    "steps": 100,
-    "output": "./run",
-}
+ASKED: dict[str, Any] = {"data": ("data.jsonl",), "length": "8k", "steps": 100}
+ASKED["output"] = "./run"
 TYPED = ("train", "tiny", "--data", "data.jsonl", "--length", "8k", "--steps", "100", "-o", "./run")
 
 
@@ -292,10 +283,8 @@ def test_any_step_of_the_training_may_be_recorded_and_no_later_one(tmp_path):
 @pytest.mark.parametrize("below", ["notes.txt", "notes.txt/run", "notes.txt/a/run"])
 def test_a_run_below_a_file_is_offered_a_folder_that_can_be_made(below, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with (
-        pytest.raises(UsageError, match=r"notes\.txt is no folder") as refused,
-        own_folder(tmp_path / below),
-    ):
+    below_it = own_folder(tmp_path / below)
+    with pytest.raises(UsageError, match=r"notes\.txt is no folder") as refused, below_it:
         pass
     offered = Path(refused.value.hint.split("`")[1].removeprefix("--output "))
     with own_folder(offered):
@@ -418,26 +407,36 @@ def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluation
     assert ("held-out loss", said) in training_table(result).rows
 
 
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which this runs, with a model."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "tiny")
+    return tmp_path
+
+
+def prepared_with(record: Any, on_phase: Any = None, **named: Any) -> Any:
+    """A training of two steps on one record, prepared in this folder."""
+    Path("data.jsonl").write_text(json.dumps(record) + "\n")
+    words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}
+    request = request_from({"model": "tiny", "device": "cpu", **named})
+    told = {} if on_phase is None else {"on_phase": on_phase}
+    return prepare_training(request, training_request_from(words), **told)
+
+
 @pytest.mark.parametrize(
     ("named", "rate"),
     [
         ({"lora": 4}, 1e-4),
-        *deep(
-            ({}, 1e-5),
-            ({"lora": 4, "learning_rate": 3e-5}, 3e-5),
-            ({"lora": 4, "lora_merged": True}, 1e-4),
-        ),
+        *deep(({}, 1e-5), ({"lora": 4, "lora_merged": True}, 1e-4)),
+        *deep(({"lora": 4, "learning_rate": 3e-5}, 3e-5)),
     ],
     ids=str,
 )
-def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "tiny")
-    (tmp_path / "data.jsonl").write_text('{"text": "one two three four five six seven"}\n')
-    words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}
-    request = request_from({"model": "tiny", "device": "cpu", **named})
-    with own_folder(tmp_path / "run"):
-        prepared = prepare_training(request, training_request_from(words))
+def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, in_a_folder):
+    record = {"text": "one two three four five six seven"}
+    with own_folder(in_a_folder / "run"):
+        prepared = prepared_with(record, **named)
     assert prepared.spec.trial.hyperparameters.learning_rate == rate
     (said,) = (line for line in prediction_lines(prepared) if "learning rate" in line)
     assert f"{rate:g}" in said
@@ -457,17 +456,9 @@ def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, tmp_path, mon
     ids=str,
 )
 def test_conversations_without_a_tokenizer_are_refused_before_anything_reads_them(
-    record, tmp_path, monkeypatch
+    record, in_a_folder
 ):
-    monkeypatch.chdir(tmp_path)
-    write_model(tmp_path / "tiny")
-    (tmp_path / "chat.jsonl").write_text(json.dumps(record) + "\n")
-    words = {"data": ["chat.jsonl"], "length": 64, "steps": 2, "output": "run"}
     phases: list[str] = []
-    with pytest.raises(UsageError, match=r"chat\.jsonl:1 is a conversation"):
-        prepare_training(
-            request_from({"model": "tiny", "device": "cpu"}),
-            training_request_from(words),
-            on_phase=phases.append,
-        )
+    with pytest.raises(UsageError, match=r"data\.jsonl:1 is a conversation"):
+        prepared_with(record, phases.append)
     assert phases == []
