@@ -215,7 +215,8 @@ def test_what_no_recorded_trial_had_is_named():
     assert unlike("Qwen3-4B", "H200-141GB", offload=False) == ()
     narrow = {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1}
     states = unlike("Qwen3-4B", "NVIDIA H200", offload=False, **narrow)
-    assert {"optimizer adamw-8bit", "parameters in bf16"} <= set(states)
+    every = {"optimizer adamw-8bit", "parameters in bf16", "one micro-batch a step"}
+    assert every <= set(states)
     assert "LoRA" in unlike("Qwen3-4B", "NVIDIA H200", offload=False, lora=32)
     assert unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none") == (
         *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses"),

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from highwater import guide, predict, recommend
+from highwater import guide, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
 from highwater.nouns.capacities import study_capacities
@@ -313,10 +313,3 @@ def test_a_big_guide_is_small_and_made_at_once():
     assert len(guide_page(made, found).encode()) < LARGEST_BYTES * (count + 1)
     assert sum(len(place.answers) for place in found) >= ANSWERS * count
     assert took_s < SLOW_S * count
-
-
-def test_a_page_opens_with_what_predict_says_trains_and_not_with_a_tight_length():
-    (place,) = places(guide(predict=["Qwen3-8B"], gpus=["2xA100-80GB"]))
-    found = predict("Qwen3-8B", gpus="2xA100-80GB")
-    assert found.answer is not None
-    assert place.longest_tokens == found.answer.capacity_tokens

@@ -33,6 +33,7 @@ from trial_specs import grid_of, question_on
 
 STEP, SIZE = 4096, 128
 DEVICE_BYTES = 40 * GIB
+LIMIT = MemoryLimit(device_bytes=DEVICE_BYTES)
 
 
 def ask(**changes) -> Question:
@@ -73,32 +74,20 @@ def assert_edge(found: CellPrediction, bytes_per_token: int, capacity_bytes: flo
     return fitting > 0
 
 
-@given(st.integers(1, 2**23))
-def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token):
-    tracer = Tracer(bytes_per_token)
-    (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer)
-    outside = sum(term.bytes for term in found.footprint.outside)
-    fits = assert_edge(found, bytes_per_token, DEVICE_BYTES - outside)
-    assert len(tracer.asked) == len(set(tracer.asked)) <= 2 * SIZE.bit_length()
-    assert found.replayed is not None
-    assert found.replayed.fits == fits
-    if fits:
-        assert (
-            found.device_used_bytes == found.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
-        )
-
-
 @given(st.integers(1, 2**23), st.floats(1, 1.5))
-def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_traced_twice(
+def test_the_edge_is_the_traced_one_or_the_upper_end_that_fits_and_no_length_is_traced_twice(
     bytes_per_token, upper
 ):
-    tracer = Tracer(bytes_per_token)
-    known = calibration(upper)
-    (likely,) = predict_traced(
-        ask(), MemoryLimit(device_bytes=DEVICE_BYTES), Tracer(bytes_per_token)
-    )
-    (found,) = predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
+    (alone, tracer), known = (Tracer(bytes_per_token) for _ in range(2)), calibration(upper)
+    (likely,) = predict_traced(ask(), LIMIT, alone)
+    (found,) = predict_traced(ask(), LIMIT, tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
+    fits = assert_edge(likely, bytes_per_token, DEVICE_BYTES - outside)
+    assert likely.replayed is not None
+    assert likely.replayed.fits == fits
+    assert len(alone.asked) == len(set(alone.asked)) <= 2 * SIZE.bit_length()
+    used = likely.device_used_bytes
+    assert not fits or used == likely.replayed.peak_reserved_bytes + outside <= DEVICE_BYTES
     capacity = most_predicted_bytes(DEVICE_BYTES, known.factors[0]) - outside
     fits = assert_edge(found, bytes_per_token, capacity)
     assert found.capacity_tokens <= found.likely_tokens == likely.capacity_tokens
@@ -112,30 +101,24 @@ def test_with_an_interval_it_is_the_upper_end_that_fits_and_still_no_length_is_t
 
 
 def calibration(upper: float) -> Calibration:
-    factors = Factors(
-        allocator="expandable",
-        coverage=0.95,
-        lower=0.9,
-        upper=upper,
-        residuals=20,
-        is_widened=False,
-    )
+    usual = {"allocator": "expandable", "coverage": 0.95, "residuals": 20, "is_widened": False}
     known = calibrate(ask(), "trace", bundled=bundled_residuals())
+    factors = Factors(**usual, lower=0.9, upper=upper)
     return msgspec.structs.replace(known, factors=(factors,))
 
 
 def test_where_the_formula_is_right_two_traces_answer():
-    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = guess(question, memory_limit)
+    question = ask()
+    guessed = guess(question, LIMIT)
     tracer = Tracer((34 * GIB - 200 * MIB) // guessed)
-    (found,) = predict_traced(question, memory_limit, tracer)
+    (found,) = predict_traced(question, LIMIT, tracer)
     assert found.capacity_tokens == guessed
     assert sorted(tracer.asked) == [guessed, guessed + STEP]
 
 
 def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_longer_one():
-    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = guess(question, memory_limit)
+    question = ask()
+    guessed = guess(question, LIMIT)
     known = Tracer((34 * GIB - 200 * MIB) // guessed)
     is_shorter_asked = Event()
 
@@ -146,19 +129,18 @@ def test_where_the_upper_end_does_not_fit_the_next_shorter_length_waits_for_no_l
             assert is_shorter_asked.wait(10)
         return known(spec)
 
-    (found,) = predict_traced(question, memory_limit, tracer, calibration(1.02))
+    (found,) = predict_traced(question, LIMIT, tracer, calibration(1.02))
     assert found.capacity_tokens < guessed == found.likely_tokens
 
 
 def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_edge():
-    question, memory_limit = ask(), MemoryLimit(device_bytes=DEVICE_BYTES)
-    guessed = guess(question, memory_limit)
+    question = ask()
+    guessed = guess(question, LIMIT)
     tracer = Tracer(3 * (34 * GIB) // guessed)
-    (found,) = predict_traced(question, memory_limit, tracer)
+    (found,) = predict_traced(question, LIMIT, tracer)
     assert 0 < found.capacity_tokens < 0.4 * guessed
-    assert {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP} <= set(
-        tracer.asked
-    )
+    edges = {found.capacity_tokens, found.capacity_tokens + STEP, guessed, guessed + STEP}
+    assert edges <= set(tracer.asked)
     assert len(tracer.asked) <= 6
 
 
@@ -169,24 +151,19 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fi
     """Shorter lengths fill it: their traces need more than that of one that leaves almost half of
     it empty.
     """
-    cell = Cell(
-        layout=Layout(),
-        settings=Settings(allocator="expandable", token_budget_tokens=budget * STEP),
-    )
+    packed = Settings(allocator="expandable", token_budget_tokens=budget * STEP)
+    cell = Cell(layout=Layout(), settings=packed)
     question, known = ask(cells=(cell,)), calibration(upper)
     tracer, every = (Tracer((34 * GIB - 200 * MIB) // (held * STEP)) for _ in range(2))
-    (found,) = predict_traced(question, MemoryLimit(device_bytes=DEVICE_BYTES), tracer, known)
+    (found,) = predict_traced(question, LIMIT, tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
-    logs = {
-        n * STEP: every(question.trial(cell, n * STEP))
-        for n in range(1, question.size_of(cell) + 1)
-    }
+    lengths = [n * STEP for n in range(1, question.size_of(cell) + 1)]
+    logs = {length: every(question.trial(cell, length)) for length in lengths}
 
     def longest(limit_bytes: float) -> int:
         memory_limits = {"allocator": "expandable", "capacity_bytes": limit_bytes - outside}
-        return max(
-            (tokens for tokens, log in logs.items() if replay(log, **memory_limits).fits), default=0
-        )
+        fitting = [tokens for tokens, log in logs.items() if replay(log, **memory_limits).fits]
+        return max(fitting, default=0)
 
     assert found.likely_tokens == longest(DEVICE_BYTES)
     assert found.capacity_tokens == longest(most_predicted_bytes(DEVICE_BYTES, known.factors[0]))
@@ -194,18 +171,10 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fi
 
 
 def test_the_hosts_limit_is_the_longest_that_is_traced():
-    question = ask(
-        cells=(
-            Cell(
-                layout=Layout(),
-                settings=Settings(offload=True, loss="chunked", allocator="expandable"),
-            ),
-        )
-    )
-    tracer = Tracer(1)
-    (found,) = predict_traced(
-        question, MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB), tracer
-    )
+    offloaded = Settings(offload=True, loss="chunked", allocator="expandable")
+    question = ask(cells=(Cell(layout=Layout(), settings=offloaded),))
+    tracer, limit = Tracer(1), MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB)
+    (found,) = predict_traced(question, limit, tracer)
     assert found.binding in ("host", "ceiling")
     assert max(tracer.asked) == found.capacity_tokens
 
@@ -215,7 +184,7 @@ def test_what_the_tracer_raises_ends_the_prediction():
         raise RuntimeError(f"{spec.length_tokens}")
 
     with pytest.raises(RuntimeError):
-        predict_traced(ask(), MemoryLimit(device_bytes=DEVICE_BYTES), broken)
+        predict_traced(ask(), LIMIT, broken)
 
 
 def test_only_our_own_steps_are_traced():

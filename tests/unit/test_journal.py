@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -278,28 +277,6 @@ except StudyError as error: print(error, "|", error.hint)
         assert f"highwater show {path}" in said
         assert read_study(path).trials == ()
     open_journal(path, QUESTION).close()
-
-
-def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path):
-    path = tmp_path / "study.jsonl"
-    code = """
-journal = open_journal(path, QUESTION)
-for length in itertools.count(2):
-    record(journal, length); print(length, flush=True)
-"""
-    words = [sys.executable, "-c", IMPORTS + code, str(path), str(Path(__file__).parent)]
-    writer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    for _ in range(20):
-        promised = int(writer.stdout.readline())
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    with open_journal(path, QUESTION) as journal:
-        kept = lengths(journal.snapshot())
-        assert kept == list(range(2, len(kept) + 2))
-        assert len(kept) >= promised - 1
-        record(journal, 10**6)
-    assert lengths(read_study(path)) == [*kept, 10**6]
 
 
 _FILL = f"""{IMPORTS}

@@ -138,15 +138,6 @@ def test_a_snapshot_tells_moments_by_the_file_that_makes_them(frame):
     assert LineRules().category(frame) == "optimizer_states"
 
 
-def test_a_label_names_an_optimizer_that_is_lossy():
-    assert Settings().label == "vanilla"
-    assert {Settings(optimizer=name).label for name in OPTIMIZERS if name != "adamw"} == {
-        "adamw-8bit",
-        "adamw-bf16",
-    }
-    assert [name for name, traits in OPTIMIZERS.items() if traits.is_exact] == ["adamw"]
-
-
 def test_a_missing_package_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(probe, "find_spec", lambda _: None)
     probe.refuse_missing_package(Settings())

@@ -22,7 +22,7 @@ from highwater.pages.study_answer import (
 )
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
+from highwater.search.proof import FULL_SHARE, FullTrials
 from highwater.search.scheduler import search_cells
 from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import OneByOne
@@ -203,26 +203,6 @@ def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
     assert {spec.length_tokens for spec in repeats} == {100 * STEP, 101 * STEP}
     assert all(spec.is_memory_only for spec in repeats)
     assert answer.memory_only is not None
-
-
-def test_a_forecast_scales_the_steps_and_leaves_the_rest():
-    trials = FullTrials(ask(), ask().cells[0], LIMIT_S)
-    assert trials.expected_s(STEP) is None
-    result = TimedRunner(fits_up_to(9 * STEP), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
-        ask().trial(ask().cells[0], STEP)
-    )
-    trials.tell(STEP, result)
-    longer, shorter = (
-        step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings())
-        for tokens in (4 * STEP, STEP)
-    )
-    growth = longer / shorter
-    assert trials.expected_s(4 * STEP) == pytest.approx(20 * growth)
-    assert trials.expected_s(STEP) == 0
-    index = trials.next_index(GRID_SIZE, lambda i: i * STEP)
-    assert index is not None
-    assert index <= TOLD_WITHIN
-    assert not trials.exceeds(index * STEP)
 
 
 def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():

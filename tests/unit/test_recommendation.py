@@ -21,7 +21,7 @@ from highwater.nouns.recommendation import Candidate
 from highwater.nouns.study import default_headroom_bytes
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
 from highwater.pages.table import plain_table
-from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
+from highwater.recommendation.candidates import Goal, predicted_candidates
 from highwater.recommendation.recommend import recommend
 from highwater.trainers import trinity as trinity
 from highwater.trials.probe import gpus_meant
@@ -295,17 +295,6 @@ def test_what_is_recommended_is_what_is_predicted(model, gpus, length_tokens):
         assert candidate.capacity_tokens == max(at.capacity_tokens, beyond.capacity_tokens)
         if not candidate.fits:
             assert candidate.lacks_bytes == at.lacks_bytes
-
-
-@pytest.mark.parametrize(("model", "gpus", "length_tokens"), ASKED)
-def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_tokens):
-    goal = goal_of(model, gpus, length_tokens)
-    simplest = next((each for each in predicted_candidates(goal) if each.fits), None)
-    first = first_fit(goal)
-    assert (first is None) == (simplest is None)
-    if first is not None and simplest is not None:
-        assert first.cell == simplest.cell
-        assert first.headroom_bytes == simplest.headroom_bytes
 
 
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):

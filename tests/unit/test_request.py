@@ -151,18 +151,6 @@ def test_settings_that_say_otherwise_than_the_count_are_refused():
             msgspec.structs.replace(spec, **wrong).__post_init__()
 
 
-def test_an_interval_says_that_no_trial_had_one_micro_batch():
-    asked = {"gpus": "1xH200-141GB", "length": "32k", "loss": "chunked"}
-    one = highwater.predict("Qwen3-1.7B", micro_batches=1, **asked)
-    several = highwater.predict("Qwen3-1.7B", micro_batches=3, **asked)
-    assert one.calibration is not None
-    assert several.calibration is not None
-    assert set(one.calibration.unlike) - set(several.calibration.unlike) == {
-        "one micro-batch a step"
-    }
-    assert one.calibration.factors == several.calibration.factors
-
-
 def test_what_a_guide_asks_again_of_a_prediction_has_one_micro_batch():
     found = highwater.predict("Qwen3-1.7B", gpus="1xH200-141GB", micro_batches=1)
     query = query_of_prediction(found)

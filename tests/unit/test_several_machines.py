@@ -74,11 +74,6 @@ def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_ma
         configured("accelerate", found, found.chosen, model="Qwen3-8B")
 
 
-def test_no_degree_that_is_not_named_shares_a_sequence_across_machines():
-    cells = predict("Qwen3-8B", gpus="64xH100-80GB", copies=[8]).cells
-    assert {each.cell.layout.ulysses_degree for each in cells} == {1, 2, 4, 8}
-
-
 def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
     asked = {"length": "400k", "copies": [2], "offload": False}
     found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)

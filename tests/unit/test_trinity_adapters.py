@@ -1,8 +1,11 @@
 """LoRA as verl's actor, which is Trinity-RFT's, is predicted to train it."""
 
+from typing import Any
+
 import pytest
 
 import highwater
+from highwater.memory.formula.constants import Footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
@@ -13,21 +16,22 @@ from highwater.trainers.trinity import OF_ADAPTERS, covers, footprint
 
 SHAPE = load_model("Qwen3-4B").shape
 RANK = 16
-SETTINGS = {"objective": "grpo", "entropy": "full"}
+
+
+def footprint_of(**settings: Any) -> Footprint:
+    """On four GPUs."""
+    asked = Settings(objective="grpo", entropy="full", **settings)
+    return footprint(Step(SHAPE, asked, Layout(gpus=4), length_tokens=16_384))
+
+
+def peak_terms(of: Footprint) -> dict[str, int]:
+    return {term.name: term.bytes for term in of.peak.terms}
 
 
 def test_a_frozen_model_is_in_float32_and_adapters_have_states():
-    whole, adapted = (
-        footprint(
-            Step(SHAPE, Settings(**SETTINGS, lora=lora), Layout(gpus=4), length_tokens=16_384)
-        )
-        for lora in (None, RANK)
-    )
+    of_whole, of_adapted = (peak_terms(footprint_of(lora=lora)) for lora in (None, RANK))
     lora = Settings(lora=RANK).adapters
     assert lora is not None
-    of_whole, of_adapted = (
-        {term.name: term.bytes for term in each.peak.terms} for each in (whole, adapted)
-    )
     trained = adapter_parameters(SHAPE, lora)
     assert of_adapted.pop("states") == (4 * SHAPE.parameters + 16 * trained) // 4
     assert of_whole.pop("states") == 16 * SHAPE.parameters // 4
@@ -35,20 +39,9 @@ def test_a_frozen_model_is_in_float32_and_adapters_have_states():
 
 
 def test_offloaded_all_of_it_is_in_host_memory():
-    layout = Layout(gpus=4)
-    on_gpus, on_host = (
-        footprint(
-            Step(
-                SHAPE,
-                Settings(**SETTINGS, lora=RANK, offload=offload),
-                layout,
-                length_tokens=16_384,
-            )
-        )
-        for offload in (False, True)
-    )
-    states = next(term.bytes for term in on_gpus.peak.terms if term.name == "states")
-    assert next(term.bytes for term in on_host.peak.terms if term.name == "states") == 0
+    on_gpus, on_host = (footprint_of(lora=RANK, offload=offload) for offload in (False, True))
+    states = peak_terms(on_gpus)["states"]
+    assert peak_terms(on_host)["states"] == 0
     assert on_gpus.host_bytes == 0
     assert 4 * states < on_host.host_bytes < 5 * states  # in pinned blocks of powers of two
 
@@ -70,11 +63,8 @@ def test_no_bundled_trace_speaks_of_adapters(model):
 
 def test_longer_sequences_fit_where_adapters_alone_are_trained():
     asked = {"gpus": "4xA100-80GB", "trainer": "trinity", "allocator": "expandable"}
-    longest = [
-        max(
-            cell.capacity_tokens
-            for cell in highwater.predict("Qwen3-14B", **asked, **lora, offload=False).cells
-        )
+    whole, adapted = (
+        highwater.predict("Qwen3-14B", **asked, **lora, offload=False).answer.capacity_tokens
         for lora in ({}, {"lora": RANK})
-    ]
-    assert longest[0] < longest[1]
+    )
+    assert whole < adapted

@@ -234,15 +234,6 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
         own_files(trainer_of("trl", own))
 
 
-def test_a_configuration_that_changed_is_refused(tmp_path):
-    own = tmp_path / "base.yaml"
-    own.write_text("bf16: true\n")
-    asked = trainer_of("trl", own)
-    own.write_text("bf16: false\n")
-    with pytest.raises(UsageError, match="has changed"):
-        own_files(asked)
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     """TRL's, of this Python."""

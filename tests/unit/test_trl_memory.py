@@ -237,19 +237,3 @@ def test_a_study_of_trl_teaches_and_counts_once():
     assert known is not None
     assert known == again
     assert (known.edges, known.own_trials) == (3, 0)
-
-
-def test_a_recommendation_takes_trials_and_predicts_the_rest():
-    asked = {"gpus": "1xH200-141GB", "gpu_memory": "80GiB", "trainer": "trl", "length": "56k"}
-    measured = highwater.recommend(
-        "Qwen3-4B", **asked, studies=[RESULTS / "studies" / "one-gpu-trl.jsonl"]
-    )
-    assert measured.chosen is not None
-    assert (measured.chosen.source, measured.chosen.fits) == ("measured", True)
-    assert [each.source for each in measured.candidates] == ["measured", "predicted"]
-    predicted = highwater.recommend("Qwen3-4B", **asked)
-    said = highwater.predict("Qwen3-4B", **asked).cells
-    assert {each.cell: each.headroom_bytes for each in predicted.candidates} == {
-        each.cell: each.headroom_bytes for each in said
-    }
-    assert all(each.source == "predicted" for each in predicted.candidates)
