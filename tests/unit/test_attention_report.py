@@ -68,12 +68,10 @@ def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
 
 
 def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention():
-    assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == (
-        "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
-    )
-    assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == (
-        "dense holds 65,536 tokens, forward, in 65.54 ms"
-    )
+    sparse = "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
+    assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == sparse
+    dense = "dense holds 65,536 tokens, forward, in 65.54 ms"
+    assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == dense
     nothing = bench([row("dense", 16_384, result="ran out of memory")])
     assert answer(nothing) == "no attention held any length, forward"
 
@@ -114,10 +112,7 @@ def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> Att
     """Two GPUs, of which DataParallel makes so much, and a ring."""
     two: dict[str, Any] = {"mode": "data parallel", "batch": 2, "gpus": 2}
     both = [row("dense", n, 2e-6 * n / gain, token_bytes * n, **two) for n in LENGTHS]
-    ring = [
-        row("ring", length, 0.6e-6 * length, token_bytes // 2 * length, mode="ring", gpus=2)
-        for length in (*LENGTHS, 262_144)
-    ]
+    ring = held("ring", (*LENGTHS, 262_144), token_bytes // 2, token_s=0.6e-6, mode="ring", gpus=2)
     end = [row("dense", 262_144, result="ran out of memory")] if ends else []
     return bench([*held(token=token_bytes), *end, *both, *ring], gpus=2)
 
@@ -136,11 +131,8 @@ def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain):
 
 def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two():
     slow, fast = held("dense_flex", token_s=3e-6), held()
-    sparse = held("window", (*LENGTHS, 262_144), token_s=1e-7)
-    ends = [
-        row("dense", 196_608, result="took too long"),
-        row("dense_flex", 196_608, result="crashed"),
-    ]
+    sparse, late = held("window", (*LENGTHS, 262_144), token_s=1e-7), {"result": "took too long"}
+    ends = [row("dense", 196_608, **late), row("dense_flex", 196_608, result="crashed")]
     cases = attention_summary(bench([*slow, *fast, *ends, *sparse])).use_cases
     ranges = [(case.from_tokens, case.to_tokens) for case in cases]
     assert ranges == [*itertools.pairwise(LENGTHS), (131_072, None)]
@@ -207,11 +199,9 @@ def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word, near):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_report_has_all_its_sections_in_order_however_much_was_measured(count):
-    rows = [
-        each for direction in BOTH for each in held(lengths=LENGTHS[:count], direction=direction)
-    ]
+    forward, both = (held(lengths=LENGTHS[:count], direction=each) for each in BOTH)
     alone = NotRun(implementation="ring", mode="ring", reason="it takes two GPUs")
-    found = bench(rows, not_run=(alone,))
+    found = bench([*forward, *both], not_run=(alone,))
     markdown = attention_markdown(found)
     assert re.findall(r"^## (.*)$", markdown, re.MULTILINE) == SECTIONS
     assert "2026-02-03T04:05:06" in markdown
@@ -229,10 +219,12 @@ def test_every_measured_figure_is_in_the_tables():
         return f"{of_directions[0] / MIB:.1f} MiB"
 
     told = {(line[0], line[1], line[5], line[6]) for table in cases for line in table.rows}
-    assert told == {
-        (f"{r.length_tokens:,}", str(r.batch), mib(r.after_qkv_bytes), mib(r.peak_allocated_bytes))
-        for r in found.rows
-    }
+    for r in found.rows:
+        figures = (mib(r.after_qkv_bytes), mib(r.peak_allocated_bytes))
+        assert (f"{r.length_tokens:,}", str(r.batch), *figures) in told
+    assert len(told) == len(
+        {(r.length_tokens, r.batch, r.peak_allocated_bytes) for r in found.rows}
+    )
 
 
 def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys():
@@ -287,15 +279,14 @@ LENGTHS_ATTENTION_FIT = (4096, 8192, 16_384, 32_768, 49_152)
 
 @given(overhead=st.integers(0, 512 * MIB), token=st.integers(64, 64 * KIB), cut=st.integers(3, 5))
 def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
-    fit = memory_fit(
-        [(length, overhead + token * length) for length in LENGTHS_ATTENTION_FIT[:cut]]
-    )
+    lengths = LENGTHS_ATTENTION_FIT[:cut]
+    fit = memory_fit([(length, overhead + token * length) for length in lengths])
     assert fit is not None
     assert fit.bytes_per_token == pytest.approx(token, rel=1e-3)
     assert fit.overhead_bytes == pytest.approx(overhead, rel=1e-3, abs=KIB)
     assert fit.bytes_per_pair == 0
     assert fit.largest_error < 1e-6
-    assert (fit.points, fit.longest_tokens) == (cut, LENGTHS_ATTENTION_FIT[cut - 1])
+    assert (fit.points, fit.longest_tokens) == (cut, lengths[-1])
 
 
 def fitted(peak: Callable[[int], int]):

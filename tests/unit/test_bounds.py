@@ -4,6 +4,7 @@ is refused with a hint.
 
 import os
 import random
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,25 +36,15 @@ DRY = (
 )
 LONG = "9" * 310
 """More than a float holds."""
+BIG = "9" * 20
 TOO_MANY = (
-    ("--gpus", "99999999"),
-    ("--gpus", LONG),
-    ("--gpus", *map(str, range(1, 400))),
-    ("--ulysses", "99999999"),
+    *(("--gpus", "99999999"), ("--gpus", LONG), ("--gpus", *map(str, range(1, 400)))),
+    *(("--ulysses", "99999999"), ("--max-length", LONG), ("--resolution", LONG)),
     ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000000"),
     ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000"),
-    ("--max-length", LONG),
-    ("--resolution", LONG),
-    ("--token-budget", LONG),
-    ("--memory", f"{LONG}GiB"),
-    ("--headroom", LONG),
-    ("--timeout", LONG),
-    ("--confirm", "1000000000"),
-    ("--confirm", LONG),
-    ("--steps", "99999999999999999999"),
-    ("--micro-batches", "99999999999999999999"),
-    ("--sequences-per-micro-batch", "999999999999"),
-    ("--mlp-tiles", "99999999999999999999"),
+    *(("--token-budget", LONG), ("--memory", f"{LONG}GiB"), ("--headroom", LONG)),
+    *(("--timeout", LONG), ("--confirm", "1000000000"), ("--confirm", LONG), ("--steps", BIG)),
+    *(("--micro-batches", BIG), ("--sequences-per-micro-batch", BIG[:12]), ("--mlp-tiles", BIG)),
 )
 
 
@@ -87,9 +78,8 @@ def test_the_least_packed_length_is_found_without_looking_at_each(budget, start,
     question = question_of(token_budget=budget, objective=objective, loss="full", **lengths)
     cell = question.cells[0]
     size = question.size_of(cell)
-    looked_at = min(
-        range(size, 0, -1), key=lambda index: packed_tokens(question, cell, index), default=1
-    )
+    packed = {index: packed_tokens(question, cell, index) for index in range(size, 0, -1)}
+    looked_at = min(packed, key=packed.__getitem__, default=1)
     assert least_packed(question, cell, size) == looked_at
 
 
@@ -108,12 +98,9 @@ def test_a_layout_of_more_than_any_job_is_none(name):
         Layout(**{"gpus": MOST_GPUS, name: 4_000_000_007})
 
 
+ALIASES = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefghi")]
 ODD_YAML = {
-    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
-    + "".join(
-        f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n"
-        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-    ),
+    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(ALIASES),
     "an alias of itself": "model: &a [*a]\n",
     "a merge": "a: &a {gpus: 1}\n<<: *a\n",
     "depth": f"gpus: {'[' * 2000}{']' * 2000}\n",

@@ -3,6 +3,7 @@ to be; studies that teach.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,15 @@ def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residual
     """Exchangeable: each was as likely to be the one that is predicted. So this is the coverage,
     counted, with no luck in it.
     """
-    each = [
-        (value, learned([*residuals[:i], *residuals[i + 1 :]], coverage))
-        for i, value in enumerate(residuals)
-    ]
+    others = [[*residuals[:i], *residuals[i + 1 :]] for i in range(len(residuals))]
+    each = [(value, learned(rest, coverage)) for value, rest in zip(residuals, others, strict=True)]
     if any(factors.is_widened for _, factors in each):
         return
     needed = coverage * len(residuals) - 1e-9
     assert sum(value <= factors.upper for value, factors in each) >= needed
     assert sum(value >= factors.lower for value, factors in each) >= needed
-    assert (
-        sum(factors.lower <= value <= factors.upper for value, factors in each)
-        >= (2 * coverage - 1) * len(residuals) - 1e-9
-    )
+    within = sum(factors.lower <= value <= factors.upper for value, factors in each)
+    assert within >= (2 * coverage - 1) * len(residuals) - 1e-9
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
@@ -108,10 +105,8 @@ def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residu
 
 
 def test_what_is_shipped_is_what_the_committed_results_say():
-    made = script(RESULTS / "predict" / "residuals.py").text()
-    assert (
-        ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
-    ).read_text() == made
+    shipped = ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
+    assert shipped.read_text() == script(RESULTS / "predict" / "residuals.py").text()
 
 
 def test_no_trial_that_is_held_out_is_shipped():
@@ -122,16 +117,14 @@ def test_no_trial_that_is_held_out_is_shipped():
 
 
 def test_the_intervals_hold_every_trial_that_they_were_learned_from():
-    for method in ("formula", "trace"):
-        for allocator in ("native", "expandable"):
-            own = [
-                each.factor
-                for each in bundled_residuals()
-                if (each.method, each.allocator) == (method, allocator)
-            ]
-            found = learned(own)
-            assert found.is_widened
-            assert all(found.lower < factor < found.upper for factor in own)
+    by_kind: dict[tuple[str, str], list[float]] = {}
+    for each in bundled_residuals():
+        by_kind.setdefault((each.method, each.allocator), []).append(each.factor)
+    assert set(by_kind) == {*product(("formula", "trace"), ("native", "expandable"))}
+    for own in by_kind.values():
+        found = learned(own)
+        assert found.is_widened
+        assert all(found.lower < factor < found.upper for factor in own)
 
 
 def another_gpu(folder: Path, share: float, **changes: str) -> Path:
@@ -172,9 +165,8 @@ def test_trials_that_come_along_teach_nothing_twice():
     """Also where another tracer predicted them."""
     assert predicted(STUDY, STUDY).calibration == predicted().calibration
     question, bundled = highwater.open_study(STUDY).question, bundled_residuals()
-    again = [
-        msgspec.structs.replace(each, predicted_bytes=each.predicted_bytes // 2) for each in bundled
-    ]
+    halves = [(each, each.predicted_bytes // 2) for each in bundled]
+    again = [msgspec.structs.replace(each, predicted_bytes=half) for each, half in halves]
     usual = calibrate(question, "trace", bundled=bundled)
     assert calibrate(question, "trace", bundled=bundled, own=again) == usual
 
@@ -183,10 +175,8 @@ def test_enough_own_trials_make_the_coverage_by_counting():
     study, bundled = highwater.open_study(STUDY), bundled_residuals()
     (example, *_) = study_residuals(study)
     near = msgspec.structs.replace(example, allocator="expandable")
-    own = [
-        msgspec.structs.replace(near, measured_bytes=near.predicted_bytes + number)
-        for number in range(40)
-    ]
+    measured = range(near.predicted_bytes, near.predicted_bytes + 40)
+    own = [msgspec.structs.replace(near, measured_bytes=each) for each in measured]
     found = calibrate(study.question, "formula", bundled=bundled, own=own).of("expandable")
     assert found is not None
     assert not found.is_widened

@@ -156,17 +156,13 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
 
 
 def test_own_trials_are_measured_against_the_constants_of_the_gpus_they_ran_on(tmp_path):
-    study = highwater.open_study(
-        ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-chunked.jsonl"
-    )
+    study = highwater.open_study(ROOT / "docs/results/find/qwen3-0.6b-79gib-chunked.jsonl")
     larger = own_constants(changed(grow, tmp_path), CARD)
     elsewhere = msgspec.structs.replace(larger, device_name="NVIDIA A100-SXM4-80GB")
     (alone,), (same,), (other,) = (study_residuals(study, own) for own in (None, larger, elsewhere))
     assert other == alone
-    assert (
-        same.predicted_bytes - alone.predicted_bytes
-        == larger.context_bytes[1] - CONTEXT_BYTES["cuda"]
-    )
+    more = larger.context_bytes[1] - CONTEXT_BYTES["cuda"]
+    assert same.predicted_bytes - alone.predicted_bytes == more
 
 
 def l4s(document: dict[str, Any]) -> None:

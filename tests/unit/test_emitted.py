@@ -80,31 +80,16 @@ def case(target: str, expected: dict[str, object], **changes: object):
     return target, changes, expected
 
 
-OF_VERL = {
-    f"{ACTOR}.fsdp_config.model_dtype": "fp32",
-    f"{ACTOR}.strategy": "fsdp2",
-    "actor_rollout_ref.rollout.load_format": "safetensors",
-}
-OF_AREAL = {
-    "actor.use_lora": True,
-    "rollout.use_lora": True,
-    "sglang.enable_lora": True,
-    "actor.optimizer_dtype": "float32",
-    "actor.weight_update_mode": "disk",
-    "sglang.max_lora_rank": 16,
-}
-OF_TRINITY = {
-    "model.lora_configs.0.name": "lora",
-    "synchronizer.sync_method": "checkpoint",
-    "trainer.trainer_strategy": "fsdp2",
-}
+OF_VERL = {f"{ACTOR}.fsdp_config.model_dtype": "fp32", f"{ACTOR}.strategy": "fsdp2"}
+OF_VERL |= {"actor_rollout_ref.rollout.load_format": "safetensors"}
+OF_AREAL = {"actor.use_lora": True, "rollout.use_lora": True, "sglang.enable_lora": True}
+OF_AREAL |= {"actor.optimizer_dtype": "float32", "actor.weight_update_mode": "disk"}
+OF_AREAL |= {"sglang.max_lora_rank": 16}
+OF_TRINITY = {"model.lora_configs.0.name": "lora", "synchronizer.sync_method": "checkpoint"}
+OF_TRINITY |= {"trainer.trainer_strategy": "fsdp2"}
 OF_TITAN = {"lora.rank": 16, "lora.alpha": 32.0, "training.dtype": "float32"}
-OF_TRL = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "use_bnb_nested_quant": True,
-    "bnb_4bit_quant_storage": "bfloat16",
-}
+OF_TRL = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
+OF_TRL |= {"bnb_4bit_quant_storage": "bfloat16"}
 SOME = {"lora_targets": "o_proj,down_proj"}
 
 
@@ -266,9 +251,7 @@ IN_LAYERS = {"recompute": "all-but-attention"}
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        lacking(
-            "accelerate", "the token budget of 131072 a GPU", "the objective sft", length="128k"
-        ),
+        lacking("accelerate", "the token budget of 131072 a", "the objective sft", length="128k"),
         lacking("accelerate", "1 x 16384 tokens, over 2 GPUs", degree=2),
         lacking("accelerate", "2 GPUs pass keys and values round a ring", degree=2),
         lacking("accelerate", "1 x 8192 tokens, over 2 GPUs", **WINDOWED, degree=2),
@@ -317,9 +300,8 @@ def test_how_a_trainers_lora_differs_is_said():
 
 @pytest.mark.parametrize("target", FILES)
 def test_the_variables_of_the_allocator_go_by_both_names(target):
-    both = dict.fromkeys(
-        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
-    )
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    both = dict.fromkeys(names, "expandable_segments:True")
     found, chosen = goal(target, "16k", ulysses=[1])
     assert chosen.cell.settings.allocator == "expandable"
     made = TARGETS[target].emit(found, chosen)
@@ -366,12 +348,8 @@ def test_a_path_is_a_path(target, path):
     elif target == "accelerate":
         assert not path.isprintable() or f"the script loads {path} in float32" in text
     elif target in IN_YAML:
-        places = {
-            "areal": ("actor", "path"),
-            "trinity": ("model", "model_path"),
-            "axolotl": ("base_model",),
-            "ms-swift": ("model",),
-        }
+        places = {"areal": ("actor", "path"), "trinity": ("model", "model_path")}
+        places |= {"axolotl": ("base_model",), "ms-swift": ("model",)}
         found = yaml.safe_load(text)
         for name in places.get(target, ("model_name_or_path",)):
             found = found[name]

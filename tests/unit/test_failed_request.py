@@ -20,20 +20,13 @@ from highwater.pages.study_page import study_markdown, study_page
 from highwater.units import GIB
 from trial_specs import answer_of
 
+STATES = {"parameters_bytes": 3 * GIB, "gradients_bytes": 3 * GIB}
+STATES |= {"optimizer_states_bytes": 6 * GIB, "unattributed_bytes": 0}
+OTHERS = {"activations_bytes": 5 * GIB, "logits_bytes": 4 * GIB, "communication_bytes": GIB}
+OF_THE_CARD = {"allocated_bytes": 22 * GIB, "reserved_bytes": 23 * GIB, "device_free_bytes": 0}
+OF_THE_CARD |= {"largest_free_bytes": GIB // 2, "requested_bytes": 4 * GIB}
 LOGITS = AliveMemory(
-    parameters_bytes=3 * GIB,
-    gradients_bytes=3 * GIB,
-    optimizer_states_bytes=6 * GIB,
-    activations_bytes=5 * GIB,
-    logits_bytes=4 * GIB,
-    communication_bytes=GIB,
-    unattributed_bytes=0,
-    allocated_bytes=22 * GIB,
-    reserved_bytes=23 * GIB,
-    largest_free_bytes=GIB // 2,
-    requested_bytes=4 * GIB,
-    requested_by="highwater/models/loss.py:90 forward",
-    device_free_bytes=0,
+    **STATES, **OTHERS, **OF_THE_CARD, requested_by="highwater/models/loss.py:90 forward"
 )
 MICRO_BATCH = "one-micro-batch"
 VANILLA = Settings(loss="full", allocator="native")
@@ -43,14 +36,9 @@ def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
     """A trial of which the second rank ran out first."""
     said = {"kind": "device_memory", "phase": "backward", "text": "out", "at_unix_s": 1.0}
     late = Failure(kind="error", phase="forward", text="lost its peer", at_unix_s=2.0)
-    return TrialResult(
-        outcome=Outcome.OUT_OF_MEMORY,
-        reason="out",
-        ranks=(
-            RankReport(rank=0, failure=late),
-            RankReport(rank=1, failure=Failure(**{**said, "alive": alive, **failure})),
-        ),
-    )
+    first = Failure(**{**said, "alive": alive, **failure})
+    ranks = (RankReport(rank=0, failure=late), RankReport(rank=1, failure=first))
+    return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out", ranks=ranks)
 
 
 def test_a_line_says_where_what_how_much_and_what_to_try():
@@ -75,12 +63,13 @@ def test_the_line_of_the_guide_is_what_a_recorded_trial_has():
 
 
 def changed(**sizes: int) -> AliveMemory:
-    nothing = {
-        name: 0
-        for name in AliveMemory.__struct_fields__
-        if name.endswith("_bytes") and name != "requested_bytes"
-    }
+    nothing = {name: 0 for name in AliveMemory.__struct_fields__ if name.endswith("_bytes")}
     return AliveMemory(**{**nothing, "requested_bytes": GIB, **sizes})
+
+
+IN_PIECES = changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB)
+ACTIVATIONS, MOMENTS = changed(activations_bytes=9 * GIB), changed(optimizer_states_bytes=9 * GIB)
+ADDED_UP = changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +77,14 @@ def changed(**sizes: int) -> AliveMemory:
     [
         (LOGITS, VANILLA, "chunked loss"),
         (LOGITS, Settings(loss="chunked"), None),
-        (
-            changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB),
-            VANILLA,
-            "expandable segments",
-        ),
-        (
-            changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB),
-            Settings(allocator="expandable"),
-            "chunked loss",
-        ),
-        (changed(activations_bytes=9 * GIB), Settings(recompute="none"), "recompute"),
-        (changed(activations_bytes=9 * GIB), Settings(recompute="layer"), "context parallel"),
-        (changed(optimizer_states_bytes=9 * GIB), VANILLA, "offload"),
-        (changed(optimizer_states_bytes=9 * GIB), Settings(offload=True), None),
-        (changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB), VANILLA, MICRO_BATCH),
-        (
-            changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB),
-            Settings(accumulates=False),
-            "offload",
-        ),
+        (IN_PIECES, VANILLA, "expandable segments"),
+        (IN_PIECES, Settings(allocator="expandable"), "chunked loss"),
+        (ACTIVATIONS, Settings(recompute="none"), "recompute"),
+        (ACTIVATIONS, Settings(recompute="layer"), "context parallel"),
+        (MOMENTS, VANILLA, "offload"),
+        (MOMENTS, Settings(offload=True), None),
+        (ADDED_UP, VANILLA, MICRO_BATCH),
+        (ADDED_UP, Settings(accumulates=False), "offload"),
         (changed(communication_bytes=9 * GIB), VANILLA, "smaller buckets"),
         (changed(unattributed_bytes=9 * GIB), VANILLA, None),
         (changed(), VANILLA, None),
@@ -119,10 +96,9 @@ def test_the_setting_to_try_is_one_that_is_not_there_yet(alive, settings, settin
 
 
 def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first():
-    states = changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB)
     layout = Layout(gpus=4, replicate_degree=2)
-    assert setting_of(states, VANILLA, layout) == "fewer copies"
-    assert setting_of(changed(activations_bytes=9 * GIB), VANILLA, layout) == "context parallel"
+    assert setting_of(ADDED_UP, VANILLA, layout) == "fewer copies"
+    assert setting_of(ACTIVATIONS, VANILLA, layout) == "context parallel"
 
 
 def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted():
@@ -154,12 +130,9 @@ def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_
     table = answer_table(study_of(trial(4096, Outcome.FIT), recorded, answers=(answer,)))
     (line,) = (note for note in table.footnotes if "no room for 4.00 GiB" in note)
     report = report_of(study_of(recorded))
-    for text in (study_page(report), study_markdown(report)):
-        assert "no room for 4.00 GiB" in text
-        assert "\x1b" not in text
     rows = dict(trial_table(recorded.spec, result).rows)
-    assert "no room for 4.00 GiB" in rows["out of memory"]
     assert "optimizer states 6.00 GiB" in rows["alive on rank 1"]
-    for text in (line, *rows.values()):
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+    for text in (study_page(report), study_markdown(report), rows["out of memory"]):
+        assert "no room for 4.00 GiB" in text
+    for text in (study_page(report), study_markdown(report), line, *rows.values()):
+        assert not {"\x1b", "\u202e"} & set(text)

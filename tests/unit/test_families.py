@@ -20,30 +20,13 @@ from highwater.model.rope_block import rope_block
 from tables import table
 from tiny_models import written_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-SMALL = {
-    **SIZES,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 64,
-    "head_dim": 16,
-}
+SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 32, "max_position_embeddings": 64, "pad_token_id": 0}
+SMALL = SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8}
+SMALL |= {"intermediate_size": 64, "head_dim": 16}
 SMALL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-SMALL_COUNTS = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-}
+SMALL_COUNTS = {"num_experts": 4, "n_routed_experts": 4, **SMALL_EXPERTS, "n_shared_experts": 1}
+SMALL_COUNTS |= {"num_shared_experts": 1, "shared_expert_intermediate_size": 64}
 SWITCHES = (
     *("attention_bias", "attention_out_bias", "bias", "enable_bias", "mlp_bias", "qkv_bias"),
     *("use_bias", "use_post_norm", "use_qk_norm", "qk_layernorm"),
@@ -55,14 +38,13 @@ SWITCHES = (
 
 GIVEN: dict[str, Any] = table("windows", "given")
 """A value for every field that is read of a ``config.json``, and that no class takes by default."""
+LINEAR = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 WITHOUT_FIELDS = {
     "cohere2": ("sliding_window_pattern",),
     "cohere2_moe": ("first_k_dense_replace",),
     "gemma3_text": ("sliding_window_pattern",),
     "gpt_neox": ("rotary_emb_base", "rotary_pct"),
-    **dict.fromkeys(
-        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ("full_attention_interval",)
-    ),
+    **dict.fromkeys(LINEAR, ("full_attention_interval",)),
 }
 """What a class reads of a file though it is no field of its own; others read RoPE's old names."""
 ROPE_BY_LAYER = {name for name, row in FAMILY_ROWS.items() if row.has_rope_by_layer}
@@ -264,9 +246,8 @@ def test_the_matrices_of_a_usual_config_are_all_its_parameters_but_norms(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(written_by_its_class(family, least)))
     shape = load_model(str(tmp_path)).shape
     with_norms = sum(run.count * run.kind.parameters for run in shape.runs)
-    assert sum(count * rows * size for count, rows, size in matrices(shape)) == pytest.approx(
-        with_norms + shape.parameters_outside_layers, rel=1e-2
-    )
+    found = sum(count * rows * size for count, rows, size in matrices(shape))
+    assert found == pytest.approx(with_norms + shape.parameters_outside_layers, rel=1e-2)
 
 
 @pytest.mark.corpus
@@ -288,14 +269,12 @@ def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, chan
 
     transformers.AttentionInterface.register("window_recorder", attend)
     config = transformers.AutoConfig.from_pretrained(model.directory)
+    asked = {"attn_implementation": "window_recorder", "dtype": torch.bfloat16}
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="window_recorder", dtype=torch.bfloat16
-        )
+        theirs = transformers.AutoModelForCausalLM.from_config(config, **asked)
         theirs(input_ids=torch.zeros((1, 8), dtype=torch.long), use_cache=False)
-    assert told == [
-        run.kind.attention.window_tokens for run in model.shape.runs for _ in range(run.count)
-    ]
+    kinds = [run.kind for run in model.shape.runs for _ in range(run.count)]
+    assert told == [kind.attention.window_tokens for kind in kinds]
 
 
 @pytest.mark.parametrize(

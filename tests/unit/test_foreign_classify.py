@@ -248,17 +248,14 @@ CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory: you tried to alloca
 
 
 FOLDED = "WARNING  batch 3: CUDA out of\n  memory, next"
+WHOLE = (
+    f"WARNING: skipping batch: RuntimeError: [enforce fail] . {CPU_ALLOCATOR}",
+    *(f"WARNING skipping batch, {OOM}", "| WARN | OOM on batch 17, dropped"),
+    "MemoryError caught, falling back to 512 tokens",
+)
 ALLOCATORS_LINES = {
     FOLDED: "WARNING  batch 3: CUDA out of memory, next",
-    **{
-        line: line
-        for line in (
-            f"WARNING: skipping batch: RuntimeError: [enforce fail] . {CPU_ALLOCATOR}",
-            f"WARNING skipping batch, {OOM}",
-            "| WARN | OOM on batch 17, dropped",
-            "MemoryError caught, falling back to 512 tokens",
-        )
-    },
+    **{line: line for line in WHOLE},
 }
 
 

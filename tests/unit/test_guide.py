@@ -4,6 +4,7 @@ makes.
 
 import csv
 import json
+import math
 import re
 import shlex
 from itertools import pairwise
@@ -56,11 +57,8 @@ def of_rows(*rows: str, folder: Path) -> Guide:
 
 def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
     """What the only table says of a model."""
-    return {
-        int(row["max_model_len"]): str(row["settings"])
-        for row in guide_rows(made)
-        if row["model"] == model
-    }
+    rows = [row for row in guide_rows(made) if row["model"] == model]
+    return {int(row["max_model_len"]): str(row["settings"]) for row in rows}
 
 
 def test_the_published_guide_follows_from_the_published_table_cell_for_cell():
@@ -114,20 +112,14 @@ def tables(draw: st.DrawFn) -> tuple[Capacity, ...]:
     """Capacities of one model on 4 GPUs, with brackets of any width."""
     every = st.builds(Cell, layout=LAYOUTS, settings=SETTINGS)
     named = {"model_name": "m", "config_digest": "d", "device_name": "g", "found_in": "f"}
+    named |= {"native_length_tokens": 40960, "source": "measured"}
     found = []
     for cell in draw(st.lists(every, min_size=1, max_size=8, unique=True)):
         fits = draw(st.integers(0, 8))
         fails = draw(st.none() | st.integers(fits + 1, 12))
-        found.append(
-            Capacity(
-                **named,
-                native_length_tokens=40960,
-                cell=cell,
-                capacity_tokens=GRID.length(fits) if fits else 0,
-                does_not_fit_tokens=fails and GRID.length(fails),
-                source="measured",
-            )
-        )
+        edge = {"capacity_tokens": GRID.length(fits) if fits else 0}
+        edge["does_not_fit_tokens"] = fails and GRID.length(fails)
+        found.append(Capacity(**named, **edge, cell=cell))
     return tuple(found)
 
 
@@ -137,21 +129,16 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
 ):
     (table,) = guide_tables(capacities)
     longest = max(each.capacity_tokens for each in capacities)
-    assert [tokens for tokens, _ in table.rows] == [
-        GRID.length(index) for index in range(1, GRID.index_at_most(longest) + 2)
-    ]
+    indices = range(1, GRID.index_at_most(longest) + 2)
+    assert [tokens for tokens, _ in table.rows] == [GRID.length(index) for index in indices]
     for tokens, (choice,) in table.rows:
         fitting = [each for each in capacities if each.capacity_tokens >= tokens]
         assert (choice.capacity is None) == (not fitting)
         if choice.capacity is not None:
-            assert simplicity(choice.capacity.cell) == min(
-                simplicity(each.cell) for each in fitting
-            )
+            least = min(simplicity(each.cell) for each in fitting)
+            assert simplicity(choice.capacity.cell) == least
         elif choice.label == "-":
-            assert all(
-                each.does_not_fit_tokens is not None and each.does_not_fit_tokens <= tokens
-                for each in capacities
-            )
+            assert all((each.does_not_fit_tokens or math.inf) <= tokens for each in capacities)
 
 
 @given(tables())
@@ -178,9 +165,8 @@ def test_our_own_rungs_are_joined_like_the_published_ones(gpus, settings, label)
 def answer(
     cell: Cell, fits: int | None, fails: int | None, memory_only: int | None = None
 ) -> CellAnswer:
-    held = memory_only and MemoryOnlyFit(
-        length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None
-    )
+    nothing = {"peak_reserved_bytes": None, "headroom_bytes": None}
+    held = memory_only and MemoryOnlyFit(length_tokens=memory_only, **nothing)
     limit = "memory" if fails else "inconclusive"
     return answer_of(cell, fits, fails, limit=limit, memory_only=held)
 
@@ -304,11 +290,8 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
     model = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])["model"]
     assert model["model_path"] == "${oc.env:MODEL_PATH,Qwen/Qwen3-0.6B}"
     assert {"max_prompt_tokens", "max_model_len"} < set(model)
-    assert model["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": "${oc.decode:${oc.env:FACTOR}}",
-        "original_max_position_embeddings": 40960,
-    }
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 40960}
+    assert model["rope_scaling"] == yarn | {"factor": "${oc.decode:${oc.env:FACTOR}}"}
     assert "51,200: 1.25, 61,440: 1.5" in page
     assert "reaches the rollout alone" in page
 
@@ -467,8 +450,7 @@ def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
 
 
 def test_text_from_outside_begins_no_heading_and_no_list():
-    page = MarkdownIt().render(
-        "\n".join(f"- {escaped(each)}" for each in ("# a", "- b", "+ c", "#d"))
-    )
+    lines = [f"- {escaped(each)}" for each in ("# a", "- b", "+ c", "#d")]
+    page = MarkdownIt().render("\n".join(lines))
     assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
     assert escaped("-") == "-", "nothing fits, in a table"

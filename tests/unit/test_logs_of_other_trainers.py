@@ -174,30 +174,16 @@ def test_a_pattern_of_the_users_is_a_proof_and_no_excuse_for_a_failed_allocation
 def test_the_end_of_a_log_is_read_where_it_lies_or_beside_the_study(tmp_path):
     log = tmp_path / "moved" / "gpu-1" / "sp-1" / "env" / "model_len-8192.attempt-2.log"
     log.parent.mkdir(parents=True)
-    log.write_bytes(
-        b"\n".join(
-            [
-                b"old",
-                *(b"line %d" % i for i in range(LINES - 1)),
-                b"10%\r99%\x1b[31m red\x1b[0m \xff",
-            ]
-        )
-    )
+    numbered = [b"line %d" % i for i in range(LINES - 1)]
+    log.write_bytes(b"\n".join([b"old", *numbered, b"10%\r99%\x1b[31m red\x1b[0m \xff"]))
     study = str(tmp_path / "moved" / "study-1.jsonl")
-    found = log_end("logs/Qwen3-0.6B/gpu-1/sp-1/env/model_len-8192.attempt-2.log", study)
+    name = "gpu-1/sp-1/env/model_len-8192.attempt-2.log"
+    found = log_end(f"logs/Qwen3-0.6B/{name}", study)
     assert found.lines == (*(f"line {i}" for i in range(1, LINES - 1)), "10%", "99% red \ufffd")
     assert log_end(str(log), None) == found
-    assert (
-        log_end(
-            "logs/moved/gpu-1/sp-1/env/model_len-8192.attempt-2.log",
-            str(tmp_path / "study-1.jsonl"),
-        )
-        == found
-    )
-    assert (
-        log_end(str(log.with_name("model_len-4096.log")), study).reason
-        == "it is not there any more"
-    )
+    assert log_end(f"logs/moved/{name}", str(tmp_path / "study-1.jsonl")) == found
+    gone = str(log.with_name("model_len-4096.log"))
+    assert log_end(gone, study).reason == "it is not there any more"
     assert log_end(None, study).reason == "no log is recorded"
 
 
@@ -248,10 +234,6 @@ def test_a_log_that_is_a_link_or_a_pipe_is_not_read(tmp_path):
     (tmp_path / "id_rsa").write_text("private")
     (tmp_path / "model_len-1.log").symlink_to(tmp_path / "id_rsa")
     fifo(tmp_path / "model_len-2.log")
-    for name in (
-        "model_len-1.log",
-        "model_len-2.log",
-        "model_len-3\0.log",
-        "gpu-1/../../model_len-4.log",
-    ):
+    numbered = ("model_len-1.log", "model_len-2.log", "model_len-3\0.log")
+    for name in (*numbered, "gpu-1/../../model_len-4.log"):
         assert log_end(str(tmp_path / name), str(tmp_path / "study.jsonl")).lines == ()

@@ -24,24 +24,17 @@ from highwater.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))
 REAL = [path.read_bytes() for path in SNAPSHOTS]
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers(min_value=-(2**127), max_value=2**127 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"]))
-)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+NUMBERS = st.booleans() | st.integers(-(2**127), 2**127 - 1) | st.floats(allow_nan=False)
+LEAVES = st.none() | NUMBERS | TEXTS
 PLAIN = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+        st.lists(inner) | st.lists(inner, max_size=4).map(tuple) | st.dictionaries(TEXTS, inner)
     ),
 )
-CALLING = {"INST", "OBJ", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ", "NEWOBJ_EX"} | {
-    *("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER")
-}
+CALLING = "INST OBJ GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ NEWOBJ_EX PERSID BINPERSID EXT1 EXT2"
+CALLING = [*CALLING.split(), "EXT4", "NEXT_BUFFER"]
 
 
 @given(PLAIN, st.integers(2, 5))
@@ -80,11 +73,18 @@ def test_a_file_that_would_run_a_command_runs_none(tmp_path, protocol):
     assert marker.exists()
 
 
-@pytest.mark.parametrize("name", sorted(CALLING))
+@pytest.mark.parametrize("name", CALLING)
 def test_every_opcode_that_calls_something_is_refused_by_its_name(name):
     code = next(each.code for each in pickletools.opcodes if each.name == name).encode("latin-1")
     with pytest.raises(PlainPickleError, match=rf"{name} at byte 3 would run code"):
         read_plain_pickle(b"\x80\x04]" + code + b"os\nsystem\n")
+
+
+PLAIN_CODES = """
+PROTO STOP FRAME MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT
+BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_LIST APPEND APPENDS
+EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
 
 
 def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are():
@@ -97,13 +97,7 @@ def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are():
             if "byte 3 " in str(error):
                 continue
         read.add(each.name)
-    assert read == {
-        *("PROTO", "STOP", "FRAME", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
-        *("LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
-        *("BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "EMPTY_LIST", "APPEND"),
-        *("APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1"),
-        *("TUPLE2", "TUPLE3"),
-    }
+    assert read == {*PLAIN_CODES.split()}
 
 
 @pytest.mark.parametrize(
@@ -116,21 +110,10 @@ def test_the_opcodes_that_are_read_make_plain_data_and_no_others_are():
         b"\x80\x04" + b"(" * 1_000_000,  # marks within marks
         b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"N.",
         b"\x80\x04N" + b"2" * 1000 + b".",  # DUP, which pickle.dump never writes
-        b"",
-        b".",
-        b"\x80\x04",
-        b"\x80\xff.",
-        b"\x80\x04NN.",
-        b"\x80\x04a.",
-        b"\x80\x04Na.",
-        b"\x80\x04N(Ne.",
-        b"\x80\x04](NNs.",
-        b"\x80\x04}(Nu.",
         b"\x80\x04})Ns.",  # a tuple as a key
-        b"\x80\x04h\x00.",
-        b"\x80\x04q\x00.",
-        b"\x80\x04t.",
-        b"\x80\x04(\x85.",
+        *(b"", b".", b"\x80\x04", b"\x80\xff.", b"\x80\x04NN.", b"\x80\x04a."),
+        *(b"\x80\x04Na.", b"\x80\x04N(Ne.", b"\x80\x04](NNs.", b"\x80\x04}(Nu."),
+        *(b"\x80\x04h\x00.", b"\x80\x04q\x00.", b"\x80\x04t.", b"\x80\x04(\x85."),
     ],
 )
 def test_a_bomb_is_refused_before_it_takes_memory(data):
@@ -202,6 +185,8 @@ VALUES = st.one_of(
     st.sampled_from(["alloc", "free_requested", "free_completed", "oom", "segment_map", -1, 2**70]),
     st.lists(LEAVES, max_size=3),
 )
+PLACE = {"filename": VALUES, "line": VALUES, "name": VALUES}
+FRAME = st.fixed_dictionaries({}, optional=PLACE)
 ENTRY = st.fixed_dictionaries(
     {},
     optional={
@@ -211,10 +196,7 @@ ENTRY = st.fixed_dictionaries(
         "time_us": VALUES,
         "device_free": VALUES,
         "user_metadata": VALUES,
-        "frames": VALUES
-        | st.lists(
-            st.fixed_dictionaries({}, optional={"filename": VALUES, "line": VALUES, "name": VALUES})
-        ),
+        "frames": VALUES | st.lists(FRAME),
     },
 )
 BLOCK = st.fixed_dictionaries(
@@ -299,9 +281,8 @@ def test_frames_that_share_a_long_path_keep_one_copy_of_it(tmp_path):
 
 @pytest.mark.timeout(60)
 def test_a_deep_stack_in_many_phases_is_looked_at_once(tmp_path):
-    stack = [
-        {"filename": LONG, "line": line, "name": f"step_{line}"} for line in range(MOST_FRAMES)
-    ]
+    lines = range(MOST_FRAMES)
+    stack = [{"filename": LONG, "line": line, "name": f"step_{line}"} for line in lines]
     events = [alloc(number, stack, user_metadata=f"p{number}") for number in range(MANY)]
     profile = memory_profile(written(tmp_path, [events], []))
     assert profile.allocated_bytes == 512 * MANY

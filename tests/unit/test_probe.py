@@ -153,10 +153,9 @@ class Nvml:
 
 
 def machine_read_from(nvml: Nvml, visible: str | None = None) -> Machine:
-    gpus, unreadable, driver_version = read_gpus(nvml, visible)
-    return msgspec.structs.replace(
-        NO_GPU, gpus=gpus, unreadable_gpus=unreadable, driver_version=driver_version
-    )
+    names = ("gpus", "unreadable_gpus", "driver_version")
+    found = dict(zip(names, read_gpus(nvml, visible), strict=True))
+    return msgspec.structs.replace(NO_GPU, **found)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +190,8 @@ def test_where_no_gpu_can_be_read_the_cpu_is_offered():
 
 
 def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable():
-    machine = machine_read_from(
-        Nvml(nvmlDeviceGetComputeRunningProcesses={0: pynvml.NVML_ERROR_NO_PERMISSION})
-    )
+    silent = Nvml(nvmlDeviceGetComputeRunningProcesses={0: pynvml.NVML_ERROR_NO_PERMISSION})
+    machine = machine_read_from(silent)
     assert (len(machine.gpus), machine.unreadable_gpus) == (4, ())
 
 
@@ -220,10 +218,8 @@ def test_without_the_packages_data_is_refused_before_a_process_starts(monkeypatc
 
 
 def test_the_versions_that_work_are_those_that_the_package_asks_for():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    asked = {each for extra in extras.values() for each in extra}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = {each for extra in project["optional-dependencies"].values() for each in extra}
     needed = {**_NEEDED, **{name: (first, None) for name, first in OLDEST.items()}}
     for package, (first, end) in needed.items():
         words = f"{package}>={'.'.join(map(str, first))}"
@@ -247,6 +243,5 @@ def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
     with pytest.raises(MachineError) as refusal:
         refuse_torch_without_gpu(machine)
     assert refusal.value.problem == problem
-    assert problem in [
-        finding.problem for finding in diagnose(machine, torch_obstacle=refusal.value).findings
-    ]
+    findings = diagnose(machine, torch_obstacle=refusal.value).findings
+    assert problem in [finding.problem for finding in findings]

@@ -3,6 +3,7 @@ refused; and where the snapshots of a trial lie.
 """
 
 import re
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,8 @@ SPEC = trial_of("Qwen3-0.6B", layout=Layout(gpus=2, ulysses_degree=2))
 
 def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path):
     path = tmp_path / "study.yaml"
-    path.write_text(
-        "model: Qwen3-0.6B\n"
-        "memory_profiler: {profile_steps: [0, 1], max_entries: 100000, ranks: all}\n"
-    )
+    asked = "{profile_steps: [0, 1], max_entries: 100000, ranks: all}"
+    path.write_text(f"model: Qwen3-0.6B\nmemory_profiler: {asked}\n")
     from_file = request_of(parse(["find", "--config", str(path)]))
     assert from_file.memory_profiler == Profiling()
     typed = request_of(parse(["find", "Qwen3-0.6B", "--memory-profiler", "0,1"]))
@@ -62,9 +61,8 @@ def test_what_cannot_be_recorded_is_refused_with_what_can(asked):
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"device": "cuda", "dry_run": True}])
 def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes):
-    request = request_from(
-        {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}, keywords=True
-    )
+    values = {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}
+    request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match="memory_profiler records the history of a GPU's memory"):
         check_request(request, NO_GPU, steps=2)
 
@@ -75,10 +73,9 @@ def test_a_step_that_there_is_not_is_refused_by_its_number(asked, steps):
     request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match=f"and the last one is {steps - 1}") as refused:
         check_request(request, machine_with(1), steps=steps)
-    hinted = re.findall("`--memory-profiler (.*)`", refused.value.hint)
-    check_request(
-        request_from({**values, "memory_profiler": hinted[0]}), machine_with(1), steps=steps
-    )
+    (hinted,) = re.findall("`--memory-profiler (.*)`", refused.value.hint)
+    mended = request_from({**values, "memory_profiler": hinted})
+    check_request(mended, machine_with(1), steps=steps)
     check_request(request, machine_with(1), steps=101)
 
 
@@ -109,9 +106,8 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(data,
     layout = Layout(gpus=data * ring * ulysses, ring_degree=ring, ulysses_degree=ulysses)
     places = [coordinates(layout, rank) for rank in range(layout.gpus)]
     # ranks that exchange heads are neighbours (docs/decisions/040)
-    assert places == [
-        f"d{d}r{r}u{u}" for d in range(data) for r in range(ring) for u in range(ulysses)
-    ]
+    every = product(range(data), range(ring), range(ulysses))
+    assert places == [f"d{d}r{r}u{u}" for d, r, u in every]
     for rank, place in enumerate(places):
         name = snapshot_name(rank, place)
         assert _coordinates(Path(name).stem) == (rank, (place[:2], place[2:4], place[4:]))
@@ -167,13 +163,10 @@ def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials
         spec = msgspec.structs.replace(SPEC, length_tokens=length)
         return RecordedTrial(spec=spec, result=result)
 
-    study = study_of(
-        ended(4096, Outcome.FIT, both),
-        ended(8192, Outcome.CRASHED, first),
-        ended(12_288, Outcome.OUT_OF_MEMORY, first),
-        ended(16_384, Outcome.CRASHED, first),
-        RecordedTrial(spec=SPEC),
-    )
+    crashed = (ended(length, Outcome.CRASHED, first) for length in (8192, 16_384))
+    others = (ended(4096, Outcome.FIT, both), ended(12_288, Outcome.OUT_OF_MEMORY, first))
+    trials = sorted((*crashed, *others), key=lambda each: each.spec.length_tokens)
+    study = study_of(*trials, RecordedTrial(spec=SPEC))
     where, *lines = study_snapshot_lines(study, Profiling())
     assert "beside its log" in where
     told = [line.split(": ")[0].split(", ")[-1] for line in lines]

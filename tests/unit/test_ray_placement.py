@@ -36,9 +36,8 @@ def node(name: str, *, gpus: int = 0, kind: str = H200.name, **fields: Any) -> N
 
 
 def demand(gpus: int = 1, *, whole_node: bool = False, memory_bytes: int = GIB) -> Demand:
-    return Demand(
-        gpus=gpus, cpus=float(gpus or 1), memory_bytes=memory_bytes, whole_node=whole_node
-    )
+    kept = {"memory_bytes": memory_bytes, "whole_node": whole_node}
+    return Demand(gpus=gpus, cpus=float(gpus or 1), **kept)
 
 
 def names(nodes: tuple[Node, ...]) -> list[str]:

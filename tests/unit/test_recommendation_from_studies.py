@@ -24,12 +24,8 @@ from highwater.units import GIB, MIB
 from tables import table
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
-HERE = {
-    "model": "Qwen3-0.6B",
-    "gpus": "H200-141GB",
-    "gpu_memory": "79.15GiB",
-    "sequences_per_micro_batch": 1,
-}
+HERE = {"model": "Qwen3-0.6B", "gpus": "H200-141GB", "gpu_memory": "79.15GiB"}
+HERE |= {"sequences_per_micro_batch": 1}
 """What the study's trials were about."""
 
 
@@ -46,11 +42,9 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
     found = recommend(length=150_000, studies=[STUDY], **HERE)
     each = by_label(found)
     for label in ("nothing set, 1 GPU", "expandable, 1 GPU"):
-        assert each[label].source == "measured"
-        assert each[label].capacity_source == "measured"
-        assert each[label].capacity_tokens == 196_608
-        assert each[label].found_in == str(STUDY)
-        assert each[label].fits
+        rung = each[label]
+        assert (rung.source, rung.capacity_source, rung.fits) == ("measured", "measured", True)
+        assert (rung.capacity_tokens, rung.found_in) == (196_608, str(STUDY))
     assert each["expandable, chunked loss, 1 GPU"].source == "predicted"
     assert found.chosen == each["nothing set, 1 GPU"]
     text = plain_table(rung_list(found, is_explained=True))
@@ -80,17 +74,14 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
 def changed(**fields) -> Study:
     """The study with another answer for Env."""
     study = highwater.open_study(STUDY)
-    answers = tuple(
-        msgspec.structs.replace(answer, **fields) if answer.cell.settings.label == "Env" else answer
-        for answer in study.answers
-    )
+    vanilla, env = study.answers
+    answers = (vanilla, msgspec.structs.replace(env, **fields))
     return msgspec.structs.replace(study, answers=answers, trials=())
 
 
 def told(study: Study, length: int) -> Candidate | None:
-    return as_measured(
-        by_label(recommend(length=length, **HERE))["expandable, 1 GPU"], study, length
-    )
+    rung = by_label(recommend(length=length, **HERE))["expandable, 1 GPU"]
+    return as_measured(rung, study, length)
 
 
 @pytest.mark.parametrize("limit", ["ceiling", "time", "inconclusive"])
@@ -174,12 +165,9 @@ def test_with_any_margin_a_study_says_of_its_own_lengths_what_its_trials_said(pa
     for cell in study.question.cells:
         fits: dict[int, bool] = {}
         for trial in told:
-            if (trial.spec.layout, trial.spec.settings) == (cell.layout, cell.settings):
-                length, counts = (
-                    trial.spec.length_tokens,
-                    study.question.counts_as_fit(trial.result),
-                )
-                fits[length] = fits.get(length, True) and counts
+            spec, counts = trial.spec, study.question.counts_as_fit(trial.result)
+            if (spec.layout, spec.settings) == (cell.layout, cell.settings):
+                fits[spec.length_tokens] = fits.get(spec.length_tokens, True) and counts
         for each in cell_capacities(study, cell):
             assert all(each.fits(length) in (fit, None) for length, fit in fits.items())
             assert each.capacity_tokens == 0 or each.fits(each.capacity_tokens)
@@ -223,11 +211,8 @@ def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_sa
     found = recommend(length=100_000, studies=[STUDY], **HERE)
     step = by_label(found)["expandable, 1 GPU"].step_time
     shape, cell = load_model("Qwen3-0.6B").shape, by_label(found)["expandable, 1 GPU"].cell
-    measured = step.measured_length_tokens
-    here, there = (
-        step_flops(shape, length_tokens=n, sequences=2, settings=cell.settings)
-        for n in (100_000, measured)
-    )
+    measured, two = step.measured_length_tokens, {"sequences": 2, "settings": cell.settings}
+    here, there = (step_flops(shape, length_tokens=n, **two) for n in (100_000, measured))
     assert step.source == "predicted"
     assert here / step.time_s == pytest.approx(there * step.tokens_per_s / (2 * measured))
     assert "tokens/s, measured at" in "\n".join(map(plain_table, recommendation_tables(found)))

@@ -139,16 +139,13 @@ class Recorded:
     def go_on(self, budget_s: float) -> tuple[bool, float]:
         """Search until the budget ends; whether every cell is answered, and the time it took."""
         question, clock = self.question, trials.Clock()
-        limit_s = question.timeout_s
-        runner = trials.TimedRunner(
-            question, self.law, clock, timeout_s=limit_s, slower=self.slower
-        )
+        limit_s, pace = question.timeout_s, self.slower
+        runner = trials.TimedRunner(question, self.law, clock, timeout_s=limit_s, slower=pace)
         times: dict[str, Any] = {"timeout_s": limit_s or 0.0, "same_timeout": False}
         budget = Budget(question, runner, budget_s, **times, clock=clock)
+        told = {"may_start": budget.allows, "order": budget.order}
         with open_journal(self.path, question) as journal:
-            events = recorded_search(
-                question, budget, journal, may_start=budget.allows, order=budget.order
-            )
+            events = recorded_search(question, budget, journal, **told)
             try:
                 for event in events:
                     if isinstance(event, TrialStarted):
@@ -200,11 +197,8 @@ def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end
         assert answer.reach_tokens == (question.grid.length(index) if index else 0)
         is_end = index == size
         assert answer.does_not_fit_tokens == (None if is_end else question.grid.length(index + 1))
-        told = {
-            trial.spec.length_tokens: trial.result.outcome
-            for trial in study.trials_of(cell)
-            if trial.result is not None
-        }
+        ended = [trial for trial in study.trials_of(cell) if trial.result is not None]
+        told = {trial.spec.length_tokens: trial.result.outcome for trial in ended}
         assert not answer.reach_tokens or told[answer.reach_tokens].is_fit
         assert is_end or told[question.grid.length(index + 1)] is Outcome.OUT_OF_MEMORY
 
@@ -239,9 +233,8 @@ def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path):
 def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it():
     question = on_h200(device_name="a GPU of no known rates")
     assert all(each.expected_s is None for each in outlook(question))
-    runner = trials.TimedRunner(
-        question, reaching(dict.fromkeys(question.cells, 5), question), trials.Clock(), timeout_s=9
-    )
+    law = reaching(dict.fromkeys(question.cells, 5), question)
+    runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=9)
     first = next(e for e in search_cells(question, runner) if isinstance(e, TrialFinished))
     assert first.spec.length_tokens == question.grid.length(1)
     assert not first.spec.is_memory_only
@@ -347,14 +340,11 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
             assert [s.length_tokens for s, _ in ended].count(spec.length_tokens) == 1
     fit = max((s.length_tokens for s, r in ended if r.outcome is Outcome.FIT), default=None)
     assert (answer.capacity_tokens or None) == fit
+    grid = question.grid
     if answer.limit == "memory":
-        assert (answer.capacity_tokens or 0) == (
-            question.grid.length(question.grid.index_at_most(capacity))
-            if capacity >= question.grid.length(1)
-            else 0
-        )
+        index = grid.index_at_most(capacity) if capacity >= grid.length(1) else 0
+        assert (answer.capacity_tokens or 0) == (grid.length(index) if index else 0)
     elif answer.limit == "ceiling":
-        grid = question.grid
         assert answer.capacity_tokens == grid.length(grid.index_at_most(grid.max_tokens))
     else:
         assert answer.limit == "time"
@@ -379,9 +369,8 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
     grid, cell = question.grid, question.cells[0]
     at, beyond = (question.trial(cell, grid.length(i)) for i in (edge, edge + 1))
     limit_s = ((trial_s(question, at) or 0) + (trial_s(question, beyond) or 0)) / 2
-    ended, answer = found_with(
-        question, fits_up_to(grid.length(edge)), tmp_path / "s.jsonl", limit_s
-    )
+    law = fits_up_to(grid.length(edge))
+    ended, answer = found_with(question, law, tmp_path / "s.jsonl", limit_s)
     assert (answer.limit, answer.capacity_tokens) == ("memory", grid.length(edge))
     assert len(ended) == 2
 

@@ -36,11 +36,9 @@ def test_a_report_of_a_real_study_closes_every_bracket_at_its_answer(path):
             assert (last.fits_tokens or 0) == cell.answer.reach_tokens
             if cell.answer.limit == "memory":
                 assert last.does_not_fit_tokens == cell.answer.does_not_fit_tokens
-    assert [failed.trial for failed in report.failures] == [
-        trial.number
-        for trial in report.trials
-        if trial.outcome is not None and not trial.outcome.is_fit
-    ]
+    ended = [trial for trial in report.trials if trial.outcome is not None]
+    numbers = [trial.number for trial in ended if not trial.outcome.is_fit]
+    assert [failed.trial for failed in report.failures] == numbers
     assert all(trial.predicted is not None for trial in report.trials)
     assert all(cell.predicted is not None for cell in report.cells)
 
@@ -96,12 +94,9 @@ def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed():
 
     assert edge() == ("-", "-")
     assert edge(trial(8192, Outcome.OUT_OF_MEMORY)) == ("-", "8,192")
-    closed = (
-        trial(8192, Outcome.FIT),
-        trial(16384, Outcome.MEMORY_ONLY_FIT),
-        trial(20480, Outcome.OUT_OF_MEMORY),
-    )
-    assert edge(*closed, trial(12288, None)) == ("16,384", "20,480")
+    fits = (trial(8192, Outcome.FIT), trial(16384, Outcome.MEMORY_ONLY_FIT))
+    closed = (*fits, trial(20480, Outcome.OUT_OF_MEMORY), trial(12288, None))
+    assert edge(*closed) == ("16,384", "20,480")
 
 
 def test_a_study_that_is_not_finished_says_so():
@@ -184,16 +179,12 @@ def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
 def test_the_commands_of_a_real_study_ask_the_very_same(path):
     study = read_study(path)
     total_bytes = study.question.device_total_bytes
-    machine = msgspec.structs.replace(
-        machine_with(4, name=study.question.device_name, memory_total_bytes=total_bytes),
-        host_memory_total_bytes=2048 * GIB,
-    )
+    machine = machine_with(4, name=study.question.device_name, memory_total_bytes=total_bytes)
+    machine = msgspec.structs.replace(machine, host_memory_total_bytes=2048 * GIB)
     assert the_question(find_words(study.question), machine).key == study.question.key
     for recorded in study.trials:
-        assert (
-            the_trial(try_words(recorded.spec, study.question.model), machine).key
-            == recorded.spec.key
-        )
+        words = try_words(recorded.spec, study.question.model)
+        assert the_trial(words, machine).key == recorded.spec.key
 
 
 @pytest.mark.parametrize(
@@ -204,9 +195,8 @@ def test_a_question_that_was_asked_from_python_can_be_typed(settings):
     question = question_of(**settings)
     assert the_question(find_words(question), machine_with(0)).key == question.key
     spec = question.trial(question.cells[-1], 8192)
-    assert (
-        the_trial((*try_words(spec, question.model), "--dry-run"), machine_with(0)).key == spec.key
-    )
+    words = (*try_words(spec, question.model), "--dry-run")
+    assert the_trial(words, machine_with(0)).key == spec.key
 
 
 def test_the_commands_are_the_typed_one_one_in_a_new_study_and_one_for_each_end():
@@ -259,10 +249,8 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
 
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first():
-    report = report_of(
-        study_of(trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")),
-        LogEnd(lines=("the end",)),
-    )
+    crashed = trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")
+    report = report_of(study_of(crashed), LogEnd(lines=("the end",)))
     (failed,) = report.failures
     assert (failed.trial, failed.rank, failed.phase) == (1, 0, "forward")
     assert failed.text.splitlines() == ["ValueError: no", "second line"]

@@ -33,12 +33,11 @@ Ends = Sequence[Outcome | None]
 SLOW = 1e13
 """FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+KILLS = st.none() | st.integers(0, 8)
+ENDS = st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16)
 CRASHES = st.lists(st.sampled_from([None, None, Outcome.CRASHED]), max_size=12)
-TIMED = [
-    path
-    for path in sorted(FOUND.glob("*.jsonl"))
-    if read_study(path).question.timeout_s is not None
-]
+STUDIES = sorted(FOUND.glob("*.jsonl"))
+TIMED = [path for path in STUDIES if read_study(path).question.timeout_s is not None]
 
 
 class Ran(OneByOne):
@@ -47,13 +46,9 @@ class Ran(OneByOne):
     """
 
     def __init__(
-        self,
-        capacity: int,
-        step_time: TimeLaw | float,
-        timeout_s: float | None,
-        kill: int | None = None,
-        ends: Ends = (),
-    ) -> None:
+        self, capacity: int, step_time: TimeLaw | float, timeout_s: float | None,
+        kill: int | None = None, ends: Ends = (),
+    ) -> None:  # fmt: skip
         """``step_time`` is a law, or how many FLOPs are done each second."""
         law = steps_at(step_time) if isinstance(step_time, float) else step_time
         self._gpu = TimedRunner(fits_up_to(capacity * STEP), step_time=law, timeout_s=timeout_s)
@@ -92,10 +87,8 @@ def search(
 
 def told(path: Path) -> set[tuple[str, int]]:
     """Trials that told about memory, by specification and repeat."""
-    trials = read_study(path).trials
-    return {
-        (t.spec.key, t.repeat) for t in trials if t.result is not None and t.result.outcome.tells
-    }
+    ended = [trial for trial in read_study(path).trials if trial.result is not None]
+    return {(trial.spec.key, trial.repeat) for trial in ended if trial.result.outcome.tells}
 
 
 def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_further(tmp_path):
@@ -117,11 +110,7 @@ def test_a_second_cell_that_was_answered_runs_nothing_although_the_first_goes_fu
 @given(
     capacity=st.integers(0, GRID_SIZE - 1),
     flops_per_s=st.floats(1e12, 1e15),
-    limits=st.lists(
-        st.tuples(st.floats(1.0, 3000.0), st.none() | st.integers(0, 8), CRASHES),
-        min_size=1,
-        max_size=5,
-    ),
+    limits=st.lists(st.tuples(st.floats(1.0, 3000.0), KILLS, CRASHES), min_size=1, max_size=5),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
 )
@@ -160,14 +149,7 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
 @settings(max_examples=examples(60), deadline=None)
 @given(
     capacity=st.integers(0, GRID_SIZE - 1),
-    searches=st.lists(
-        st.tuples(
-            st.none() | st.integers(0, 8),
-            st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16),
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    searches=st.lists(st.tuples(KILLS, ENDS), min_size=1, max_size=5),
     method=st.sampled_from(["bisect", "linear"]),
     confirm=st.integers(0, 1),
 )
@@ -234,11 +216,7 @@ def test_a_first_full_trial_that_crashes_with_more_time_undoes_nothing(tmp_path)
     assert (mended.capacity_tokens or 0) > STEP
 
 
-@pytest.mark.parametrize(
-    ("again_s", "retry_crashed"),
-    [(6000.0, True), (60000.0, False)],
-    ids=["asked for", "with more time"],
-)
+@pytest.mark.parametrize(("again_s", "retry_crashed"), [(6000.0, True), (60000.0, False)])
 def test_a_full_trial_after_the_edge_that_crashed_is_tried_again(tmp_path, again_s, retry_crashed):
     path, crashes = tmp_path / "study.jsonl", (None, *(Outcome.CRASHED,) * 3)
     search(path, within(60.0), first_full_then_quick(100, 60.0))
@@ -335,11 +313,8 @@ def test_a_study_from_before_goes_on_under_another_limit(recorded, tmp_path):
         question = msgspec.structs.replace(before.question, timeout_s=timeout_s)
         with open_journal(path, question) as journal:
             study = journal.snapshot()
-            lacking = {
-                trial.spec.key
-                for trial in ended
-                if journal.recorded(trial.spec, attempt=trial.attempt, repeat=trial.repeat) is None
-            }
+            found = [journal.recorded(t.spec, attempt=t.attempt, repeat=t.repeat) for t in ended]
+            lacking = {t.spec.key for t, told in zip(ended, found, strict=True) if told is None}
             settled = [journal.past(cell).answer for cell in study.question.cells]
         assert (study.answers, study.question.timeout_s) == (before.answers, timeout_s)
         assert [trial.result for trial in study.trials] == [trial.result for trial in before.trials]

@@ -19,11 +19,7 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, Question, RecordedTrial, Study
-from highwater.nouns.trial import (
-    Outcome,
-    TrialResult,
-    TrialSpec,
-)
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_answer import (
     answer_table,
     published_line,
@@ -78,9 +74,8 @@ class Odd(OneByOne):
             outcome = draw.choice([o for o in Outcome if o is not Outcome.MEMORY_ONLY_FIT])
         if outcome is fit and spec.is_memory_only:
             outcome = Outcome.MEMORY_ONLY_FIT
-        rank = rank_that_used(
-            draw.randint(GIB, 2 * GIB), 2 * GIB, step_times_s=(0.1, draw.choice([0.1, 100.0]))
-        )
+        times = (0.1, draw.choice([0.1, 100.0]))
+        rank = rank_that_used(draw.randint(GIB, 2 * GIB), 2 * GIB, step_times_s=times)
         figures = {"ranks": (rank,), "tokens_per_s": 1.0, "wall_s": 1.0, "simulated": True}
         return TrialResult(outcome=outcome, reason=str(outcome), **figures)
 
@@ -182,9 +177,8 @@ def claiming_a_million(tmp_path: Path) -> Path:
 def test_no_table_line_or_page_calls_it_measured(tmp_path):
     study = read_study(claiming_a_million(tmp_path))
     table = plain_table(answer_table(study))
-    assert next(line for line in table.splitlines() if line.startswith("nothing set ")).split()[
-        4:6
-    ] == ["≥196,608*", "unproven"]
+    row = next(line for line in table.splitlines() if line.startswith("nothing set "))
+    assert row.split()[4:6] == ["≥196,608*", "unproven"]
     cell = study.question.cells[0]
     assert published_line(study.question, cell, study.answer_of(cell)) is None
     notes = published_notes(study.question, cell, study.answer_of(cell))
@@ -208,9 +202,8 @@ def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
     found = {each.cell.label: each for each in study_capacities(read_study(path))}
     assert found["nothing set, 1 GPU"].capacity_tokens == 196_608
     made = highwater.guide(path)
-    assert not any(
-        each.capacity_tokens >= 1_000_000 for table in made.tables for each in table.capacities
-    )
+    capacities = [each.capacity_tokens for table in made.tables for each in table.capacities]
+    assert max(capacities) < 1_000_000
     assert any("unproven: nothing set, 1 GPU" in note for note in made.notes)
     where = {"gpus": "H200-141GB", "gpu_memory": "79.15GiB", "sequences_per_micro_batch": 1}
     advice = highwater.recommend("Qwen3-0.6B", length=500_000, studies=[path], **where)
@@ -224,12 +217,10 @@ def without_its_edge(kind: str) -> Callable[[list[dict]], list[dict]]:
     def change(lines: list[dict]) -> list[dict]:
         begun = [line for line in lines if line["kind"] == "trial_started"]
         keys = [e["spec_key"] for e in begun if e["spec"]["length_tokens"] == 204_800]
-        return [
-            line
-            for line in lines
-            if line.get("spec_key") not in keys
-            or (kind == "end" and line["kind"] != "trial_finished")
-        ]
+        lost = [line for line in lines if line.get("spec_key") in keys]
+        if kind == "end":
+            lost = [line for line in lost if line["kind"] == "trial_finished"]
+        return [line for line in lines if line not in lost]
 
     return change
 

@@ -14,45 +14,18 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.trainers.user_file import FILE_WORDS
 
-AXOLOTL: dict[str, Any] = {
-    "base_model": "Qwen/Qwen3-8B",
-    "sequence_len": 16384,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "adapter": "qlora",
-    "load_in_4bit": True,
-    "lora_r": 32,
-    "lora_alpha": 16,
-    "lora_target_linear": True,
-    "gradient_checkpointing": True,
-    "optimizer": "adamw_torch_fused",
-    "bf16": "auto",
-    "datasets": [{"path": "data", "type": "alpaca"}],
-}
-LLAMAFACTORY: dict[str, Any] = {
-    "stage": "sft",
-    "finetuning_type": "lora",
-    "lora_rank": 16,
-    "lora_target": "q_proj,v_proj",
-    "cutoff_len": 51974,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 8,
-    "quantization_bit": 4,
-}
-MS_SWIFT: dict[str, Any] = {
-    "tuner_type": "full",
-    "max_length": 16384,
-    "deepspeed": "zero3",
-    "use_liger_kernel": True,
-    "gradient_accumulation_steps": 1,
-}
-TRL: dict[str, Any] = {
-    "max_length": 32768,
-    "use_peft": True,
-    "lora_r": 64,
-    "gradient_checkpointing": True,
-    "packing": True,
-}
+AXOLOTL: dict[str, Any] = {"base_model": "Qwen/Qwen3-8B", "sequence_len": 16384, "bf16": "auto"}
+AXOLOTL |= {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "qlora"}
+AXOLOTL |= {"load_in_4bit": True, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
+AXOLOTL |= {"gradient_checkpointing": True, "optimizer": "adamw_torch_fused"}
+AXOLOTL["datasets"] = [{"path": "data", "type": "alpaca"}]
+LLAMAFACTORY: dict[str, Any] = {"stage": "sft", "finetuning_type": "lora", "lora_rank": 16}
+LLAMAFACTORY |= {"lora_target": "q_proj,v_proj", "cutoff_len": 51974, "quantization_bit": 4}
+LLAMAFACTORY |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+MS_SWIFT: dict[str, Any] = {"tuner_type": "full", "max_length": 16384, "deepspeed": "zero3"}
+MS_SWIFT |= {"use_liger_kernel": True, "gradient_accumulation_steps": 1}
+TRL: dict[str, Any] = {"max_length": 32768, "use_peft": True, "lora_r": 64, "packing": True}
+TRL["gradient_checkpointing"] = True
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
@@ -243,10 +216,6 @@ def test_accelerates_own_fields_of_deepspeed_are_read(tmp_path: Path):
 
 @pytest.mark.parametrize("trainer", FILE_WORDS)
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path, trainer: TrainerName):
+    gone = {"trainer": trainer, "trainer_config": str(tmp_path / "gone.yaml")}
     with pytest.raises(UsageError, match="cannot be read"):
-        highwater.predict(
-            *("Qwen3-8B",),
-            gpus="1xH100-80GB",
-            trainer=trainer,
-            trainer_config=str(tmp_path / "gone.yaml"),
-        )
+        highwater.predict("Qwen3-8B", gpus="1xH100-80GB", **gone)

@@ -66,9 +66,8 @@ def test_a_config_that_says_of_no_quantisation_is_read(block, tmp_path):
 )
 def test_quantised_tensors_are_refused_whatever_the_config_says(name, dtype, said, tmp_path):
     directory = write_model(tmp_path)
-    write_safetensors(
-        directory / "model.safetensors", {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))}
-    )
+    tensors = {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))}
+    write_safetensors(directory / "model.safetensors", tensors)
     problem = refused(directory).problem
     assert said in problem
     assert name in problem
@@ -106,19 +105,13 @@ def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_
     (tmp_path / "pytorch_model.bin").touch()
     assert [file.name for file in weight_files(tmp_path)] == ["pytorch_model.bin"]
     write_safetensors(tmp_path / "a.safetensors", {EMBEDDING: ("F32", (8, 4))})
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {EMBEDDING: "a.safetensors"}})
-    )
+    (tmp_path / "model.safetensors.index.json").write_text(index(**{EMBEDDING: "a.safetensors"}))
     assert [file.name for file in weight_files(tmp_path)] == ["a.safetensors"]
-    write_safetensors(
-        tmp_path / "model.safetensors", {EMBEDDING: ("F32", (8, 4)), HEAD: ("BF16", (8, 4))}
-    )
+    both = {EMBEDDING: ("F32", (8, 4)), HEAD: ("BF16", (8, 4))}
+    write_safetensors(tmp_path / "model.safetensors", both)
     assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
     tensors = saved_tensors(tmp_path)
-    assert [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()] == [
-        (EMBEDDING, "F32", (8, 4)),
-        (HEAD, "BF16", (8, 4)),
-    ]
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} == both
     assert tensors[HEAD].end - tensors[HEAD].begin == 64
 
 

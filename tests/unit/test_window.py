@@ -32,11 +32,8 @@ RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 @pytest.fixture
 def mistral(tmp_path: Path) -> str:
     """A tiny model of Mistral's family, whose window is a quarter of its native length."""
-    return str(
-        write_model(
-            tmp_path / "m", model_type="mistral", sliding_window=8192, max_position_embeddings=32768
-        )
-    )
+    sizes = {"sliding_window": 8192, "max_position_embeddings": 32768}
+    return str(write_model(tmp_path / "m", model_type="mistral", **sizes))
 
 
 def test_no_length_ends_at_a_window(mistral):
@@ -188,14 +185,13 @@ def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> 
 
 def offered(hint: str) -> list[dict[str, Any]]:
     """What the hint offers to type, as settings."""
-    each = (shlex.split(flags) for flags in hint.split("`")[1::2])
-    return [
-        {
-            flag.removeprefix("--"): [int(value)] if value.isdecimal() else value
-            for flag, value in zip(words[::2], words[1::2], strict=True)
-        }
-        for words in each
-    ]
+
+    def settings(words: list[str]) -> dict[str, Any]:
+        named = zip(words[::2], words[1::2], strict=True)
+        typed = {flag.removeprefix("--"): value for flag, value in named}
+        return {name: [int(n)] if n.isdecimal() else n for name, n in typed.items()}
+
+    return [settings(shlex.split(flags)) for flags in hint.split("`")[1::2]]
 
 
 @pytest.mark.parametrize("gpus", range(1, MOST + 1))
@@ -219,9 +215,8 @@ def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
         asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies], "strategy": strategy}
         hint = refusal_of(gpus, within_machines=True, **asked)
         if hint is None:
-            layout = Layout(
-                gpus=gpus, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=copies
-            )
+            degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
+            layout = Layout(gpus=gpus, **degrees, replicate_degree=copies)
             assert layout.shard_degree <= layout.machine_gpus <= MOST_GPUS_OF_A_MACHINE
             assert layout.machine_gpus % layout.context_degree == 0
         else:
