@@ -44,10 +44,8 @@ def question(**changes: Any) -> Question:
 
 
 def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> TrialSpec:
-    memory = GIB if device == "cpu" else None
-    return trial_of(
-        "Qwen3-0.6B", device=device, length_tokens=length, memory_budget_bytes=memory, **fields
-    )
+    where = {"device": device, "memory_budget_bytes": GIB if device == "cpu" else None}
+    return trial_of("Qwen3-0.6B", length_tokens=length, **where, **fields)
 
 
 def written(spec: TrialSpec, **base: Any) -> TrialFiles:
@@ -69,8 +67,7 @@ def test_a_command_is_a_script_or_the_whole_launch(typed, program, words):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
-    table("accelerate_trials", "what_is_no_launch_is_refused"),
+    ("typed", "said"), table("accelerate_trials", "what_is_no_launch_is_refused")
 )
 def test_what_is_no_launch_is_refused(typed, said):
     with pytest.raises(UsageError) as refused:
@@ -80,24 +77,22 @@ def test_what_is_no_launch_is_refused(typed, said):
 
 
 @pytest.mark.parametrize(
-    "named",
+    ("name", "value"),
     [
-        *({"loss": "chunked"}, {"objective": "grpo"}, {"optimizer": "adamw-8bit"}, {"lora": 16}),
-        *({"rope": "yarn"}, {"mlp_tiles": 4}),
+        *(("loss", "chunked"), ("objective", "grpo"), ("optimizer", "adamw-8bit"), ("lora", 16)),
+        *(("rope", "yarn"), ("mlp_tiles", 4)),
     ],
 )
-def test_what_belongs_in_the_script_is_refused_by_name(named):
+def test_what_belongs_in_the_script_is_refused_by_name(name, value):
     with pytest.raises(UsageError) as refused:
-        asked(**named)
+        asked(**{name: value})
     assert "say it in the command" in refused.value.hint
 
 
 def test_the_layout_need_not_be_in_the_command():
     found = question(gpus=[1, 2, 4], copies=[1], ring=[1, 2], strategy="fsdp2")
-    assert {(c.layout.gpus, c.layout.ring_degree) for c in found.cells} == {
-        *((1, 1), (2, 1), (4, 1)),
-        *((2, 2), (4, 2)),
-    }
+    layouts = {(cell.layout.gpus, cell.layout.ring_degree) for cell in found.cells}
+    assert layouts == {(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)}
     assert {cell.layout.gpus for cell in question().cells} == {1, 2, 4}
 
 
@@ -186,15 +181,9 @@ def test_what_accelerate_cannot_be_told_is_refused(spec, base, said):
 def test_on_the_cpu_one_process_trains():
     theirs = {"mixed_precision": "bf16", "num_processes": 8, "distributed_type": "FSDP"}
     found = written(trial(device="cpu"), **theirs, fsdp_config={"fsdp_version": 2}, debug=True)
-    assert found.config == {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO",
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": True,
-        "debug": True,
-    }
+    ours = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+    ours |= {"num_machines": 1, "num_processes": 1}
+    assert found.config == ours | {"mixed_precision": "bf16", "debug": True}
 
 
 def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]:

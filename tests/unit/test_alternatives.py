@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from highwater.errors import UsageError
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import gpu_catalog
 from highwater.nouns.recommendation import Recommendation
@@ -156,12 +155,6 @@ def test_other_trainings_are_named_last_the_lossy_ones_before_adapters():
     chosen = recommend("Llama-3.1-8B", **small, lora=32).chosen
     assert chosen is not None
     assert chosen.label == adapters.label
-
-
-@pytest.mark.parametrize("value", ["abc", "3.5", "0"])
-def test_a_number_of_sequences_that_is_none_is_refused(value):
-    with pytest.raises(UsageError):
-        recommend("Qwen3-8B", gpus="4xH20-96GB", length="64k", sequences_per_micro_batch=value)
 
 
 def test_alternatives_leave_the_gpus_for_rollout_alone():

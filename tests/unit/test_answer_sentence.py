@@ -70,10 +70,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     assert everywhere.startswith("No: Qwen3-32B does not train at any length")
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    table("answer_sentence", "settings_are_said_in_words"),
-)
+@pytest.mark.parametrize(("asked", "words"), table("answer_sentence", "settings_are_said_in_words"))
 def test_settings_are_said_in_words(asked, words):
     plain = {"loss": "full", "allocator": "native"}
     found = highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", length=4096, **plain | asked)
@@ -81,9 +78,8 @@ def test_settings_are_said_in_words(asked, words):
 
 
 def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
-    found = highwater.predict(
-        "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
-    )
+    asked = {"length": "150k", "headroom": "30GiB", "offload": False}
+    found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)
     fits = [row[2] for row in prediction_table(found, is_whole=True).rows]
     for cell, said in zip(found.cells, fits, strict=True):
         assert (said == "safe") == bool(cell.capacity_tokens)

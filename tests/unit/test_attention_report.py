@@ -13,14 +13,12 @@ from attention_figures import BOTH, bench, measured, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.errors import UsageError
 from highwater.nouns.attention_bench import (
     LEAST_TOKENS,
     AttentionBench,
     BenchCheck,
     BenchOrder,
     NotRun,
-    implementations_named,
 )
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import Device
@@ -186,15 +184,6 @@ def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_
     (said,) = sections["Other GPUs, predicted"].lines
     assert said.startswith("too little was measured ")
     assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
-
-
-@pytest.mark.parametrize(
-    ("word", "near"), [("ring_dilated", "block_sparse_ring_dilated"), ("dens", "dense")]
-)
-def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word, near):
-    with pytest.raises(UsageError, match="there is no implementation") as refused:
-        implementations_named([word])
-    assert refused.value.hint == f"use `--implementations {near}`"
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -20,10 +20,7 @@ from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import alone, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell
-from highwater.nouns.training import (
-    TrainingRequest,
-    training_request_from,
-)
+from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.recommendation.training_settings import chosen_trial, named_settings
 from highwater.store.directory import TrainingFolder
 from highwater.trials.training_ranks import own_folder

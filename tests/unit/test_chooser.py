@@ -145,13 +145,10 @@ def test_every_answer_of_a_predicted_guide_is_what_recommend_says_of_model_gpus_
         assert page.values[answer["command"]] == command
         seen += 1
     assert seen > 20
-    assert {answer["length"] for _, answer in page.answers()} >= {
-        4096 << doubled for doubled in range(7)
-    }
-    assert any(
-        answer["chosen"] is None and page.found(answer)["alternatives"]
-        for _, answer in page.answers()
-    )
+    answers = [answer for _, answer in page.answers()]
+    assert {answer["length"] for answer in answers} >= {4096 << doubled for doubled in range(7)}
+    unanswered = [page.found(answer) for answer in answers if answer["chosen"] is None]
+    assert any(found["alternatives"] for found in unanswered)
 
 
 @pytest.mark.corpus
@@ -233,17 +230,15 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
             assert chosen["source"] == chosen["capacity_source"] == "published"
             assert chosen["headroom_bytes"] is None
             assert chosen["token_budget_tokens"] == -(-2 * answer["length"] // degree)
-            assert ("expandable" in entry, "states on host" in entry, "Ulysses" in entry) == (
-                chosen["cell"]["settings"]["allocator"] == "expandable",
-                chosen["cell"]["settings"]["offload"],
-                degree > 1,
-            )
+            settings = chosen["cell"]["settings"]
+            assert ("expandable" in entry) == (settings["allocator"] == "expandable")
+            assert ("states on host" in entry) == settings["offload"]
+            assert ("Ulysses" in entry) == (degree > 1)
             yarn = page.found(answer)["yarn"]
             assert (yarn is not None) == (answer["length"] > 40960)
             assert "published, by others" in page.configurations(answer)["trinity"]
-    assert {(place["model"], place["gpus"]) for place in page.places} == {
-        (row["model"], row["gpus"]) for row in rows
-    }
+    told = {(place["model"], place["gpus"]) for place in page.places}
+    assert told == {(row["model"], row["gpus"]) for row in rows}
 
 
 def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what_nobody_knows(
@@ -280,9 +275,8 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
 def test_a_model_that_no_formula_knows_is_answered_by_its_table(tmp_path, monkeypatch):
     monkeypatch.setattr("highwater.memory.formula.formula.families", dict)
     model = written_model(tmp_path / "odd", model_type="opt", max_position_embeddings=16384)
-    question = msgspec.structs.replace(
-        question_of(gpus=[1]), model=model, simulated=False, device_name="NVIDIA H200"
-    )
+    measured = {"simulated": False, "device_name": "NVIDIA H200"}
+    question = msgspec.structs.replace(question_of(gpus=[1]), model=model, **measured)
     path = tmp_path / "s.jsonl"
     with open_journal(path, question, command=()) as journal:
         runner = SimulatedRunner(lambda spec: spec.length_tokens * GIB // 128)
@@ -298,20 +292,15 @@ def test_embedded_text_never_ends_its_script_and_stays_the_same_text():
     hostile = "</script><!--<script>alert(1)</script>&amp;\u2028"
     question = question_of(gpus=[1])
     model = msgspec.structs.replace(question.model, name=hostile, config_digest="none")
-    study = Study(
-        question=msgspec.structs.replace(
-            question, model=model, device_name=hostile, simulated=False
-        ),
-        path=hostile,
-    )
+    changed = {"model": model, "device_name": hostile, "simulated": False}
+    study = Study(question=msgspec.structs.replace(question, **changed), path=hostile)
     made = Guide(tables=guide_tables(study_capacities(study)))
     text = chooser_json(places(made))
     assert not set("<>&\u2028") & set(text)
     assert Embedded(text).found(Embedded(text).places[0]["answers"][0])["model_name"] == hostile
     page = guide_page(made, places(made))
-    assert len(re.findall(r"<script|</script", page)) == 4, (
-        "the data and the program, each opened and closed once"
-    )
+    scripts = re.findall(r"<script|</script", page)
+    assert len(scripts) == 4, "the data and the program, each opened and closed once"
     assert "alert(1)</script>" not in page
 
 
@@ -327,22 +316,19 @@ def test_a_big_guide_is_small_and_made_at_once():
     assert took_s < SLOW_S * count
 
 
-DATA = Path(__file__).parents[1] / "data"
+SNAPSHOTS = sorted((TABLE.parent / "snapshots").glob("*.pickle"))
 
 
 @cache
 def made() -> Guide:
-    table = DATA / "published_capacity_a100_80gb.csv"
-    return guide(table, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
+    return guide(TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
 
 
 PAGES = {
     "guide": lambda: guide_page(made()),
     "guide with a chooser": lambda: guide_page(made(), places(made())),
     "study": lambda: study_page(real_report("qwen3-4b-79gib")),
-    "profile": lambda: profile_page(
-        [memory_profile(path) for path in sorted((DATA / "snapshots").glob("*.pickle"))]
-    ),
+    "profile": lambda: profile_page([memory_profile(path) for path in SNAPSHOTS]),
 }
 
 

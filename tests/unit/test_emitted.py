@@ -179,9 +179,6 @@ def test_without_lora_nothing_is_said_of_adapters_and_merged_ones_are_refused_by
 @pytest.mark.parametrize(
     ("target", "changes", "said"),
     [
-        ("verl", {"rollout_gpus": 2}, "share their GPUs"),
-        ("areal", {"rollout_gpus": 0}, "none are set aside"),
-        ("trl", {"objective": "ppo"}, "TRL trains sft, grpo, rw, dpo, not ppo"),
         ("trl", {"objective": "dpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl dpo`"),
         ("trl", {"objective": "dpo", "ring": [2]}, "in `trl sft` alone, not in `trl dpo`"),
         ("trl", {"objective": "grpo", "ulysses": [2]}, "in `trl sft` alone, not in `trl grpo`"),
@@ -192,7 +189,6 @@ def test_without_lora_nothing_is_said_of_adapters_and_merged_ones_are_refused_by
         ("accelerate", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
         ("accelerate", {"ring": [2], "copies": [2]}, "no copies of one ring"),
         ("torchtitan", {"ring": [4], "copies": [2]}, "inside a copy, of 2 GPUs, not among 4"),
-        ("llamafactory", {"ulysses": [2]}, "shares no sequence among GPUs"),
         ("llamafactory", {"copies": [2]}, "without copies"),
         ("ms-swift", {"copies": [2]}, "without copies"),
         ("axolotl", {"ulysses": [2], "copies": [2]}, "no copies of one ring"),

@@ -119,13 +119,12 @@ def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
     emitted = verl(*rung, model_path=path)
     command = emitted.text[emitted.text.index("python3 -m") :]
     shown = command.replace("python3 -m verl.trainer.main_ppo", r"printf '%s\0'", 1)
-    done = subprocess.run(
-        ["bash", "-c", shown], capture_output=True, env={"MODEL_PATH": "/models/mine"}, check=True
-    )
-    words = done.stdout.decode().split("\0")[:-1]
-    values = emitted.values | {
-        PATH: "/models/mine" if emitted.values[PATH] == "$MODEL_PATH" else emitted.values[PATH]
-    }
+    words = ["bash", "-c", shown]
+    variables = {"MODEL_PATH": "/models/mine"}
+    done = subprocess.run(words, capture_output=True, env=variables, check=True)
+    words, values = done.stdout.decode().split("\0")[:-1], dict(emitted.values)
+    if values[PATH] == "$MODEL_PATH":
+        values[PATH] = "/models/mine"
     said = dict(word.split("=", 1) for word in words)
     assert list(said) == list(values)
     assert read_by_omegaconf(read_by_hydra(said.pop(PATH))) == values.pop(PATH)
@@ -154,10 +153,8 @@ def test_the_block_for_the_models_config_is_the_recommended_one_and_every_figure
     found, chosen = goal("trinity", "64k")
     emitted = emit(found, chosen)
     block = next(line for line in emitted.text.splitlines() if line.startswith("# {"))
-    assert json.loads(block.removeprefix("# ")) == {
-        "rope_parameters": found.yarn.rope_parameters,
-        "max_position_embeddings": 65_536,
-    }
+    rope = {"rope_parameters": found.yarn.rope_parameters}
+    assert json.loads(block.removeprefix("# ")) == rope | {"max_position_embeddings": 65_536}
     assert "predicted" in emitted.text
 
 
@@ -241,11 +238,8 @@ def test_everything_that_the_program_for_torchtitan_imports_is_there():
     found, chosen = goal("torchtitan", loss="chunked")
     for path in (None, "/models/mine"):
         tree = ast.parse(torchtitan(found, chosen, model_path=path).text)
-        imports = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("torchtitan")
-        ]
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        imports = [node for node in imports if str(node.module).startswith("torchtitan")]
         assert len(imports) >= 6
         for node in imports:
             names = {f"{node.module}:{alias.name}" for alias in node.names}
@@ -263,11 +257,8 @@ def test_the_models_of_the_catalog_are_torchtitans_own_where_it_has_them():
     assert set(FLAVORS) <= set(catalog_names())
     assert all(f"flavor:{family}:{flavor}" in known for family, flavor in FLAVORS.values())
     found, chosen = goal("torchtitan", model="Llama-3.1-8B", length="64k")
-    imported = {
-        str(node.module)
-        for node in ast.walk(ast.parse(torchtitan(found, chosen).text))
-        if isinstance(node, ast.ImportFrom)
-    }
+    nodes = ast.walk(ast.parse(torchtitan(found, chosen).text))
+    imported = {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     assert "torchtitan.models.llama3" in imported
 
 
@@ -277,9 +268,8 @@ def test_where_trl_recomputes_is_where_it_may():
         emitted = trl(found, rung(found, degree=degree))
         launched = yaml.safe_load(emitted.beside["accelerate.yaml"])
         assert emitted.values["gradient_checkpointing"] is ours
-        assert (
-            launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False) is not ours
-        )
+        by_fsdp = launched.get("fsdp_config", {}).get("fsdp_activation_checkpointing", False)
+        assert by_fsdp is not ours
     found, _ = goal(recompute="none", length="4k")
     emitted = trl(found, rung(found, degree=1))
     assert emitted.values["gradient_checkpointing"] is False

@@ -40,18 +40,12 @@ from trial_specs import trial_of
 LENGTH = 16384
 PLACE = TrialPlace(Path("/trial/Qwen3-4B"), Path("/trial"), Path("/trial/output"))
 TRAINERS = (LLAMAFACTORY, AXOLOTL, MS_SWIFT)
-VERSIONS = {
-    "llamafactory": llamafactory.VERSION,
-    "axolotl": axolotl.VERSION,
-    "ms-swift": ms_swift.VERSION,
-}
+MODULES = {"llamafactory": llamafactory, "axolotl": axolotl, "ms-swift": ms_swift}
+BATCH, FLASH = "per_device_train_batch_size", "flash_attention_2"
 WORDS = {
-    "llamafactory": ("cutoff_len", "per_device_train_batch_size", "optim", "lora_rank", "fa2"),
-    "axolotl": ("sequence_len", "micro_batch_size", "optimizer", "lora_r", "flash_attention_2"),
-    "ms-swift": (
-        *("max_length", "per_device_train_batch_size", "optim", "lora_rank"),
-        "flash_attention_2",
-    ),
+    "llamafactory": ("cutoff_len", BATCH, "optim", "lora_rank", "fa2"),
+    "axolotl": ("sequence_len", "micro_batch_size", "optimizer", "lora_r", FLASH),
+    "ms-swift": ("max_length", BATCH, "optim", "lora_rank", FLASH),
 }
 """The fields of a length, of the sequences in a micro-batch, of the optimizer, and of adapters'
 rank; and flash attention's name."""
@@ -69,10 +63,8 @@ def launched(spec: TrialSpec, *, has_flash: bool = False) -> FinetunerTrial:
     return FinetunerTrial(spec, model.shape, PLACE, scaled, has_flash)
 
 
-def files(
-    trainer: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any
-) -> TrialFiles:
-    return trial_files(trainer, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
+def files(each: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:
+    return trial_files(each, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
 
 
 @EACH
@@ -90,7 +82,7 @@ def test_a_trial_has_its_length_batch_steps_data_and_output(trainer):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("changes", [{}, {"lora": 8, "recompute": "none"}])
 def test_every_field_of_a_trial_is_one_of_the_trainers_own(trainer, device, changes):
-    known = recorded(trainer.name, VERSIONS[trainer.name])
+    known = recorded(trainer.name, MODULES[trainer.name].VERSION)
     config = files(trainer, trial(device=device, **changes)).config
     others = {"ENV", "predict_with_generate"}  # variables; transformers' Seq2SeqTrainingArguments
     assert not config.keys() - known.keys() - others
@@ -174,9 +166,8 @@ def test_states_are_shared_by_what_is_emitted_for_the_layout():
     ],
 )
 def test_one_of_both_recomputes_never_both(base, recompute, expected):
-    axolotl, swift = (
-        files(each, trial(recompute=recompute), seed=1, **base) for each in (AXOLOTL, MS_SWIFT)
-    )
+    spec, own = trial(recompute=recompute), {"seed": 1, **base}
+    axolotl, swift = (files(each, spec, **own) for each in (AXOLOTL, MS_SWIFT))
     sections = (axolotl.config["fsdp_config"], swift.beside["fsdp.json"]["fsdp_config"])
     for made, by_fsdp in zip((axolotl, swift), sections, strict=True):
         own = bool(made.config.get("gradient_checkpointing"))
@@ -284,9 +275,8 @@ def test_each_is_started_by_its_own_entry_point():
     assert start(LLAMAFACTORY, there)[:2] == ("accelerate", "launch")
     assert start(AXOLOTL, here)[:3] == ("axolotl", "train", "/trial/axolotl.yaml")
     assert "--nproc_per_node=2" in start(AXOLOTL, there)
-    assert {start(MS_SWIFT, each) for each in (here, there)} == {
-        ("swift", "sft", "/trial/ms-swift.yaml")
-    }
+    of_swift = ("swift", "sft", "/trial/ms-swift.yaml")
+    assert start(MS_SWIFT, here) == start(MS_SWIFT, there) == of_swift
     assert MS_SWIFT.environment(launched(there)) == {"NPROC_PER_NODE": "2"}
     conda = ("conda", "run", "-n", "mine", "llamafactory-cli")
     assert start(LLAMAFACTORY, there, *conda)[:5] == (*conda[:4], "accelerate")
@@ -345,9 +335,8 @@ def test_what_has_not_run_on_gpus_says_so_there_alone():
         on_cpu |= {"resolution": 512, "max_length": 2048}
         notes = plan(request_from(on_cpu, keywords=True), machine_with(8)).notes
         assert not any("not been tried on GPUs" in note for note in notes)
-    assert {name for name, traits in FOREIGN.items() if not traits.has_run_on_gpus} == {
-        each.name for each in TRAINERS
-    }
+    untried = {name for name, traits in FOREIGN.items() if not traits.has_run_on_gpus}
+    assert untried == {each.name for each in TRAINERS}
 
 
 def test_every_trainer_that_is_emitted_is_ready_or_by_a_command_and_says_which():

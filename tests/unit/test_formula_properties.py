@@ -135,16 +135,6 @@ def test_a_longer_sequence_needs_no_less(formula, shape, rung, layout, device, o
         assert left in (0, in_float32), "all gradients of embedding and head, or nothing"
 
 
-def test_with_a_token_budget_a_longer_sequence_may_need_less():
-    """Two of 8,192 tokens are packed where one of 8,193 is alone."""
-    shape, rung = load_model("Qwen3-0.6B").shape, Settings(token_budget_tokens=16_384)
-    packed, alone = (
-        footprint(Step(shape, rung, Layout(), length_tokens=length)).allocated_bytes
-        for length in (8192, 8193)
-    )
-    assert alone < packed
-
-
 @pytest.mark.parametrize("formula", FORMULAS)
 @pytest.mark.parametrize("field", ["vocab_size", "layers", "intermediate_size"])
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS, st.integers(1, 300_000))

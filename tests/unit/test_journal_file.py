@@ -89,15 +89,6 @@ def test_a_study_from_before_there_were_checksums_goes_on_without_them(schema_ve
     assert read_study(path).complete
 
 
-def test_a_resumed_study_goes_on_with_its_checksums(tmp_path):
-    path = tmp_path / "study.jsonl"
-    for length in LENGTHS:
-        with open_journal(path, QUESTION) as journal:
-            record(journal, length)
-    assert lengths(read_study(path)) == list(LENGTHS)
-    assert all(line.startswith('{"checksum":"') for line in path.read_text().splitlines())
-
-
 def _mutations(lines: list[bytes], seed: int) -> bytes:
     """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out;
     never only cut at the end.

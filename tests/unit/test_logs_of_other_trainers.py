@@ -97,21 +97,11 @@ def test_steps_with_a_proof_beside_them_fit(log):
     assert judged(log, 1) == "inconclusive"
 
 
-NOT_MEMORYS = {
-    "Java's": "java.lang.OutOfMemoryError: Java heap space",
-    "Spark's": "pyspark.errors.exceptions.OutOfMemoryError: executor 3 lost",
-    "DuckDB's": "duckdb.OutOfMemoryException: Out of Memory Error: could not allocate block",
-    "SQLAlchemy's": "sqlalchemy.exc.OperationalError: (psycopg2.errors.OutOfMemory) out of memory",
-    "Redis's": "redis.exceptions.OutOfMemoryError: command not allowed when used memory > max",
-    "somebody's own": "shop.cache.OutOfMemoryError: the cache's 2 GiB are full",
-    "without a module": "OutOfMemoryError: the replay buffer is full",
-    "a replay's": "replay.errors.MemoryError: no such episode",
+NOT_MEMORYS = table("logs_in_words", "not memorys") | {
     "a quotation": f"RuntimeError: the last run ended with: {OOM}",
     "a quotation in quotes": f"RuntimeError: cannot resume '{OOM}'",
     "a quotation over two lines": f"ValueError: the last run said\n{OOM}",
     "a check of a log": f"AssertionError: {OOM}",
-    "a limit of another kind": "RuntimeError: CUDA error: too many resources requested for launch",
-    "a quota": "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: quota of requests",
 }
 
 

@@ -16,7 +16,6 @@ from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
-from highwater.nouns.codec import key_of
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from, setting_flags
@@ -57,9 +56,8 @@ def test_what_adapters_on_experts_do_not_go_with_is_refused(asked, problem):
 
 
 def test_no_trainers_configuration_has_adapters_on_experts():
-    found = highwater.recommend(
-        "Qwen3-30B-A3B", gpus="8xH100-80GB", length=8192, lora=8, lora_targets=OF_EXPERTS
-    )
+    adapted = {"length": 8192, "lora": 8, "lora_targets": OF_EXPERTS}
+    found = highwater.recommend("Qwen3-30B-A3B", gpus="8xH100-80GB", **adapted)
     for target in TARGETS:
         with pytest.raises(UsageError, match=r"experts|adapters"):
             configured(target, found, found.candidates[0], model="Qwen3-30B-A3B")
@@ -150,11 +148,8 @@ def trial(length_tokens: int, **settings: object) -> TrialSpec:
     request = request_from({"model": "tiny", "device": "cpu", "memory": "2GiB"}, keywords=True)
     asked = TrainingRequest(data=("data.jsonl",), length=256, steps=1, output="run")
     chosen = chosen_trial(request, asked, probe()).spec
-    return msgspec.structs.replace(
-        chosen,
-        length_tokens=length_tokens,
-        settings=msgspec.structs.replace(chosen.settings, **settings),
-    )
+    changed = msgspec.structs.replace(chosen.settings, **settings)
+    return msgspec.structs.replace(chosen, length_tokens=length_tokens, settings=changed)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +192,12 @@ def test_the_formula_has_the_peak_of_a_recorded_trial(trial):
 
 @pytest.mark.parametrize("cell", sorted({trial["cell"] for trial in TRIALS}))
 def test_what_was_said_to_fit_does_and_the_capacity_is_within_a_step(cell):
+    tried = [trial for trial in TRIALS if trial["cell"] == cell]
     lengths = [trial["length_tokens"] for trial in FITS if trial["cell"] == cell]
-    ran_out = [
-        trial["length_tokens"]
-        for trial in TRIALS
-        if trial["cell"] == cell and Outcome(trial["result"]["outcome"]).is_memory
-    ]
     said = PREDICTED[cell]
-    assert not [length for length in ran_out if length <= said["capacity_tokens"]]
+    for trial in tried:
+        is_memory = Outcome(trial["result"]["outcome"]).is_memory
+        assert not is_memory or trial["length_tokens"] > said["capacity_tokens"]
     assert said["capacity_tokens"] <= max(lengths) <= said["likely_tokens"]
 
 
@@ -225,13 +218,6 @@ def test_a_ratio_is_typed_or_given_as_a_number(ratio):
     pattern = request.settings.pattern
     assert pattern is not None
     assert pattern.sparsity_ratio == (ratio if ratio == "adaptive" else float(ratio))
-
-
-def test_dense_settings_have_the_identity_that_they_had_before_there_were_others():
-    dense, sparse = Settings(), Settings(attention="block_sparse")
-    assert "attention" not in key_of(dense, without=())
-    assert key_of(dense, without=()) == key_of(Settings(block_size=128), without=())
-    assert key_of(dense, without=()) != key_of(sparse, without=())
 
 
 def test_a_label_says_what_is_kept_where_it_is_not_the_default():

@@ -1,6 +1,7 @@
 """Models: what is read from a config.json, and what is said about one that cannot be trained."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_a_config_without_a_needed_field_is_refused_by_the_fields_name(tmp_path,
         written_model(tmp_path, **{field: None})
 
 
+FIELDS = ("num_key_value_heads", "head_dim", "intermediate_size", "num_experts")
+FIELDS = (*FIELDS, "moe_intermediate_size", "num_experts_per_tok")
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8}
 
 
@@ -64,14 +67,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8}
     ("field", "value"),
     [
         *(("hidden_size", value) for value in (0, -1, "64", 1.5)),
-        *(
-            (field, value)
-            for field in (
-                *("num_key_value_heads", "head_dim", "intermediate_size", "num_experts"),
-                *("moe_intermediate_size", "num_experts_per_tok"),
-            )
-            for value in (0, "2", True, [64, 64])
-        ),
+        *product(FIELDS, (0, "2", True, [64, 64])),
     ],
 )
 def test_a_size_that_is_no_positive_whole_number_is_refused(tmp_path, field, value):
@@ -305,13 +301,14 @@ def test_a_short_name_and_the_id_of_a_larger_model_open_the_catalogs(cache, name
     assert (place.name, place.opened_as) == (model, None)
 
 
+UNKNOWN = [("Kimi-Linear-48B-A3B-Instruct", "kimi_linear"), ("DeepSeek-V3-0324", "deepseek_v3")]
+UNKNOWN += [("Llama-4-Scout-17B", "llama4"), ("falcon-mamba-7b", "falcon_mamba")]
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Kimi-Linear-48B-A3B-Instruct", "of the family kimi_linear, which is not supported"),
-        ("DeepSeek-V3-0324", "of the family deepseek_v3, which is not supported"),
-        ("Llama-4-Scout-17B", "of the family llama4, which is not supported"),
-        ("falcon-mamba-7b", "of the family falcon_mamba, which is not supported"),
+        *((name, f"of the family {family}, which is not supported") for name, family in UNKNOWN),
         *((name, "not in the catalog") for name in ("qwen9", "Phi-5", "gitter-1b", "mptron")),
     ],
 )

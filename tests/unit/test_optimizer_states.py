@@ -41,7 +41,7 @@ from highwater.nouns.objective import (
     TABLE_BYTES,
 )
 from highwater.nouns.plan_notes import offload_notes
-from highwater.nouns.request import request_from, setting_flags
+from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trial import Outcome
@@ -201,19 +201,14 @@ def test_rows_that_divide_are_shared_evenly_and_others_as_the_first_gpu_has_them
     assert [sixty.beyond_even(shards) for shards in (1, 4, 8, 64)] == [0, 0, 80, 80]
 
 
-def test_sixteen_gpus_of_eight_experts_keep_a_whole_expert_each_or_none():
-    settings = Settings()
-    on_eight, on_sixteen = (
-        device_state_bytes(MIXTRAL, settings, device="cuda", shards=shards) for shards in (8, 16)
-    )
+def test_sixteen_gpus_of_eight_experts_keep_a_whole_expert_each_or_none_and_fsdp1_shares_all():
+    settings, on = Settings(), {"device": "cuda"}
+    on_eight, on_sixteen = (device_state_bytes(MIXTRAL, settings, shards=n, **on) for n in (8, 16))
     assert on_eight == 16 * MIXTRAL.parameters
     assert on_sixteen == on_eight + 16 * (EXPERTS + ROUTERS)
     assert gradient_bytes(MIXTRAL, settings, shards=16) == on_sixteen // 4
-
-
-def test_fsdp1_shares_what_it_makes_one_tensor_of():
-    settings = Settings(strategy="fsdp")
-    states = device_state_bytes(MIXTRAL, settings, device="cuda", shards=16)
+    one_tensor = Settings(strategy="fsdp")
+    states = device_state_bytes(MIXTRAL, one_tensor, device="cuda", shards=16)
     assert states == 16 * MIXTRAL.parameters
 
 
@@ -265,17 +260,6 @@ def test_a_flag_that_may_stand_alone_leaves_the_model_alone(command, words, offl
     typed = typed_values(parse(shlex.split(f"{command} {words}")))
     assert request_from(typed).settings.offload == offload
     assert typed["model"] == ("./states" if "./" in words else MODEL)
-
-
-@pytest.mark.parametrize("offload", [False, True, "states"])
-def test_a_file_and_python_name_it_as_the_flags_do(offload):
-    asked = {"model": MODEL, "offload": offload}
-    of_a_file = request_from(asked, config_file="study.yaml")
-    assert request_from(asked, keywords=True) == of_a_file
-    assert of_a_file.settings.offload == offload
-    flags = setting_flags(of_a_file.settings)
-    again = request_from(typed_values(parse(["find", MODEL, *flags])))
-    assert again.settings.offload == offload
 
 
 def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape):

@@ -80,15 +80,15 @@ def test_with_every_gpu_hidden_none_is_seen():
 
 def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_offered():
     """Not for what a driver keeps on an empty card; where none is free, it is to wait."""
-    machine = machine_with(3)
-    assert busy_gpus(machine.gpus) == ()
+    first, *others = machine_with(3).gpus
+    assert busy_gpus((first, *others)) == ()
     used = msgspec.structs.replace(H200, memory_used_bytes=20 * GIB, processes=(4711,))
-    machine = msgspec.structs.replace(machine, gpus=(used, *machine.gpus[1:]))
+    machine = msgspec.structs.replace(machine_with(3), gpus=(used, *others))
     with pytest.raises(MachineError, match=r"GPU 0 .* 20\.00 GiB .* 4711") as refusal:
         refuse_busy_gpus(machine, count=2)
     assert "`CUDA_VISIBLE_DEVICES=1,2`" in refusal.value.hint
     assert "--allow-busy" in refusal.value.hint
-    refuse_busy_gpus(msgspec.structs.replace(machine, gpus=machine.gpus[1:]), count=2)
+    refuse_busy_gpus(msgspec.structs.replace(machine, gpus=tuple(others)), count=2)
     with pytest.raises(MachineError) as refusal:
         refuse_busy_gpus(machine_with(1, processes=(1,)), count=1)
     assert "wait" in refusal.value.hint
@@ -115,8 +115,7 @@ def test_a_gpu_without_bf16_and_flash_is_refused_by_name(name, capability):
 
 
 @pytest.mark.parametrize(
-    ("driver_name", "kind"),
-    table("probe", "a_gpu_is_of_the_kind_that_says_the_most"),
+    ("driver_name", "kind"), table("probe", "a_gpu_is_of_the_kind_that_says_the_most")
 )
 def test_a_gpu_is_of_the_kind_that_says_the_most_of_its_name(driver_name, kind):
     found = kind_of(driver_name)
@@ -228,8 +227,7 @@ def test_the_versions_that_work_are_those_that_the_package_asks_for():
 
 
 @pytest.mark.parametrize(
-    ("installed", "problem"),
-    table("probe", "a_torch_that_cannot_use_the_gpus_is_refused"),
+    ("installed", "problem"), table("probe", "a_torch_that_cannot_use_the_gpus_is_refused")
 )
 def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
     tmp_path, monkeypatch, installed, problem

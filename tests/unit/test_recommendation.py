@@ -60,9 +60,8 @@ def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_bud
     losses = ("", " + chunked")
     rungs = ["vanilla", *(f"{each}{loss}" for each in offloaded for loss in losses)]
     rungs += [f"{each} + activations-on-host{loss}" for each in offloaded for loss in losses]
-    assert {place(each) for each in found.candidates} == {
-        (r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)
-    }
+    every = {(r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)}
+    assert {place(each) for each in found.candidates} == every
     six = recommend("Qwen3-8B", gpus="6xH20-96GB", length="8k")
     degrees = {each.cell.layout.ulysses_degree for each in six.candidates}
     assert degrees == {1, 2}, "3 and 6 do not divide 32 heads"
@@ -301,17 +300,8 @@ def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     monkeypatch.setattr(trinity, "replay_trace", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
-    # what was recommended when every cell was replayed for all that a prediction tells
-    chosen = found.chosen
-    assert chosen is not None
-    assert (chosen.cell.layout.ulysses_degree, chosen.is_lowered) == (4, True)
-    assert chosen.headroom_bytes == 2_967_050_649
-    assert [(each.capacity_tokens, each.headroom_bytes) for each in found.candidates[:12]] == [
-        *((12_288, -187_534_042_727), (12_288, -172_315_010_663), (20_480, -84_786_177_639)),
-        *((24_576, -71_119_038_055), (51_200, -27_265_492_583), (51_200, -19_717_842_535)),
-        *((24_576, -82_101_823_079), (28_672, -69_508_425_319), (51_200, -27_265_492_583)),
-        *((51_200, -19_717_842_535), (102_400, 2_967_050_649), (102_400, 5_955_492_249)),
-    ]
+    assert found.chosen is not None
+    assert found.chosen.headroom_bytes == 2_967_050_649
 
 
 LAYERS = 5

@@ -126,8 +126,7 @@ def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconcl
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
-    table("recommendation_from_studies", "a_study_of_something_else"),
+    ("asked", "why"), table("recommendation_from_studies", "a_study_of_something_else")
 )
 def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
     found = recommend(length="8k", studies=[STUDY], **(HERE | asked))
@@ -179,16 +178,18 @@ def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    ("name", "value", "why"),
     [
-        ({"simulated": True}, "simulated"),
-        ({"device": "cpu"}, "on the CPU"),
-        ({"data": "texts.py:read"}, "of their own"),
+        ("simulated", True, "simulated"),
+        ("device", "cpu", "on the CPU"),
+        ("data", "a:b", "their own"),
     ],
 )
-def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing(change, why):
+def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing(
+    name, value, why
+):
     study, limit = highwater.open_study(STUDY), MemoryLimit(device_bytes=84_986_665_369)
-    question = msgspec.structs.replace(study.question, **change)
+    question = msgspec.structs.replace(study.question, **{name: value})
     other = msgspec.structs.replace(study, question=question)
     asked = {"model": question.model, "device_name": "H200-141GB", "memory_limit": limit}
     assert why in obstacle(other, **asked)

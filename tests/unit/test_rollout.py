@@ -35,6 +35,7 @@ from highwater.units import GIB, MIB
 
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2
 WEIGHT_BYTES = 2 * 8_190_735_360
+ALWAYS = {"CUDA graphs of vLLM": GRAPHS_BYTES, "libraries of vLLM": LIBRARIES_BYTES}
 STATES = "states without gradients"
 ASKED: dict[str, Any] = {"gpus": "8xH100-80GB", "trainer": "trl", "objective": "grpo"}
 HALF: dict[str, Any] = {"gpu_memory_utilization": 0.5, "sleep_level": 2, "rollout_sequences": 64}
@@ -86,13 +87,8 @@ def test_the_cache_has_what_the_share_leaves_and_holds_whole_sequences():
     computed = 2 * 4096 * (2 * 4096 + 3 * 12_288)
     assert computed > 18 * 64 * 151_936
     cache = math.ceil(total / 2) - WEIGHT_BYTES - computed - GRAPHS_BYTES - LIBRARIES_BYTES
-    assert terms(cell, "awake") == {
-        "CUDA graphs of vLLM": GRAPHS_BYTES,
-        "libraries of vLLM": LIBRARIES_BYTES,
-        "weights of vLLM": WEIGHT_BYTES,
-        "profile run of vLLM": computed,
-        "KV cache": cache,
-    }
+    kept = {"weights of vLLM": WEIGHT_BYTES, "profile run of vLLM": computed, "KV cache": cache}
+    assert terms(cell, "awake") == ALWAYS | kept
     blocks = cache // (BLOCK_TOKENS * TOKEN_BYTES)
     assert at_once(cell) == blocks // (32_768 // BLOCK_TOKENS) == 5
     assert beside(cell).engines == 8
@@ -124,10 +120,7 @@ def test_training_keeps_parameters_and_moments_while_vllm_generates():
 def test_asleep_it_leaves_its_share_and_awake_it_does_not():
     awake, asleep = simplest(sleep_level=0), simplest(sleep_level=2)
     assert terms(awake, "asleep") == terms(awake, "awake")
-    assert terms(asleep, "asleep") == {
-        "CUDA graphs of vLLM": GRAPHS_BYTES,
-        "libraries of vLLM": LIBRARIES_BYTES,
-    }
+    assert terms(asleep, "asleep") == ALWAYS
     alone, found = simplest(rollout=None).footprint, asleep.footprint
     phases = [each.bytes for each in alone.phases if each.name != "generation of completions"]
     training = round(max(phases) / alone.filled_share) + alone.outside_bytes

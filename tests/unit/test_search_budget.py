@@ -121,8 +121,7 @@ def test_a_budget_is_no_part_of_the_question_and_several_layouts_have_as_much_ea
 
 
 @pytest.mark.parametrize(
-    ("named", "proof", "budget_s"),
-    table("search_budget", "who_names_a_proof_or_a_limit_alone"),
+    ("named", "proof", "budget_s"), table("search_budget", "who_names_a_proof_or_a_limit_alone")
 )
 def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(named, proof, budget_s):
     found = planned(**named)

@@ -43,13 +43,8 @@ def test_64_gpus_take_what_8_do_and_what_copies_take():
         assert set(more) <= set(OF_COPIES)
         used = copied.footprint.device_used_bytes - alone.footprint.device_used_bytes
         assert used == pytest.approx(sum(more.values()), rel=KEPT_SHARE)
-
-
-def test_the_number_of_machines_changes_no_gpu_and_no_machine():
-    few, many = predicted(24, copies=[3]), predicted(64, copies=[8])
-    for a, b in zip(few.cells, many.cells, strict=True):
-        assert a.footprint.device_used_bytes == b.footprint.device_used_bytes
-        assert a.footprint.host_bytes == b.footprint.host_bytes
+    for few, many in zip(predicted(24, copies=[3]).cells, several.cells, strict=True):
+        assert few.footprint == many.footprint
 
 
 @pytest.mark.parametrize(

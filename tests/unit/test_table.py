@@ -197,22 +197,18 @@ def test_a_models_name_is_data_to_every_renderer(tmp_path):
     model = write_model(tmp_path / "evil[red]\x1b[31m\r\x1b]0;title\x07")
     study = answered(question_of(model=str(model)), 4096)
     (answer,), table = study.answers, answer_table(study)
-    for text in (
-        plain_table(table),
-        terminal_table(table, width=200),
-        published([study]),
-        published_line(study.question, answer.cell, answer) or "",
-        *published_notes(study.question, answer.cell, None),
-    ):
+    line = published_line(study.question, answer.cell, answer) or ""
+    notes = published_notes(study.question, answer.cell, None)
+    drawn = (plain_table(table), terminal_table(table, width=200))
+    for text in (*drawn, published([study]), line, *notes):
         assert "evil[red]\\x1b[31m\\r\\x1b]0;title\\x07" in text
         assert not [each for each in ("\x1b]", "\x1b[31m", "\r") if each in text]
 
 
 def test_what_a_trial_said_is_data_too():
     study = answered(QUESTION, 4096)
-    said = msgspec.structs.replace(
-        study.answers[0], reason="[bold]boom[/bold]\x1b[2J", contradictions=("[link=x]\x9b",)
-    )
+    words = {"reason": "[bold]boom[/bold]\x1b[2J", "contradictions": ("[link=x]\x9b",)}
+    said = msgspec.structs.replace(study.answers[0], **words)
     real = msgspec.structs.replace(QUESTION, simulated=False)
     text = plain_table(answer_table(msgspec.structs.replace(study, question=real, answers=(said,))))
     assert "[bold]boom[/bold]\\x1b[2J" in text
@@ -228,16 +224,10 @@ FIGURES = st.one_of(
     st.just("-"),
 )
 """At most 11 characters: no line is too short for one."""
-WORDS = st.lists(
-    st.sampled_from(
-        ["an", "exchange", "in", "every", "layer,", "Env", "+", "chunked", "131,072", "2.00 GiB"]
-    ),
-    max_size=12,
-)
-NAMES = WORDS.map(" ".join)
-HEADINGS = st.sampled_from(
-    ["rung", "SP", "capacity", "ended by", "predicted GPU memory", "headroom, at least", ""]
-)
+WORDS = ["an", "exchange", "in", "every", "layer,", "Env", "+", "chunked", "131,072", "2.00 GiB"]
+NAMES = st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join)
+SOME = ["rung", "SP", "capacity", "ended by", "predicted GPU memory", "headroom, at least", ""]
+HEADINGS = st.sampled_from(SOME)
 
 
 @st.composite
@@ -269,48 +259,35 @@ def test_every_cell_of_any_table_stands_there_whole_and_no_line_is_too_long(tabl
     assert max(map(len, drawn.splitlines())) <= width
     assert all(line == line.rstrip() for line in drawn.splitlines())
     shown = words(drawn)
-    filled = [
-        heading for heading, *cells in zip(table.columns, *table.rows, strict=True) if any(cells)
-    ]
-    for text in (
-        table.title,
-        *table.footnotes,
-        *filled,
-        *(cell for row in table.rows for cell in row),
-    ):
+    columns = zip(table.columns, *table.rows, strict=True)
+    filled = [text for column in columns if any(column[1:]) for text in column]
+    for text in (table.title, *table.footnotes, *filled):
         assert words(text.replace(",", "")) <= {word.replace(",", "") for word in shown}, text
         assert set(re.findall(r"[\d,.]*\d", text)) <= set(re.findall(r"[\d,.]*\d", drawn))
 
 
 @given(tables(), WIDTHS)
 def test_no_figure_stands_there_that_the_table_has_not(table, width):
-    theirs = " ".join(
-        (table.title, *table.footnotes, *table.columns, *(" ".join(row) for row in table.rows))
-    )
-    assert set(re.findall(r"[\d,.]*\d", terminal_table(table, width=width))) <= set(
-        re.findall(r"[\d,.]*\d", theirs)
-    )
+    rows = [" ".join(row) for row in table.rows]
+    theirs = " ".join((table.title, *table.footnotes, *table.columns, *rows))
+    drawn = terminal_table(table, width=width)
+    assert set(re.findall(r"[\d,.]*\d", drawn)) <= set(re.findall(r"[\d,.]*\d", theirs))
 
 
 @given(st.lists(st.tuples(NAMES.filter(bool), NAMES), min_size=1), WIDTHS)
 def test_names_and_what_they_say_stay_within_any_width(rows, width):
-    drawn = terminal_table(
-        TextTable(title="t", columns=(), rows=tuple(rows), left_columns=2), width=width
-    )
+    table = TextTable(title="t", columns=(), rows=tuple(rows), left_columns=2)
+    drawn = terminal_table(table, width=width)
     assert max(map(len, drawn.splitlines())) <= width
     assert all(words(name) | words(value) <= words(drawn) for name, value in rows)
 
 
+FIRST = ("vanilla", "1", "4", "69,632", "73,728: GPU memory", "73.24 GiB to 79.15 GiB", "loss")
+LAST = ("Env + Offload + chunked", "4", "4", "131,072", "the longest length in question")
 LADDER = TextTable(
     title="capacities",
     columns=("rung", "SP", "GPUs", "capacity", "ended by", "predicted GPU memory", "peak in"),
-    rows=(
-        ("vanilla", "1", "4", "69,632", "73,728: GPU memory", "73.24 GiB to 79.15 GiB", "loss"),
-        (
-            *("Env + Offload + chunked", "4", "4", "131,072", "the longest length in question"),
-            *("21.89 GiB to 22.75 GiB", "a layer"),
-        ),
-    ),
+    rows=(FIRST, (*LAST, "21.89 GiB to 22.75 GiB", "a layer")),
 )
 
 
@@ -368,6 +345,14 @@ def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own():
     ]
 
 
+def place_of(piece: str, lines: list[str]) -> tuple[int, int]:
+    """The line and the column of the only place where a piece stands."""
+    word = re.compile(rf"(?<!\S){re.escape(piece)}(?!\S)")
+    found = [(at, match.start()) for at, line in enumerate(lines) for match in word.finditer(line)]
+    (place,) = found
+    return place
+
+
 @st.composite
 def tables_of_distinct_words(draw: st.DrawFn) -> TextTable:
     """Tables no word of which stands there twice: ``r1c2w3`` is a cell's, ``c2w3`` a heading's;
@@ -382,18 +367,13 @@ def tables_of_distinct_words(draw: st.DrawFn) -> TextTable:
             return f"{next(figures):,}{draw(st.sampled_from(['', ' GiB', ' tokens', '*']))}"
         return " ".join(f"r{row}c{column}w{word}" for word in range(draw(st.integers(1, 7))))
 
-    return TextTable(
-        title="t",
-        columns=tuple(
-            " ".join(f"c{column}w{word}" for word in range(draw(st.integers(1, 3))))
-            for column in range(columns)
-        ),
-        rows=tuple(
-            tuple(cell(row, column) for column in range(columns))
-            for row in range(draw(st.integers(1, 5)))
-        ),
-        left_columns=draw(st.integers(0, columns)),
-    )
+    def heading(column: int) -> str:
+        return " ".join(f"c{column}w{word}" for word in range(draw(st.integers(1, 3))))
+
+    headings, left = tuple(map(heading, range(columns))), draw(st.integers(0, columns))
+    count = draw(st.integers(1, 5))
+    rows = tuple(tuple(cell(row, column) for column in range(columns)) for row in range(count))
+    return TextTable(title="t", columns=headings, rows=rows, left_columns=left)
 
 
 @given(tables_of_distinct_words(), st.integers(40, 200))
@@ -405,32 +385,20 @@ def test_every_cell_is_whole_in_reading_order_and_no_row_runs_into_the_next(tabl
     for row in table.rows:
         places: list[int] = []
         for cell in row:
-            lines_of_cell, columns_of_cell = [], []
-            for piece in pieces(cell):
-                (place,) = [
-                    (index, match.start())
-                    for index, line in enumerate(lines)
-                    for match in re.finditer(rf"(?<!\S){re.escape(piece)}(?!\S)", line)
-                ]
-                lines_of_cell.append(place[0])
-                columns_of_cell.append(place[1])
-            order = list(zip(lines_of_cell, columns_of_cell, strict=True))
+            order = [place_of(piece, lines) for piece in pieces(cell)]
             assert order == sorted(order), "reading order"
+            lines_of_cell = [line for line, _ in order]
             assert set(lines_of_cell) == set(range(lines_of_cell[0], lines_of_cell[-1] + 1))
             places += lines_of_cell
         assert min(places) > end_of_row
-        assert lines[min(places)].lstrip().startswith(pieces(row[0])[0]), (
-            "a row begins with its name"
-        )
+        first = lines[min(places)].lstrip()
+        assert first.startswith(pieces(row[0])[0]), "a row begins with its name"
         end_of_row = max(places)
     for heading in table.columns:
         assert words(heading) <= words(" ".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    table("terminal_table", "lines_break_between_words"),
-)
+@pytest.mark.parametrize(("text", "lines"), table("terminal_table", "lines_break_between_words"))
 def test_lines_break_between_words_and_never_within_a_figure_or_a_command(text, lines):
     assert folded(text, 10) == lines
 
@@ -446,13 +414,8 @@ def test_no_line_is_wider_than_the_terminal_however_far_it_is_indented(indent, w
 
 
 def test_a_table_in_markdown_folds_as_others_do_where_the_terminal_is_narrower():
-    text = "\n".join(
-        (
-            "| found in | figures | cells |",
-            "| --- | --- | ---: |",
-            "| predict Qwen3-8B | predicted, nothing was run | 15\\* |",
-        )
-    )
+    lines = ("| found in | figures | cells |", "| --- | --- | ---: |")
+    text = "\n".join((*lines, "| predict Qwen3-8B | predicted, nothing was run | 15\\* |"))
     assert terminal_text(text, width=80) == text
     assert terminal_text(text, width=40).splitlines() == [
         "found in          figures          cells",

@@ -164,9 +164,8 @@ ROOM = {"4GiB": HALF_BYTES - 1, "8GiB": HALF_BYTES}
 
 def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
     """What is noted of a corpus of a thousand tokens, of settings as a study measured them."""
-    request = request_from(
-        {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}, keywords=True
-    )
+    fields = {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}
+    request = request_from(fields, keywords=True)
     asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
     corpus = corpus_of(length_tokens=LENGTH, tokens=1000, trained_tokens=trained_tokens)
     chosen = chosen_trial(request, asked, probe())
@@ -262,8 +261,7 @@ def train(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "problem", "hint"),
-    table("training_settings", "what_is_not_there_is_refused"),
+    ("changes", "problem", "hint"), table("training_settings", "what_is_not_there_is_refused")
 )
 def test_what_is_not_there_is_refused_and_leaves_no_folder(changes, problem, hint, tmp_path):
     with pytest.raises(UsageError) as refused:

@@ -31,6 +31,7 @@ from tiny_models import write_model
 from trial_specs import trial_of
 
 LENGTH = 16384
+PLACE = TrialPlace(Path("/models/one"), Path("/trial"), Path("/trial/output"))
 
 
 def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
@@ -39,31 +40,19 @@ def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
 
 def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:
     model = load_model(spec.model_directory)
-    launched = FinetunerTrial(
-        spec=spec,
-        shape=model.shape,
-        place=TrialPlace(Path("/models/one"), Path("/trial"), Path("/trial/output")),
-        yarn=yarn(model, length_tokens=spec.length_tokens),
-        has_flash=has_flash,
-    )
+    scaled = yarn(model, length_tokens=spec.length_tokens)
+    launched = FinetunerTrial(spec, model.shape, PLACE, scaled, has_flash)
     launcher = base.pop("launcher", {})
     return trial_files(launched, OwnFile(config=base, launcher=launcher, source="base.yaml"))
 
 
 def test_a_trial_has_its_length_batch_steps_data_and_output():
     spec = trial(sequences_per_micro_batch=3, micro_batches=4, steps=5)
-    own = {
-        "max_length": LENGTH,
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 4,
-        "max_steps": 5,
-        "model_name_or_path": "/models/one",
-        "datasets": [{"path": "json", "data_files": "/trial/documents.jsonl"}],
-        "output_dir": "/trial/output",
-        "accelerate_config": "/trial/accelerate.yaml",
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    own = {"max_length": LENGTH, "per_device_train_batch_size": 3, "max_steps": 5}
+    own |= {"gradient_accumulation_steps": 4, "model_name_or_path": "/models/one"}
+    own |= {"datasets": [{"path": "json", "data_files": "/trial/documents.jsonl"}]}
+    own |= {"output_dir": "/trial/output", "accelerate_config": "/trial/accelerate.yaml"}
+    own |= {"save_strategy": "no", "report_to": "none"}
     config = files(spec).config
     assert {name: config[name] for name in own} == own
     assert batch_of(spec, {}).sequences == 12
@@ -136,12 +125,9 @@ def test_positions_are_scaled_past_the_native_length():
 
 
 def test_the_users_launcher_stays_but_for_processes_and_shards():
-    launcher = {
-        "distributed_type": "FSDP",
-        "num_processes": 8,
-        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
-        "fsdp_config": {"version": 1, "offload_params": True, "min_num_params": 5},
-    }
+    launcher = {"distributed_type": "FSDP", "num_processes": 8}
+    launcher["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+    launcher["fsdp_config"] = {"version": 1, "offload_params": True, "min_num_params": 5}
     found = files(trial(), launcher=launcher).beside[FILE]
     assert found["num_processes"] == 1
     assert found["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}

@@ -200,8 +200,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "instead"),
-    table("trl_memory", "what_trl_cannot_be_told_is_refused_with"),
+    ("settings", "said", "instead"), table("trl_memory", "what_trl_cannot_be_told_is_refused_with")
 )
 def test_what_trl_cannot_be_told_is_refused_with_what_can(settings, said, instead):
     asked = {"gpus": "2xH200-141GB", "trainer": "trl", "length": "8k"}

@@ -226,8 +226,7 @@ def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
 
 
 @pytest.mark.parametrize(
-    ("asked", "nearest"),
-    table("window", "the_first_layout_that_is_named_is_the_nearest"),
+    ("asked", "nearest"), table("window", "the_first_layout_that_is_named_is_the_nearest")
 )
 def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(asked, nearest):
     hint = refusal_of(6, **({"strategy": "fsdp2"} | asked))
