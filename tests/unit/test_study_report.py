@@ -279,10 +279,9 @@ def test_a_simulated_study_is_never_called_measured(tmp_path):
 SECONDS = 5.0
 """Of processor time for a text as long as is looked at: a pattern that goes over it once for each
 letter takes minutes."""
-SECRETS = table("secrets", "texts")
 
 
-@pytest.mark.parametrize("text", SECRETS)
+@pytest.mark.parametrize("text", table("secrets", "texts"))
 def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text):
     hidden = without_secrets(text)
     assert HIDDEN in hidden
@@ -292,10 +291,7 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text):
     assert value not in document
 
 
-COMMANDS = table("secrets", "commands")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", table("secrets", "commands"))
 def test_no_secret_of_a_command_is_left_in_it_and_its_placeholder_is(command):
     words = tuple(shlex.split(command))
     hidden = hidden_words(words)
