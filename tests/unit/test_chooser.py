@@ -20,7 +20,7 @@ import pytest
 from markup import LARGEST_BYTES, Page
 from studies import HOSTILE, QUESTION, hostile_study, real_report, report_of
 
-from highwater import guide, recommend
+from highwater import guide, predict, recommend
 from highwater.cli.grammar import parse
 from highwater.cli.recommend import found_for
 from highwater.memory.snapshot.memory_profile import memory_profile
@@ -268,6 +268,9 @@ def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(f"{HEADING}\nA100-80GB,vanilla,1,1,Qwen3-8B,0\n")
     assert [place.longest_tokens for place in places(guide(path))] == [None]
+    (tight,) = places(guide(predict=["Qwen3-8B"], gpus=["2xA100-80GB"]))
+    sure = predict("Qwen3-8B", gpus="2xA100-80GB").answer.capacity_tokens
+    assert tight.longest_tokens == sure
     (refused,) = places(guide(predict=["Llama-3.1-8B"], gpus=["8xH200-141GB"]))
     assert refused.longest_tokens == 131072, "longer ones fit by memory, and recommend refuses them"
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_declared_settings import value_of
 
+from highwater.cli.config import to_yaml
 from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
@@ -169,31 +170,29 @@ def test_everything_that_an_outcome_depends_on_is_in_the_keys():
 
 
 def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path):
-    trainers = []
-    for folder in ("a", "b"):
-        path = tmp_path / folder / "base.yaml"
-        path.parent.mkdir()
+    trainers, paths = [], [tmp_path / f"{name}.yaml" for name in "ab"]
+    for path in paths:
         path.write_text("warmup: 3\n")
-        request = msgspec.structs.replace(asked(), trainer_config=str(path))
-        trainers.append(foreign_of(request))
+        trainers.append(foreign_of(msgspec.structs.replace(asked(), trainer_config=str(path))))
     keys = {msgspec.structs.replace(trial_of(), foreign=foreign).key for foreign in trainers}
     assert len(keys) == 1
     assert trainers[0] is not None
     assert base_config(trainers[0]) == b"warmup: 3\n"
-    (tmp_path / "a" / "base.yaml").write_text("warmup: 4\n")
+    paths[0].write_text("warmup: 4\n")
     with pytest.raises(UsageError, match="has changed"):
         base_config(trainers[0])
-    (tmp_path / "a" / "base.yaml").unlink()
+    paths[0].unlink()
     with pytest.raises(UsageError, match="cannot be read"):
         base_config(trainers[0])
 
 
-def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_has():
-    found = question(
-        gpus=[1, 2], command="python t.py --x 'a b' {{}} {length} {gpus}", done_pattern="step 2"
-    )
-    again = parse(list(find_words(found))[1:])
-    assert plan(request_of(again), MACHINE).question.key == found.key
+def test_a_question_and_a_trial_are_asked_again_by_what_a_report_or_a_file_says(tmp_path):
+    named = {"gpus": [1, 2], "command": "python t.py --x 'a b' {{}} {length} {gpus}"}
+    named["done_pattern"] = "step 2"
+    found, file = question(**named), tmp_path / "study.yaml"
+    file.write_text(to_yaml(asked(**named)))
+    for words in (list(find_words(found))[1:], ["find", "--config", str(file)]):
+        assert plan(request_of(parse(words)), MACHINE).question.key == found.key
     for cell in found.cells:
         spec = found.trial(cell, 8192)
         arguments = parse(list(try_words(spec, found.model))[1:])
