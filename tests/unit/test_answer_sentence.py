@@ -276,7 +276,8 @@ def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
     try:
         prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
     except HighwaterError as refused:
-        with pytest.raises(HighwaterError, match=re.escape(refused.problem)):
+        first, *_ = refused.problem.split("; ")  # of degrees that nobody named it names more
+        with pytest.raises(HighwaterError, match=re.escape(first)):
             found(model, memory, gpus, **named)
     else:
         check_alike(found(model, memory, gpus, **named), prediction)
