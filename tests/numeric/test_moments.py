@@ -19,6 +19,7 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
+from highwater.units import MIB
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
 from tiny_models import config_of
@@ -92,10 +93,10 @@ TOLERANCE = 0.01
 """Relative."""
 WIDER = {"shared": 0.06, "gpt_oss, all kept": 0.02}
 """Where ranks share a sequence the formula has a copy of what is attended throughout."""
-WIDER_DELTA = {"adapters": 0.02}
-"""Adapters on some of a layer's matrices alone: the formula has what those on all of them take."""
 
-
+LEFT_OUT_BYTES = 8 * MIB
+"""What small allocations of a layer with a delta rule take together, which reading it leaves out
+(tools/read_moments.py): the same at any length."""
 DELTA_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 KEPT = {"loss": "chunked", "recompute": "all-but-attention"}
 ADAPTED = {"lora": 8, "lora_targets": "q_proj,k_proj,v_proj,o_proj,out_proj"}
@@ -216,7 +217,7 @@ def test_a_step_peaks_where_the_formula_says(family, case, tmp_path):
 @pytest.mark.parametrize("family", deep(*DELTA_FAMILIES) or ("qwen3_5_text",))
 def test_a_step_with_a_delta_rule_peaks_there_too(family, case, tmp_path):
     """Its layers are learned divided, and frozen."""
-    compare(family, DELTA_CASES[case], tmp_path, WIDER_DELTA.get(case, TOLERANCE))
+    compare(family, DELTA_CASES[case], tmp_path, TOLERANCE)
 
 
 @pytest.mark.timeout(600)
@@ -255,4 +256,6 @@ def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )
-    assert peak == pytest.approx(expected, rel=tolerance), found.peak.name
+    is_read = family in DELTA_FAMILIES
+    beside = pytest.approx(expected, rel=tolerance, abs=LEFT_OUT_BYTES if is_read else 0)
+    assert peak == beside, found.peak.name
