@@ -107,6 +107,17 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
         assert highwater(*asked, "--length", "900k", *flags.split()).returncode == 0
 
 
+def test_where_the_best_is_only_likely_sentence_and_rows_name_one_length(highwater):
+    asked = ("Qwen3-32B", "--gpus", "1xRTX-4090", "--lora", "16", "--lora-base", "nf4")
+    for words in (("predict", *asked), ("predict", *asked, "--all")):
+        done = highwater(*words).stdout
+        assert done.startswith("Qwen3-32B may train up to 12,288 tokens on 1 x RTX-4090")
+        assert re.search(r"chunked loss, activations on host.* 12,288, likely", done), words
+    done = highwater("recommend", *asked, "--length", "8k").stdout
+    assert re.search(r"the simplest +12,288, likely", done)
+    assert re.search(r"tight: leaves .* 8,192, tight", done)
+
+
 def test_a_prediction_is_one_document(highwater):
     document = json.loads(highwater("predict", "Qwen3-4B", *A100S, "--json").stdout)
     assert document["schema_version"] == 1

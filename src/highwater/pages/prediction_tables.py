@@ -406,12 +406,7 @@ def prediction_table(
 
     reach: list[Column[CellPrediction]] = [("fits", _fits)]
     if not at_length:
-        reach = [
-            (
-                "trains up to",
-                lambda each: f"{_least(each, native)}{_length(each.capacity_tokens, native)}",
-            )
-        ]
+        reach = [("trains up to", lambda each: _reach(each, native))]
         if is_wide:
             reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
     shown = prediction.cells if is_whole else _telling(prediction, is_every=is_explained)
@@ -703,6 +698,13 @@ def _least(predicted: CellPrediction, native_length_tokens: int) -> str:
     """``≥`` before a longest length above which none was asked about, and some could be."""
     tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
+
+
+def _reach(each: CellPrediction, native: int) -> str:
+    """The longest length; where none leaves the headroom, what may fit, and how sure that is."""
+    if not each.capacity_tokens and each.risk is not None:
+        return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
+    return f"{_least(each, native)}{_length(each.capacity_tokens, native)}"
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:
