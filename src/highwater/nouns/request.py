@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,7 +11,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
-from highwater.nouns.cluster import card_memory
+from highwater.nouns.cluster import card_memory, cluster
 from highwater.nouns.declaration import (
     IN_A_STEP,
     KEYWORDS,
@@ -586,6 +587,13 @@ def _mistyped(
         any_other = row.any_other and f"; `{typed(row.any_other)}` stands for any other"
         hint = word_hint(name, shown, allowed, typed=typed, listed=_EVERY_SETTING)
         return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"{hint}{any_other}")
+    if name == "gpus" and spelling is TYPED and " " not in shown:
+        with suppress(UsageError):  # GPUs as `predict` is told them
+            meant = cluster(shown, gpu_memory_bytes=None, machine=None)
+            gpus, memory = f"--gpus {meant.gpus}", format_bytes(meant.device_bytes).replace(" ", "")
+            hint = f"use `{gpus}`; where they are not, find and try take "
+            hint += f"`{gpus} --device cuda --memory {memory} --dry-run`"
+            return UsageError(f"{problem} {row.kind.expected}", hint=hint)
     near = nearest(shown, allowed) or row.example or row.kind.example
     works = spelling.setting(name, DEFAULTS.get(name, near))
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
