@@ -107,6 +107,12 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
         assert highwater(*asked, "--length", "900k", *flags.split()).returncode == 0
 
 
+def test_a_row_with_room_on_its_gpu_says_that_host_memory_lacks(highwater):
+    done = highwater("predict", "Qwen3-8B", "--gpus", "8xRTX-4090", "--length", "8k")
+    rows = re.findall(r"  (no\b.*?) {2,}(-?)[\d.]+ [GM]iB$", done.stdout, re.MULTILINE)
+    assert {*rows} == {("no", "-"), ("no: host memory", "")}
+
+
 def test_where_the_best_is_only_likely_sentence_and_rows_name_one_length(highwater):
     asked = ("Qwen3-32B", "--gpus", "1xRTX-4090", "--lora", "16", "--lora-base", "nf4")
     for words in (("predict", *asked), ("predict", *asked, "--all")):

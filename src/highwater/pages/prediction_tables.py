@@ -86,7 +86,8 @@ def _answered(
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
-        return _nothing(prediction, by, longest, alternatives)
+        many = "up to " * (is_fewest and prediction.gpus > 1)
+        return _nothing(prediction, f"{many}{where}", by, longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     by = f"{by[:1].upper()}{by[1:]}"
@@ -219,12 +220,16 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _nothing(
-    prediction: Prediction, by: str, longest: Prediction | None, others: Sequence[Alternative]
+    prediction: Prediction,
+    where: str,
+    by: str,
+    longest: Prediction | None,
+    others: Sequence[Alternative],
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
-    where, native = _where(prediction), prediction.native_length_tokens
+    native = prediction.native_length_tokens
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
@@ -686,9 +691,13 @@ def _title(prediction: Prediction) -> str:
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """Say how sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
+    """Say how sure one length is: ``safe``, ``likely``, ``tight``, or ``no``, and what lacks then
+    where a GPU has room.
+    """
     if predicted.risk is None:
-        return "yes" if predicted.capacity_tokens else "no"
+        has_room = predicted.headroom_bytes >= 0 and predicted.binding != "ceiling"
+        no = f"no: {_BINDINGS[predicted.binding]}" if has_room else "no"
+        return "yes" if predicted.capacity_tokens else no
     if not predicted.capacity_tokens and predicted.risk == "safe":
         return "no"  # it leaves less than was asked for
     return predicted.risk
