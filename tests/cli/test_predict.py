@@ -292,7 +292,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
         "expandable, chunked loss                        1  safe  39.76 GiB\n"
         "expandable, chunked loss, states on host        1  safe  99.77 GiB\n"
         "\n"
-        "* past the native length of 40,960: YaRN; `--explain` says what from, and how good such "
+        "* past the native length of 40,960: YaRN; `--explain` says how good such "
         "answers were\n"
     )
     assert following(done) == ["predict", *words, "--explain"]

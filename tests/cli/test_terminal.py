@@ -167,6 +167,7 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(tiny, tmp_path
 
 LORA = ("--lora", "16")
 DPO_LORA = (*LORA, "--objective", "dpo")
+ROLLOUT = ("--objective", "grpo", "--rollout", "vllm")
 ON_FOUR = ("--gpus", "4", "--device", "cuda", "--memory", "80GiB", "--dry-run")
 LINES = {
     "1xH100-80GB": (("Qwen3-0.6B", *DPO_LORA), ("Llama-3.1-8B", "--objective", "grpo")),
@@ -204,6 +205,11 @@ LINES = {
         ("find", "Qwen3-8B", "--gpus", "1", "2", "4", *SIMULATED),
         ("find", "Llama-3.1-8B", "--gpus", "1", "2", "4", *SIMULATED, "--lora", "16"),
         ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "--data", "long.jsonl"),
+        ("predict", "Qwen3-8B", "--gpus", "2xA40", *LORA, "--data", "longer.jsonl"),
+        ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "32k", *DPO_LORA[2:]),
+        ("predict", "Qwen3-8B", "--gpus", "8xH100", "--length", "2m"),
+        ("predict", "Qwen3-8B", "--gpus", "8xH100", *ROLLOUT, "--length", "16k"),
+        ("find", "Qwen3-8B", "--gpus", "1", "2", "4", "8", *SIMULATED),
         ("data", "long.jsonl"),
         *(
             ("emit", "--for", each, "Qwen3-8B", "--gpus", "4xH20", "--length", "32k", "-o", "o")
@@ -217,6 +223,7 @@ def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, words):
     (tmp_path / "long.jsonl").write_text(
         "".join(f'{{"text": "{"a " * 2**number}"}}\n' for number in range(18))
     )
+    (tmp_path / "longer.jsonl").write_text(f'{{"text": "{"a " * 2**20}"}}\n')
     shown = standing(on_a_terminal(tmp_path, *words, columns=80, code=None))
     assert sum(max(1, -(-len(line) // 80)) for line in shown) <= 25, "\n".join(shown)
 

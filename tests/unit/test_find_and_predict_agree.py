@@ -156,7 +156,7 @@ def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
     every = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
     study = found("Qwen3-8B", "80GiB", 2, **every, ulysses=[1, 2])
     assert [cell.layout.ulysses_degree for cell in study.question.cells] == [1, 2]
-    assert not study.notes or not any("others are not" in note for note in study.notes)
+    assert not study.notes or not any("more settings" in note for note in study.notes)
 
 
 def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_path):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from highwater.pages.table import TextTable, plain_table, terminal_table, termin
 from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
 
 _STDOUT, _STDERR = 1, 2
+_SELDOM_S = 5.0
+"""Seconds between two lines of what is waited for."""
 _USUAL_WIDTH = 80
 """Columns of a terminal that does not say how wide it is."""
 _DIGITS_OF_A_WIDTH = 6
@@ -114,6 +117,19 @@ def talk(text: str = "") -> None:
     """Print to stderr what is not the answer; a terminal folds it, but no command in backticks."""
     text = plain(text)
     _say("\n".join(folded(text, width(sys.stderr))) if sys.stderr.isatty() else text)
+
+
+def seldom() -> Callable[[str], None]:
+    """Talk of what is waited for: at once, and then what is new every few seconds."""
+    last, next_s = "", 0.0
+
+    def say(text: str) -> None:
+        nonlocal last, next_s
+        if text != last and time.monotonic() >= next_s:
+            talk(text)
+            last, next_s = text, time.monotonic() + _SELDOM_S
+
+    return say
 
 
 def notes(lines: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ prediction scores.
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,7 @@ def data(arguments: argparse.Namespace) -> int:
     from highwater.api.data_lengths import data_lengths
 
     paths, model = arguments.documents, arguments.counted_by
-    found = data_lengths(paths, model, on_phase=cache(console.talk))
+    found = data_lengths(paths, model, on_phase=console.seldom())
     words = ["highwater", "predict", model or "Qwen3-0.6B", "--gpus", "H100-80GB", "--data", *paths]
     return _say_data(arguments, found, words)
 
@@ -127,7 +127,7 @@ def _of_data(arguments: argparse.Namespace) -> int:
         model,
         length=arguments.length,
         price=arguments.price,
-        on_phase=cache(console.talk),
+        on_phase=console.seldom(),
         **typed_place(arguments),
         **settings,
     )
@@ -141,7 +141,8 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
     console.notes(found.notes)
     if arguments.json:
         return console.answer_json(found)
-    console.answer_page(data_answer(found), data_table(found))
+    is_whole = vars(arguments).get("all_", False)
+    console.answer_page(data_answer(found), data_table(found, is_whole=is_whole))
     console.next_command(shlex.join(then))
     return EXIT_ANSWERED
 

@@ -5,7 +5,7 @@ cells of a known table one hits; and the caveat below them, or all notes (``pred
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import Term
@@ -44,7 +44,7 @@ from highwater.units import (
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
-    from highwater.api.gpu_choice import GpuChoice
+    from highwater.api.gpu_choice import GpuChoice, Offer
 
 _LACKS = {
     "device": "of each GPU",
@@ -134,7 +134,7 @@ def choice_answer(choice: "GpuChoice") -> str:
 
 def choice_table(choice: "GpuChoice") -> TextTable:
     """A row for each kind of GPUs, the cheapest first."""
-    trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
+    (settings, ulysses), trained = _trained_columns(choice.offers)
     return table_of(
         f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
         f"{trained and f', {trained}'}: predicted by formula",
@@ -143,16 +143,30 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
         ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
         ("tokens/s", "trained.step.tokens_per_s"),
-        ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
-        (
-            "settings",
-            lambda e: short_settings(e.trained.cell.settings, but=trained) if e.trained else "none",
-        ),
+        ulysses,
+        settings,
         names=1,
         footnotes=(
             "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
         ),
     )
+
+
+def _trained_columns(
+    rows: Sequence["Offer"] | Sequence["KeptLength"],
+) -> tuple[tuple[Column[Any], Column[Any]], str]:
+    """Columns of how each row is trained, settings and degree; and what all of them train."""
+    known = [each.trained.cell.settings for each in rows if each.trained]
+    but = shared_training(known)
+
+    def settings(each: Any) -> str:
+        return short_settings(each.trained.cell.settings, but=but) if each.trained else "none"
+
+    ulysses: Column[Any] = (
+        "Ulysses",
+        lambda each: each.trained.cell.layout.sharing if each.trained else "-",
+    )
+    return (("settings", settings), ulysses), but
 
 
 def _dollars(amount: float | None) -> str:
@@ -346,7 +360,7 @@ def caveat(
     """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
     (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
     """
-    says = "`--explain` says what from, and how good such answers were"
+    says = "`--explain` says how good such answers were"
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
     if here:
         named = here if len(here) <= _UNLIKE_NAMED else (*here[:2], f"{len(here) - 2} more")
@@ -416,7 +430,7 @@ def prediction_table(
             reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
     shown = prediction.cells if is_whole else _telling(prediction, is_every=is_explained)
     left = len(prediction.cells) - len(shown)
-    beaten = (f"{left} more settings: `--all`",) if left else ()
+    beaten = (f"{counted(left, 'more setting')}: `--all`",) if left else ()
     trained = shared_training(each.cell.settings for each in shown)
     title = f"{_title(prediction)}{trained and f', {trained}'}"
     return table_of(
@@ -439,7 +453,7 @@ def prediction_table(
 
 
 _MOST_SHOWN = 5
-"""Rows of an answer."""
+"""Rows of an answer without a length; with one, whose sentence says more, fewer."""
 
 
 def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPrediction]:
@@ -453,13 +467,18 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
 
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
     shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
-    while len(shown) > _MOST_SHOWN and not is_every:
+    most = _MOST_SHOWN if prediction.length_tokens is None else _MOST_SHOWN - 2
+    if prediction.memory_limit.rollout is not None:  # of which two tables more are to be read
+        most = len({*ends})
+    elif prediction.answer is None:  # the sentence says what would fit
+        most = 2
+    while len(shown) > most and not is_every:
         gains = [
             (reach(each) / (reach(before) or 1), each.headroom_bytes - before.headroom_bytes, n)
             for n, (before, each) in enumerate(pairwise(shown), 1)
             if each.cell not in ends
         ]
-        del shown[min(gains)[-1]]
+        del shown[min(gains, default=(0, 0, 0))[-1]]
     return shown
 
 
@@ -606,30 +625,37 @@ def _of(kept: "KeptLength", found: "DataLengths") -> str:
     return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
 
 
-def data_table(found: "DataLengths") -> TextTable:
-    """A histogram of the documents, what each length keeps of them, and what a pass takes."""
+def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
+    """A histogram of the documents, what each length keeps of them, and what a pass takes. Where
+    they are trained, of the next length after what is enough and of some before, or ``is_whole``.
+    """
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
-
+    shown, columns, trained = found.lengths, (None, None), ""
+    if is_trained:
+        columns, trained = _trained_columns(found.lengths)
+        last = len(shown) if is_whole else shown.index(found.enough) + 2
+        shown = shown[:last][-last if is_whole else 1 - _MOST_SHOWN :]
+    left = len(found.lengths) - len(shown)
     return table_of(
-        f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
-        found.lengths,
+        f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: counted"
+        + (", and predicted" if is_trained else ""),
+        shown,
         ("up to", "length_tokens"),
         None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
-        ("settings", lambda e: e.trained.cell.words if e.trained and e.trained.cell else "none")
-        if is_trained
-        else None,
+        *columns,
         ("a step", "trained.step.time_s") if is_trained else None,
         ("one pass", "epoch_s") if is_trained else None,
         ("dollars", lambda each: _dollars(each.epoch_price))
         if any(each.epoch_price is not None for each in found.lengths)
         else None,
         names=2 - is_trained,
+        footnotes=(f"{counted(left, 'more length')}: `--all`",) * bool(left),
     )
 
 

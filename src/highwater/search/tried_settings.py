@@ -22,6 +22,7 @@ from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial_hardware import hardware_of
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
+from highwater.units import counted
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
@@ -91,12 +92,8 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
     named = " ".join(words_of({"ulysses": degrees}))
-    of_each = f": `{named}` tries those of each degree, and `--help=trial` has what names others"
-    usual = ": `--help=trial` has what names others"
-    yield (
-        f"the simplest and the longest settings are tried, and {len(left)} others are not"
-        + (of_each if len(degrees) > 1 and request.ulysses is None else usual)
-    )
+    of_each = f"`{named}`, or " if len(degrees) > 1 and request.ulysses is None else ""
+    yield f"{counted(len(left), 'more setting')}: {of_each}what `--help=trial` names"
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:
