@@ -20,19 +20,19 @@ from highwater.nouns.study import Study
 from highwater.store.journal import read_study
 
 
-def test_a_dry_run_answers_every_rung_and_leaves_nothing_behind(highwater, tmp_path):
+def test_a_dry_run_answers_the_ends_of_each_count_and_leaves_nothing_behind(highwater, tmp_path):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "--ulysses", "1")
     assert done.returncode == 0
     answer, _, title, _, header, *rows = done.stdout.splitlines()
     simple, longest = answer.split(" The longest is ")
     assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 1 x simulated GPU with ", simple)
-    assert re.match(r"[\d,]+ tokens: expandable, chunked loss, 2 GPUs[.]", longest)
+    assert re.match(r"≥1,044,480 tokens with expandable segments, a chunked loss, ", longest)
     assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
     assert header.split()[:5] == ["settings", "GPUs", "Ulysses", "capacity", "ended"]
-    assert [re.split(" {2,}", row)[:3] for row in rows[:6]] == [
+    assert [re.split(" {2,}", row)[:3] for row in rows[:4]] == [
         [settings, gpus, "1"]
         for gpus in "12"
-        for settings in ("nothing set", "expandable", "expandable, chunked loss")
+        for settings in ("nothing set", "expandable, chunked loss, activations on host")
     ]
     assert "out of memory" in rows[0]
     dry = [word for word in SIMULATED if word != "--dry-run"]
@@ -52,19 +52,8 @@ def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater):
 
 
 def test_nothing_that_fits_is_an_answer_of_no(highwater):
-    done = highwater(
-        "find",
-        "Qwen3-32B",
-        "--device",
-        "cuda",
-        "--memory",
-        "20GiB",
-        "--dry-run",
-        "--gpus",
-        "1",
-        "--ulysses",
-        "1",
-    )
+    on_one = ("--device", "cuda", "--memory", "4GiB", "--dry-run", "--gpus", "1", "--ulysses", "1")
+    done = highwater("find", "Qwen3-32B", *on_one)
     assert done.returncode == 1
     assert "none" in done.stdout
 

@@ -130,7 +130,7 @@ def test_a_search_tries_the_simplest_and_the_longest_and_names_the_flags_of_the_
     ends = {prediction.simplest.cell, prediction.explained.cell}
     assert set(study.question.cells) == ends
     (note,) = (note for note in study.notes if "--ulysses" in note)
-    assert f"{len(prediction.cells) - len(ends)} others" in note
+    assert f"{len(prediction.cells) - len(ends)} other settings are not tried" in note
     check_alike(study, prediction)
 
 
@@ -156,7 +156,7 @@ def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
     every = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
     study = found("Qwen3-8B", "80GiB", 2, **every, ulysses=[1, 2])
     assert [cell.layout.ulysses_degree for cell in study.question.cells] == [1, 2]
-    assert not study.notes or not any("more settings" in note for note in study.notes)
+    assert not study.notes or not any("are not tried" in note for note in study.notes)
 
 
 def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_path):

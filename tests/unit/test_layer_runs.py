@@ -232,10 +232,9 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
     shape, rung, layout, device, length
 ):
     assume(shape.layers > 1)
-    # of experts that are shared unevenly gradients are divided over the layers by their parameters
-    experts = {each.kind.mlp.experts for each in shape.runs} - {1}
-    assume(not any(each % layout.shard_degree for each in experts))
     step = Step(shape, rung, layout, length, device)
+    # of what is shared unevenly gradients are divided over the layers by their parameters
+    assume(not any(step.uneven(each.kind) for each in shape.runs))
     layers = [each.kind for each in shape.runs for _ in range(each.count)]
     found = footprint(Step(shape, rung, layout, length_tokens=length, device=device))
     _, last, other, *_ = found.phases

@@ -40,6 +40,9 @@ ASKED: dict[str, Any] = {
     "memory": "79.15GiB",
     "allocator": "expandable",
     "loss": "full",
+    "offload": False,
+    "activations": "gpu",
+    "ulysses": [1],
 }
 
 

@@ -22,7 +22,8 @@ from highwater.nouns.study import Cell, Question, default_headroom_bytes
 from highwater.nouns.trainer import OURS
 from highwater.nouns.trial_hardware import hardware_of
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
-from highwater.units import counted
+
+_DEGREES = ("ulysses", "ring", "copies")
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
@@ -61,13 +62,8 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
     known = calibration_of(question, OURS)
     groups: dict[tuple[int, ...], list[CellPrediction]] = {}
     for each in predict_by_formula(question, limit, OURS, known):
-        layout = each.cell.layout
-        degrees = {
-            "ulysses": layout.ulysses_degree,
-            "ring": layout.ring_degree,
-            "copies": layout.replicate_degree,
-        }
-        several = (degree for name, degree in degrees.items() if len(named.get(name, ())) > 1)
+        degrees = each.cell.layout.degree_settings
+        several = (degrees.get(name, 1) for name in _DEGREES if len(named.get(name, ())) > 1)
         groups.setdefault(tuple(several), []).append(each)
     for group in groups.values():
         asked = msgspec.structs.replace(question, cells=tuple(each.cell for each in group))
@@ -91,9 +87,9 @@ def _others(request: Request, left: Sequence[Cell]) -> Iterator[str]:
     if not left:
         return
     degrees = sorted({cell.layout.ulysses_degree for cell in left})
-    named = " ".join(words_of({"ulysses": degrees}))
-    of_each = f"`{named}`, or " if len(degrees) > 1 and request.ulysses is None else ""
-    yield f"{counted(len(left), 'more setting')}: {of_each}what `--help=trial` names"
+    is_open = len(degrees) > 1 and request.ulysses is None
+    named = f"`{' '.join(words_of({'ulysses': degrees}))}` or " if is_open else ""
+    yield f"{len(left)} other settings are not tried: {named}`--help=trial`"
 
 
 def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> FormulaLaw:

@@ -6,7 +6,9 @@ blocks of rows. Both compute in float32 (float64 for float64) and round once.
 Shapes:  T tokens  F intermediate size
 """
 
+import importlib
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,16 @@ from highwater.units import MIB
 
 BLOCK_BYTES = MIB
 """Bytes of one float32 block of rows; a few blocks are alive at a time."""
+
+
+def triton_twin(module: str) -> Any:
+    """The module of Triton kernels beside ``module``; RuntimeError where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
+    return importlib.import_module(f"{module}_triton")
+
+
+_triton = partial(triton_twin, __name__)
 
 
 def product_(gate_TF: Tensor, up_TF: Tensor) -> None:
@@ -51,11 +63,3 @@ def backward_(gate_TF: Tensor, up_TF: Tensor, gradient_TF: Tensor) -> None:
 def _blocks(*tensors: Tensor) -> Any:
     rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[1]))
     return zip(*(t.split(rows) for t in tensors), strict=True)
-
-
-def _triton() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import gates_triton
-
-    return gates_triton

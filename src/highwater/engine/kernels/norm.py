@@ -7,20 +7,24 @@ blocks of rows. Both compute in float32 (float64 for float64), round once and ke
 Shapes:  N rows  E size of a row, the last dimension of ``x``
 """
 
-import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.gates import BLOCK_BYTES
+from highwater.engine.kernels.gates import BLOCK_BYTES, triton_twin
 
 PARTS = 256
 """Partial sums of the weight's gradient on a GPU, each over some of the rows."""
 
+_triton = partial(triton_twin, __name__)
+
 
 class RowNorm(torch.autograd.Function):
-    """Autograd function of both passes: of ``x``, the weight and epsilon."""
+    """Autograd function of both passes: of ``x``, the weight and epsilon. Kept for the backward
+    pass are the input and one number a row; the output is not.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -75,11 +79,3 @@ def _blocks(*tensors: Tensor) -> Any:
     """Split tensors by rows, into blocks of ``BLOCK_BYTES`` of the first one in float32."""
     rows = max(1, BLOCK_BYTES // (4 * tensors[0].shape[-1]))
     return zip(*(each.split(rows) for each in tensors), strict=True)
-
-
-def _triton() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import norm_triton
-
-    return norm_triton

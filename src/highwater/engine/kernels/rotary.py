@@ -8,18 +8,19 @@ Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864, with the halves o
 against each other, as Hugging Face's models do.
 """
 
-import importlib.util
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from highwater.engine.kernels.gates import BLOCK_BYTES
+from highwater.engine.kernels.gates import BLOCK_BYTES, triton_twin
 
 PARTS = 1024
 """Partial sums of the norm's gradient on a GPU, each over some of the tokens.
 
 Their number is fixed, so that their memory does not grow with the length."""
+
+_triton = partial(triton_twin, __name__)
 
 
 def rotate(
@@ -118,11 +119,3 @@ def _blocks(x_THD: Tensor) -> list[slice]:
     tokens = len(x_THD)
     rows = max(1, BLOCK_BYTES // (4 * x_THD.shape[1] * x_THD.shape[2]))
     return [slice(start, min(tokens, start + rows)) for start in range(0, tokens, rows)]
-
-
-def _triton() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import rotary_triton
-
-    return rotary_triton

@@ -9,17 +9,20 @@ both passes do so as they read, and no second buffer is as wide as the vocabular
 Shapes:  N rows  V vocabulary
 """
 
-import importlib.util
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from highwater.engine.kernels.gates import triton_twin
 from highwater.model.families import PLAIN, LogitTransform
 from highwater.units import MIB
 
 _LOGITS_BYTES = 16 * MIB
 """Bytes of one float32 block of logits in the PyTorch path; a few blocks are alive at a time."""
+
+_triton = partial(triton_twin, __name__)
 
 
 class RowStatistics(NamedTuple):
@@ -117,11 +120,3 @@ def _finite(log_p: Tensor, p: Tensor) -> Tensor:
 
 def _block_rows(logits_NV: Tensor) -> int:
     return max(1, _LOGITS_BYTES // (4 * logits_NV.shape[1]))
-
-
-def _triton() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError("Triton is missing: it comes with PyTorch's CUDA builds for Linux")
-    from highwater.engine.kernels import rows_triton
-
-    return rows_triton
