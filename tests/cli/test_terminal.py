@@ -228,6 +228,14 @@ def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, words):
     assert sum(max(1, -(-len(line) // 80)) for line in shown) <= 25, "\n".join(shown)
 
 
+@pytest.mark.parametrize("words", [("predict",), ("recommend", "--length", "8k")], ids=" ".join)
+def test_an_answer_stands_before_its_notes(on_a_terminal, tmp_path, words):
+    asked = (*words, "Qwen3-32B", "--gpus", "1xRTX-4090", *LORA, "--lora-base", "nf4")
+    shown = standing(on_a_terminal(tmp_path, *asked, columns=80))
+    assert "Qwen3-32B" in shown[0]
+    assert shown[-2].startswith("note: nf4 is lossy")
+
+
 def test_a_rollout_is_told_in_two_bars_and_on_paper(on_a_terminal, tmp_path):
     asked = "predict Qwen3-8B --gpus 8xH100-80GB --trainer trl --objective grpo --rollout vllm"
     named = "--sleep-level 2 --gpu-memory-utilization 0.5 --rollout-sequences 64 --length 32k"

@@ -42,6 +42,7 @@ from highwater.pages.study_answer import (
     published_tables,
     published_text,
     study_answer,
+    trial_answer,
     trial_table,
 )
 from highwater.pages.study_commands import resumed
@@ -112,7 +113,7 @@ def try_(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if result.outcome.is_fit else code
     if arguments.json:
         return console.answer_json({"schema_version": 1, "spec": spec, "result": result}, code)
-    console.answer_table(trial_table(spec, result))
+    console.answer_page(trial_answer(spec, result), trial_table(spec, result))
     typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
     console.next_command(_after_try(typed))
     return code

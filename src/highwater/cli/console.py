@@ -92,16 +92,21 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
     answer_exactly(text)
 
 
-def answer_page(sentence: str, *tables: TextTable) -> None:
-    """Print a sentence that is the answer, if any, and its tables, with an empty line between."""
+def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) -> None:
+    """Print a sentence that is the answer, if any, and its tables, with an empty line between; then
+    the notes on it.
+    """
     for number, table in enumerate(tables):
         if number or sentence:
             answer("" if number else f"{sentence}\n")
         answer_table(table)
+    notes(noted)
 
 
-def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
-    """Print the one document that is the answer, as JSON in stdout's encoding; the exit code."""
+def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[str] = ()) -> int:
+    """Print the one document that is the answer, as JSON in stdout's encoding, and the notes on it;
+    the exit code.
+    """
     text = plain_json(to_json(document, indent=2))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -110,6 +115,7 @@ def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
     with _answering():
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
+    notes(noted)
     return code
 
 

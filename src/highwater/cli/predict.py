@@ -87,10 +87,10 @@ def predict(arguments: argparse.Namespace) -> int:
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
     cost = prediction.cost
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
-    console.notes((*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed)))
+    notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(prediction, code)
+        return console.answer_json(prediction, code, noted=notes)
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
         prediction_answer(
@@ -99,6 +99,7 @@ def predict(arguments: argparse.Namespace) -> int:
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
+        noted=notes,
     )
     console.next_command(_after_predict(arguments, prediction))
     return code
@@ -138,11 +139,10 @@ def _of_data(arguments: argparse.Namespace) -> int:
 
 
 def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequence[str]) -> int:
-    console.notes(found.notes)
     if arguments.json:
-        return console.answer_json(found)
-    is_whole = vars(arguments).get("all_", False)
-    console.answer_page(data_answer(found), data_table(found, is_whole=is_whole))
+        return console.answer_json(found, noted=found.notes)
+    table = data_table(found, is_whole=vars(arguments).get("all_", False))
+    console.answer_page(data_answer(found), table, noted=found.notes)
     console.next_command(shlex.join(then))
     return EXIT_ANSWERED
 
@@ -179,12 +179,11 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
-    console.notes(told_notes(arguments, choice.notes))
-    best = choice.offers[0]
+    notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(choice, code)
-    console.answer_page(choice_answer(choice), choice_table(choice))
+        return console.answer_json(choice, code, noted=notes)
+    console.answer_page(choice_answer(choice), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)

@@ -72,17 +72,17 @@ def recommend(arguments: argparse.Namespace) -> int:
     found = found_for(arguments)
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
-    console.notes((*told_notes(arguments, found.notes), *host))
+    notes = (*told_notes(arguments, found.notes), *host)
     code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(found, code)
+        return console.answer_json(found, code, noted=notes)
     if arguments.list_ and found.chosen and predicted_traits(found.trainer):
         tables = [rung_list(found, is_explained=arguments.explain)]
     elif arguments.explain:
         tables = recommendation_tables(found, is_explained=True)
     else:
         tables = [telling_table(found)]
-    console.answer_page(recommendation_answer(found), *tables)
+    console.answer_page(recommendation_answer(found), *tables, noted=notes)
     console.next_command(_next(arguments, found))
     return code
 
