@@ -25,7 +25,7 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     assert caveat.endswith(" more: try it first")
     assert "Qwen3-8B" in caveat, "nobody has measured it"
     few = highwater("predict", "Qwen3-8B", "--gpus", "1xH100-80GB", "--strategy", "fsdp").stdout
-    assert "with H100-80GB, Qwen3-8B, offload and activations in host memory: try it" in few
+    assert "with H100-80GB, Qwen3-8B, states on host and activations on host: try it" in few
     assert following(done) == ["predict", "Qwen3-8B", *A100S, "--explain"]
 
 

@@ -36,6 +36,7 @@ QUESTIONS = (
     ("predict", MODEL, *GPUS, "--trainer", "trl", "--length", "64k"),
     ("predict", MODEL, *GPUS, "--objective", "grpo", "--entropy", "chunked"),
     ("predict", MODEL, *GPUS, "--recompute", "all-but-attention"),
+    ("predict", "Qwen3-8B", "--gpus", "1xH100-80GB", "--length", "32768"),
     ("recommend", "Qwen3-8B", *GPUS, "--length", "128k", "--explain"),
     ("recommend", "Qwen3-32B", "--gpus", "2xA100-80GB", "--length", "512k", "--explain"),
     ("find", MODEL, "--gpus", "2", *SIMULATED, "--ulysses", "1", "2"),
@@ -56,10 +57,11 @@ GUIDES: dict[str, Callable[[], Guide]] = {
     "lora": lambda: guide(predict=[MODEL], gpus=["2xA100-80GB"], trained={"lora": 16}),
 }
 REPORTED = ("edge-4b-2-full-native.jsonl", "grpo-0.6b-1-offload.jsonl", "qwen3-4b-79gib.jsonl")
+_GUIDES = ("guide", "predict", "recommend", "getting-started", "engine")
 DOCUMENTS = (
     *("README.md", "docs/guide-h200.md", "docs/capacities.svg", "docs/session.svg"),
     *("docs/results/h20/agreement.svg", "docs/concepts/memory.md"),
-    *(f"docs/guides/{name}.md" for name in ("guide", "predict", "recommend", "getting-started")),
+    *(f"docs/guides/{name}.md" for name in _GUIDES),
 )
 
 

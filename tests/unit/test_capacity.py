@@ -273,7 +273,7 @@ def test_what_no_recorded_trial_had_is_named():
     assert "LoRA" in unlike("Qwen3-4B", "NVIDIA H200", offload=False, lora=32)
     assert unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none") == (
         *("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses"),
-        *("offloaded states", "offload"),
+        *("moments on host", "states on host"),
     )
 
 
