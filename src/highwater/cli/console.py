@@ -28,8 +28,6 @@ from highwater.pages.table import TextTable, plain_table, terminal_table, termin
 from highwater.pages.text import ascii_json, folded, plain, plain_json, plain_lines
 
 _STDOUT, _STDERR = 1, 2
-_SELDOM_S = 5.0
-"""Seconds between two lines of what is waited for."""
 _USUAL_WIDTH = 80
 """Columns of a terminal that does not say how wide it is."""
 _DIGITS_OF_A_WIDTH = 6
@@ -93,9 +91,7 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
 
 
 def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) -> None:
-    """Print a sentence that is the answer, if any, and its tables, with an empty line between; then
-    the notes on it.
-    """
+    """Print the answer, a sentence if any and tables with empty lines between, then its notes."""
     for number, table in enumerate(tables):
         if number or sentence:
             answer("" if number else f"{sentence}\n")
@@ -103,10 +99,8 @@ def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) ->
     notes(noted)
 
 
-def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[str] = ()) -> int:
-    """Print the one document that is the answer, as JSON in stdout's encoding, and the notes on it;
-    the exit code.
-    """
+def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
+    """Print the one document that is the answer, as JSON in stdout's encoding; the exit code."""
     text = plain_json(to_json(document, indent=2))
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -115,7 +109,6 @@ def answer_json(document: object, code: int = EXIT_ANSWERED, *, noted: Sequence[
     with _answering():
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    notes(noted)
     return code
 
 
@@ -126,14 +119,13 @@ def talk(text: str = "") -> None:
 
 
 def seldom() -> Callable[[str], None]:
-    """Talk of what is waited for: at once, and then what is new every few seconds."""
-    last, next_s = "", 0.0
+    """Talk of what is waited for: at once, and then of what is new every five seconds."""
+    said_s: dict[str, float] = {}
 
     def say(text: str) -> None:
-        nonlocal last, next_s
-        if text != last and time.monotonic() >= next_s:
+        if text not in said_s and time.monotonic() > max(said_s.values(), default=0.0) + 5:
+            said_s[text] = time.monotonic()
             talk(text)
-            last, next_s = text, time.monotonic() + _SELDOM_S
 
     return say
 

@@ -270,11 +270,9 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
     ours = foreign_words().get(name, f"--{name} {{}}").split(" | ")
     said = next((each for each in ours if each.split()[0] in flags or each[0] != "-"), None)
     if said is None:
-        flag = ours[0].split()[0]
+        flag, typed = ours[0].split()[0], ours[0].replace("{}", value).strip()
         having = [name for name, parser in commands().items() if flag in parser.flags()]
-        also = "" if flag == f"--{name}" else f", as `{ours[0].replace('{}', value).strip()}`"
-        has = "has it" if len(having) == 1 else "have it"
-        return f"leave `--{name}` out here: {listed(having)} {has}{also}" if having else None
+        return f"leave `--{name}` out: `{typed}` is for {listed(having)}" if having else None
     if said[0] != "-":
         return said
     setting = said.split()[0].lstrip("-").replace("-", "_")

@@ -90,7 +90,8 @@ def predict(arguments: argparse.Namespace) -> int:
     notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(prediction, code, noted=notes)
+        console.notes(notes)
+        return console.answer_json(prediction, code)
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
         prediction_answer(
@@ -140,7 +141,8 @@ def _of_data(arguments: argparse.Namespace) -> int:
 
 def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequence[str]) -> int:
     if arguments.json:
-        return console.answer_json(found, noted=found.notes)
+        console.notes(found.notes)
+        return console.answer_json(found)
     table = data_table(found, is_whole=vars(arguments).get("all_", False))
     console.answer_page(data_answer(found), table, noted=found.notes)
     console.next_command(shlex.join(then))
@@ -182,7 +184,8 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(choice, code, noted=notes)
+        console.notes(notes)
+        return console.answer_json(choice, code)
     console.answer_page(choice_answer(choice), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest

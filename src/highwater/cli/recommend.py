@@ -75,7 +75,8 @@ def recommend(arguments: argparse.Namespace) -> int:
     notes = (*told_notes(arguments, found.notes), *host)
     code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
-        return console.answer_json(found, code, noted=notes)
+        console.notes(notes)
+        return console.answer_json(found, code)
     if arguments.list_ and found.chosen and predicted_traits(found.trainer):
         tables = [rung_list(found, is_explained=arguments.explain)]
     elif arguments.explain:

@@ -5,7 +5,7 @@ cells of a known table one hits; and the caveat below them, or all notes (``pred
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
 from highwater.memory.formula.constants import Term
@@ -44,7 +44,7 @@ from highwater.units import (
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
-    from highwater.api.gpu_choice import GpuChoice, Offer
+    from highwater.api.gpu_choice import GpuChoice
 
 _LACKS = {
     "device": "of each GPU",
@@ -134,7 +134,7 @@ def choice_answer(choice: "GpuChoice") -> str:
 
 def choice_table(choice: "GpuChoice") -> TextTable:
     """A row for each kind of GPUs, the cheapest first."""
-    (settings, ulysses), trained = _trained_columns(choice.offers)
+    trained = shared_training(e.trained.cell.settings for e in choice.offers if e.trained)
     return table_of(
         f"{plain(choice.model_name)}, {format_tokens(choice.length_tokens)} tokens"
         f"{trained and f', {trained}'}: predicted by formula",
@@ -143,30 +143,16 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
         ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
         ("tokens/s", "trained.step.tokens_per_s"),
-        ulysses,
-        settings,
+        ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
+        (
+            "settings",
+            lambda e: short_settings(e.trained.cell.settings, but=trained) if e.trained else "none",
+        ),
         names=1,
         footnotes=(
             "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
         ),
     )
-
-
-def _trained_columns(
-    rows: Sequence["Offer"] | Sequence["KeptLength"],
-) -> tuple[tuple[Column[Any], Column[Any]], str]:
-    """Columns of how each row is trained, settings and degree; and what all of them train."""
-    known = [each.trained.cell.settings for each in rows if each.trained]
-    but = shared_training(known)
-
-    def settings(each: Any) -> str:
-        return short_settings(each.trained.cell.settings, but=but) if each.trained else "none"
-
-    ulysses: Column[Any] = (
-        "Ulysses",
-        lambda each: each.trained.cell.layout.sharing if each.trained else "-",
-    )
-    return (("settings", settings), ulysses), but
 
 
 def _dollars(amount: float | None) -> str:
@@ -468,10 +454,8 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
     shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
     most = _MOST_SHOWN if prediction.length_tokens is None else _MOST_SHOWN - 2
-    if prediction.memory_limit.rollout is not None:  # of which two tables more are to be read
-        most = len({*ends})
-    elif prediction.answer is None:  # the sentence says what would fit
-        most = 2
+    most = 2 if prediction.answer is None else most  # the sentence says what would fit
+    most = most if prediction.memory_limit.rollout is None else len({*ends})  # a table follows
     while len(shown) > most and not is_every:
         gains = [
             (reach(each) / (reach(before) or 1), each.headroom_bytes - before.headroom_bytes, n)
@@ -632,11 +616,10 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
-    shown, columns, trained = found.lengths, (None, None), ""
-    if is_trained:
-        columns, trained = _trained_columns(found.lengths)
-        last = len(shown) if is_whole else shown.index(found.enough) + 2
-        shown = shown[:last][-last if is_whole else 1 - _MOST_SHOWN :]
+    trained = shared_training(e.trained.cell.settings for e in found.lengths if e.trained)
+    last = found.lengths.index(found.enough) + 2
+    is_short = is_trained and not is_whole
+    shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
     left = len(found.lengths) - len(shown)
     return table_of(
         f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
@@ -648,7 +631,12 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
-        *columns,
+        (
+            "settings",
+            lambda e: e.trained.cell.words.removeprefix(f"{trained}, ") if e.trained else "none",
+        )
+        if is_trained
+        else None,
         ("a step", "trained.step.time_s") if is_trained else None,
         ("one pass", "epoch_s") if is_trained else None,
         ("dollars", lambda each: _dollars(each.epoch_price))
