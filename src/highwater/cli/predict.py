@@ -30,13 +30,7 @@ from highwater.nouns.cluster import has_count, kinds_named
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LISTED, runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import (
-    DECLARED,
-    request_from,
-    setting_flags,
-    taken_by,
-    trial_flags,
-)
+from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name

@@ -148,8 +148,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "keys and values on",
     )
     copies: tuple[int, ...] = kinds.COUNTS(
-        (1,),
-        "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example",
+        (1,), "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example"
     )
     memory: Size | None = kinds.SIZE(
         None,

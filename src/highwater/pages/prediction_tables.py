@@ -33,14 +33,7 @@ from highwater.pages.page import template_lines
 from highwater.pages.table import Column, TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
-from highwater.units import (
-    GIB,
-    counted,
-    format_bytes,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import GIB, counted, format_bytes, format_seconds, format_share, format_tokens
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
@@ -377,10 +370,7 @@ def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]
 
 _LONGEST_BAR = 16
 """Characters."""
-_METHODS: dict[PredictionMethod, str] = {
-    "formula": "formula",
-    "trace": "traced steps, replayed",
-}
+_METHODS: dict[PredictionMethod, str] = {"formula": "formula", "trace": "traced steps, replayed"}
 _BINDINGS: dict[Binding, str] = {
     "device": "GPU memory",
     "host": "host memory",
