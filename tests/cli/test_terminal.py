@@ -209,7 +209,6 @@ LINES = {
         ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "32k", *DPO_LORA[2:]),
         ("predict", "Qwen3-8B", "--gpus", "8xH100", "--length", "2m"),
         ("predict", "Qwen3-8B", "--gpus", "8xH100", *ROLLOUT, "--length", "16k"),
-        ("find", "Qwen3-8B", "--gpus", "1", "2", "4", "8", *SIMULATED),
         ("data", "long.jsonl"),
         *(
             ("emit", "--for", each, "Qwen3-8B", "--gpus", "4xH20", "--length", "32k", "-o", "o")

@@ -61,8 +61,7 @@ def fewest_gpus(model: str, *, gpus: str, length: int | str, **asked: Any) -> Pr
     8 or 16, and of 16 where none does. The other keywords are those of ``predict``.
     """
     tried = []
-    counts = (*_COUNTS, MOST_GPUS_OF_A_MACHINE)
-    for each in _by_count(model, gpus, counts, length=length, **asked):
+    for each in _by_count(model, gpus, (*_COUNTS, MOST_GPUS_OF_A_MACHINE), length=length, **asked):
         tried.append(each)
         if any(cell.capacity_tokens for cell in each.cells):
             break

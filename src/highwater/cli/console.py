@@ -120,7 +120,7 @@ def talk(text: str = "") -> None:
 
 def seldom() -> Callable[[str], None]:
     """Talk of what is waited for: at once, and then of what is new every five seconds."""
-    said_s: dict[str, float] = {}
+    said_s: dict[str, float] = {}  # by what was said
 
     def say(text: str) -> None:
         if text not in said_s and time.monotonic() > max(said_s.values(), default=0.0) + 5:

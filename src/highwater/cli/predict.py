@@ -75,11 +75,10 @@ def predict(arguments: argparse.Namespace) -> int:
     if not is_counted:
         gpus = prediction.gpus + arguments.rollout_gpus
         arguments.cluster = f"{gpus}x{arguments.cluster}"
-    limit = prediction.memory_limit
-    is_said = prediction.answer is not None  # which says what host memory is taken for there
-    is_bound = not is_said and any(cell.binding == "host" for cell in prediction.cells)
+    limit, cost = prediction.memory_limit, prediction.cost
+    is_bound = any(cell.binding == "host" for cell in prediction.cells)
+    is_bound &= prediction.answer is None  # an answer says what host memory is taken for
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
-    cost = prediction.cost
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
     notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
@@ -208,7 +207,10 @@ def _predicted(
         calibrate_with=arguments.calibrate,
         constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
-        on_calibrate=_say_calibrated,
+        on_calibrate=lambda trials, traces: console.talk(
+            f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
+            f"{traces}"
+        ),
         **typed_place(arguments),
         **settings,
     )
@@ -251,13 +253,6 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
         f"{format_tokens(spec.length_tokens)} tokens"
     )
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
-
-
-def _say_calibrated(trials: int, traces: int) -> None:
-    console.talk(
-        f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
-        f"{traces}"
-    )
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:

@@ -259,7 +259,8 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
     if not is_step_of(step_of, arguments.for_):
         which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
-    console.talk(f"{which}: there is nothing to configure")
+    would = "" if found.chosen else f". {recommendation_answer(found)}"
+    console.talk(f"{which}: there is nothing to configure{would}")
     if arguments.json:
         return console.answer_json(found, EXIT_ANSWERED_NO)
     console.next_command(again)

@@ -411,12 +411,6 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         )
 
     @property
-    def names_grid(self) -> bool:
-        """Whether it names all that a search chooses itself, as the published one does."""
-        chosen = (self.allocator, self.loss, self.offload, self.activations, self.ulysses)
-        return None not in chosen
-
-    @property
     def on_ray(self) -> bool:
         """Whether trials run on a Ray cluster."""
         return self.runner == "ray" or (self.runner is None and self.address is not None)
@@ -586,15 +580,14 @@ def _mistyped(
         any_other = row.any_other and f"; `{typed(row.any_other)}` stands for any other"
         hint = word_hint(name, shown, allowed, typed=typed, listed=_EVERY_SETTING)
         return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"{hint}{any_other}")
+    near = nearest(shown, allowed) or row.example or row.kind.example
+    works = spelling.setting(name, DEFAULTS.get(name, near))
     if name == "gpus" and spelling is TYPED and " " not in shown:
         with suppress(UsageError):  # GPUs as `predict` is told them
             meant = cluster(shown, gpu_memory_bytes=None, machine=None)
-            gpus, memory = f"--gpus {meant.gpus}", format_bytes(meant.device_bytes).replace(" ", "")
-            hint = f"use `{gpus}`; where they are not, find and try take "
-            hint += f"`{gpus} --device cuda --memory {memory} --dry-run`"
-            return UsageError(f"{problem} {row.kind.expected}", hint=hint)
-    near = nearest(shown, allowed) or row.example or row.kind.example
-    works = spelling.setting(name, DEFAULTS.get(name, near))
+            memory = format_bytes(meant.device_bytes).replace(" ", "")
+            works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
+            works += f"{meant.gpus} --device cuda --memory {memory} --dry-run"
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 

@@ -30,7 +30,7 @@ from highwater.nouns.settings import (
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits
 from highwater.pages.page import template_lines
-from highwater.pages.table import Column, TextTable, table_of
+from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
 from highwater.units import GIB, counted, format_bytes, format_seconds, format_share, format_tokens
@@ -80,7 +80,7 @@ def _answered(
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
         many = "up to " * (is_fewest and prediction.gpus > 1)
-        return _nothing(prediction, f"{many}{where}", by, longest, alternatives)
+        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     by = f"{by[:1].upper()}{by[1:]}"
@@ -188,11 +188,14 @@ def _where(found: Prediction | Recommendation) -> str:
     row = REGISTRY[found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
-    trainer = "" if found.trainer == OURS else by
+    return f"{_gpus(found)}{'' if found.trainer == OURS else by}"
+
+
+def _gpus(found: Prediction | Recommendation) -> str:
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
-        return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
-    return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+        return f"{gpus} of {format_bytes(found.device_bytes)}"
+    return f"{found.gpus} x {plain(found.device_name)}"
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
@@ -213,17 +216,13 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _nothing(
-    prediction: Prediction,
-    where: str,
-    by: str,
-    longest: Prediction | None,
-    others: Sequence[Alternative],
+    prediction: Prediction, where: str, longest: Prediction | None, others: Sequence[Alternative]
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     native = prediction.native_length_tokens
-    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native
@@ -399,11 +398,6 @@ def prediction_table(
             return "-" if each.capacity_tokens else binding
         return binding if fails is None else f"{format_tokens(fails)}: {binding}"
 
-    reach: list[Column[CellPrediction]] = [("fits", _fits)]
-    if not at_length:
-        reach = [("trains up to", lambda each: _reach(each, native))]
-        if is_wide:
-            reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
     shown = prediction.cells if is_whole else _telling(prediction, is_every=is_explained)
     left = len(prediction.cells) - len(shown)
     beaten = (f"{counted(left, 'more setting')}: `--all`",) if left else ()
@@ -415,7 +409,10 @@ def prediction_table(
         ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
-        *reach,
+        ("fits", _fits) if at_length else ("trains up to", lambda each: _reach(each, native)),
+        ("may reach", lambda each: _length(each.likely_edge_tokens, native))
+        if is_wide and not at_length
+        else None,
         ("a step", "step.time_s") if is_timed and is_wide else None,
         ("tokens/s", "step.tokens_per_s") if is_timed else None,
         ("headroom", "headroom_bytes") if is_wide or at_length else None,
@@ -687,17 +684,13 @@ def _title(prediction: Prediction) -> str:
     asked, title = prediction.length_tokens, REGISTRY[prediction.trainer].title
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
-    where = f"{prediction.gpus} x {plain(prediction.device_name)}"
-    each = f", {format_bytes(prediction.device_bytes)} each"
-    if prediction.device_name == nameless(prediction.device_bytes):
-        where, each = _where(prediction), ""
-    return f"{plain(prediction.model_name)} on {where}{each}{length}{trainer}"
+    is_nameless = prediction.device_name == nameless(prediction.device_bytes)
+    each = "" if is_nameless else f", {format_bytes(prediction.device_bytes)} each"
+    return f"{plain(prediction.model_name)} on {_gpus(prediction)}{each}{length}{trainer}"
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """Say how sure one length is: ``safe``, ``likely``, ``tight``, or ``no``, and what lacks then
-    where a GPU has room.
-    """
+    """Say how sure one length is: ``safe`` to ``tight``, or ``no``, and what lacks beside a GPU."""
     if predicted.risk is None:
         has_room = predicted.headroom_bytes >= 0 and predicted.binding != "ceiling"
         no = f"no: {_BINDINGS[predicted.binding]}" if has_room else "no"

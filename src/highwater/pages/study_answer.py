@@ -434,7 +434,11 @@ def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
             figures = groups.setdefault(title, {}).setdefault(model, {})
             answer = study.answer_of(cell)
             if answer is not None and answer.capacity_tokens is not None:
-                figures[cell.layout] = _published_figure(question, answer)
+                memory_only = memory_only_text(question, answer, commas=False)
+                least = "≥" if answer.is_at_least else ""
+                capacity = capacity_text(question, answer, none="-", commas=False)
+                both = f"{capacity} ({least}{memory_only})"  # ``131072* (643072* memory-only)``
+                figures[cell.layout] = both if memory_only else f"{least}{capacity}"
     return tuple(
         layout_table(title, figures, heads=("#GPU", "SP"), names=2 + len(figures))
         for title, figures in groups.items()
@@ -487,11 +491,3 @@ def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -
         )
     least = "≥" if answer.is_at_least else ""
     return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
-
-
-def _published_figure(question: Question, answer: CellAnswer) -> str:
-    """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only = memory_only_text(question, answer, commas=False)
-    least = "≥" if answer.is_at_least else ""
-    capacity = capacity_text(question, answer, none="-", commas=False)
-    return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"
