@@ -54,6 +54,11 @@ def test_where_no_number_trains_it_the_most_that_was_tried_is_named(highwater):
     assert "--gpus 16xH100 " in done.stderr.splitlines()[-1]
 
 
+def test_one_gpu_is_the_cheapest(highwater):
+    done = highwater("predict", "Qwen3-0.6B", "--gpus", "B200,H100", "--length", "8k")
+    assert done.stdout.startswith("1 x H100-80GB is the cheapest of these to train")
+
+
 def test_a_model_in_four_bits_is_asked_about_on_one_gpu_alone(highwater):
     words = ("--gpus", "RTX-4090", "--length", "8k", "--lora", "16", "--lora-base", "nf4")
     done = highwater("predict", "Qwen3-8B", *words)

@@ -120,8 +120,8 @@ def choice_answer(choice: "GpuChoice") -> str:
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     return (
-        f"{best.gpus} x {plain(best.device_name)} are the {which} of these to train {model} at "
-        f"{tokens}{dollars}, {how}. Predicted."
+        f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
+        f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
     )
 
 
