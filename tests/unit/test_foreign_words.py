@@ -55,7 +55,7 @@ def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, o
 )
 def test_a_flag_of_other_commands_names_them(command, typed, said):
     hint = hint_of(command, "Qwen3-8B", *typed.split())
-    assert hint == f"leave `{typed.split()[0]}` out: `{said}` is for find, try and train"
+    assert hint == f"leave `{typed.split()[0]}` out: {said} is for find, try and train"
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
     if said is None:
         flag, typed = ours[0].split()[0], ours[0].replace("{}", value).strip()
         having = [name for name, parser in commands().items() if flag in parser.flags()]
-        return f"leave `--{name}` out: `{typed}` is for {listed(having)}" if having else None
+        return f"leave `--{name}` out: {typed} is for {listed(having)}" if having else None
     if said[0] != "-":
         return said
     setting = said.split()[0].lstrip("-").replace("-", "_")
