@@ -252,9 +252,9 @@ def _become(order: Order, given: Given, prepare: Prepare) -> NoReturn:
         if (inside := environment.pop(INSIDE, None)) is not None:
             _enter(inside)
         os.chdir(order["cwd"])
-        _show(order["shown"], environment)
         os.environ.clear()
         os.environ.update(environment)
+        _show(order["shown"], environment)  # over what the variables were read from, so after
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from highwater.model.model import load_model
+from highwater.model.model import Model, load_model
 
 TINY = {
     "model_type": "qwen3",
@@ -74,3 +74,8 @@ def write_model(directory: Path, config: dict[str, Any] = TINY, **changes: Any) 
     fields = {name: value for name, value in {**config, **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+def written_model(directory: Path, config: dict[str, Any] = TINY, **changes: Any) -> Model:
+    """The model of a directory that is written so, as it is read."""
+    return load_model(str(write_model(directory, config, **changes)))

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
@@ -102,18 +104,17 @@ def sizes(tree: Path) -> dict[str, int]:
         path: path.read_text(encoding="utf-8").count("\n")
         for path in sorted((tree / "src").rglob("*.py"))
     }
-    parsed = {path: ast.parse(path.read_text(encoding="utf-8")) for path in lines}
+    modules = [ast.parse(path.read_text(encoding="utf-8")) for path in lines]
+    inside = [list(ast.walk(module)) for module in modules]
     return {
         "src_lines": sum(lines.values()),
         "src_files": len(lines),
         "src_small_files": sum(
             count < SMALL_LINES for path, count in lines.items() if path.name != "__init__.py"
         ),
-        "process_starts": sum(starts_processes(module) for module in parsed.values()),
-        "functions": sum(
-            isinstance(node, FUNCTION) for module in parsed.values() for node in ast.walk(module)
-        ),
-        "one_caller_functions": len(one_caller(list(parsed.values()))),
+        "process_starts": sum(starts_processes(nodes) for nodes in inside),
+        "functions": sum(isinstance(node, FUNCTION) for nodes in inside for node in nodes),
+        "one_caller_functions": len(one_caller(modules, chain.from_iterable(inside))),
         "tests_lines": sum(
             path.read_text(encoding="utf-8").count("\n") for path in (tree / "tests").rglob("*.py")
         ),
@@ -122,31 +123,30 @@ def sizes(tree: Path) -> dict[str, int]:
     }
 
 
-def one_caller(modules: list[ast.Module]) -> list[str]:
-    """Functions of a module whose name stands once in all of src, but where it is defined and
-    imported.
+def one_caller(modules: list[ast.Module], nodes: Iterable[ast.AST]) -> list[str]:
+    """Functions of a module whose name stands once among all nodes of src, but where it is defined
+    and imported.
     """
     names = Counter(
         node.name for module in modules for node in module.body if isinstance(node, FUNCTION)
     )
     uses = Counter(
         node.id if isinstance(node, ast.Name) else node.attr
-        for module in modules
-        for node in ast.walk(module)
+        for node in nodes
         if isinstance(node, ast.Name | ast.Attribute)
     )
     return [name for name, count in names.items() if count == 1 and uses[name] == 1]
 
 
-def starts_processes(module: ast.Module) -> int:
+def starts_processes(nodes: list[ast.AST]) -> int:
     """Calls in a module that start a process, by whatever name it imported them."""
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(module)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    called = (ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call))
+    called = (ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call))
     return sum(imported.get(name, name) in STARTS for name in called)
 
 

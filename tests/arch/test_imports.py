@@ -5,13 +5,15 @@ they stand: in a function, or for a type checker alone.
 import ast
 import re
 import tomllib
+from collections.abc import Iterable, Mapping, Set
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from source_trees import PACKAGE, nodes
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "highwater"
 STACKS = [
     [re.split(r" [|:] ", layer) for layer in contract["layers"]]
     for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
@@ -32,17 +34,18 @@ ABOVE_ENGINE = "highwater.engine"
 Graph = dict[str, set[str]]
 
 
-def import_graph(package: Path) -> Graph:
+def import_graph(package: Path, files: Mapping[Path, Iterable[ast.AST]]) -> Graph:
     """What each module imports of its own package: every `import` in its file is read."""
-    files = {module_name(path, package): path for path in package.rglob("*.py")}
+    found = {module_name(path, package): inside for path, inside in files.items()}
     return {
-        name: {
-            found
-            for node in ast.walk(ast.parse(path.read_text()))
-            for found in imported(node, files.keys())
-        }
-        for name, path in files.items()
+        name: {each for node in inside for each in imported(node, found.keys())}
+        for name, inside in found.items()
     }
+
+
+@cache
+def graph_of_src() -> Graph:
+    return import_graph(PACKAGE, nodes())
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -50,7 +53,7 @@ def module_name(path: Path, package: Path) -> str:
     return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
-def imported(node: ast.AST, modules: set[str]) -> set[str]:
+def imported(node: ast.AST, modules: Set[str]) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & modules
     if not isinstance(node, ast.ImportFrom):
@@ -89,9 +92,8 @@ def room_of(name: str) -> str:
 
 
 def test_no_module_imports_itself_through_others():
-    graph = import_graph(PACKAGE)
-    assert len(graph) > 200
-    assert cycle(graph) == []
+    assert len(graph_of_src()) > 200
+    assert cycle(graph_of_src()) == []
 
 
 @pytest.mark.parametrize(
@@ -102,21 +104,24 @@ def test_no_module_imports_itself_through_others():
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from own import one\n",
     ],
 )
-def test_a_cycle_is_found_whichever_way_it_is_closed(late, tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "__init__.py").touch()
-    (own / "one.py").write_text("import json\nfrom own.two import start\nfirst = json\n")
-    (own / "two.py").write_text("from own import three\n")
-    (own / "three.py").touch()
-    assert cycle(import_graph(own)) == []
-    (own / "three.py").write_text(late)
-    assert set(cycle(import_graph(own))) == {"own.one", "own.two", "own.three"}
+def test_a_cycle_is_found_whichever_way_it_is_closed(late):
+    texts = {
+        "__init__": "",
+        "one": "import json\nfrom own.two import start\nfirst = json\n",
+        "two": "from own import three\n",
+    }
+
+    def found(three: str) -> list[str]:
+        own = {Path("own", f"{name}.py"): text for name, text in (texts | {"three": three}).items()}
+        read = {path: ast.walk(ast.parse(text)) for path, text in own.items()}
+        return cycle(import_graph(Path("own"), read))
+
+    assert found("") == []
+    assert set(found(late)) == {"own.one", "own.two", "own.three"}
 
 
 def test_every_import_goes_down_the_rooms():
-    graph = import_graph(PACKAGE)
-    up = {(name, each) for name, found in graph.items() for each in found if name != each}
+    up = {(name, each) for name, found in graph_of_src().items() for each in found if name != each}
     assert not {pair for pair in up if not goes_down(*pair)}
 
 
@@ -143,8 +148,8 @@ BY_NAME = {
 def test_nothing_but_the_package_and_the_registry_loads_modules_by_a_name_in_a_string():
     loading = {
         (str(path.relative_to(PACKAGE)), ast.unparse(node))
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, inside in nodes().items()
+        for node in inside
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
     }
     others = loading - BY_NAME.items()
@@ -158,8 +163,8 @@ def test_nothing_that_another_machine_sends_is_unpickled():
     collectives |= {"scatter_object_list", "send_object_list", "recv_object_list"}
     named = {
         f"{path.relative_to(PACKAGE)}: {node.attr}"
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, inside in nodes().items()
+        for node in inside
         if isinstance(node, ast.Attribute)
         and (node.attr in collectives or ast.unparse(node) in ("pickle.loads", "pickle.load"))
     }

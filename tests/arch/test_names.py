@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from source_trees import PACKAGE, nodes, trees
+
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "src" / "highwater"
 ROOMS = {
     *("cli", "pages", "api", "recommendation", "search", "trials", "trainers", "store", "memory"),
     *("model", "nouns", "engine"),
@@ -46,37 +47,32 @@ SAME_BY_CHANCE = {
 UNITS = {"KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
 
 
-def files() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
-
-
 def test_the_rooms_are_these():
-    found = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    found = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert found == ROOMS
-    for room in found:
-        assert ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text()))
+    assert all(ast.get_docstring(trees()[PACKAGE / room / "__init__.py"]) for room in found)
 
 
 def test_no_file_has_a_name_that_was_given_up():
-    assert not [path for path in files() if path.stem in GIVEN_UP_FILES]
-    assert not {path.parent.name for path in files()} & {"prediction", "report", "launch"}
+    assert not [path for path in trees() if path.stem in GIVEN_UP_FILES]
+    assert not {path.parent.name for path in trees()} & {"prediction", "report", "launch"}
 
 
 def test_nothing_in_a_file_has_a_name_that_was_given_up():
     found: dict[str, set[str]] = defaultdict(set)
-    for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, inside in nodes().items():
+        for node in inside:
             names = {getattr(node, name, None) for name in ("id", "attr", "arg", "name", "asname")}
             for name in names & GIVEN_UP_WORDS:
-                found[str(name)].add(str(path.relative_to(SOURCE)))
+                found[str(name)].add(str(path.relative_to(PACKAGE)))
     for name, where in found.items():
         assert where <= ELSEWHERE.get(name, set()), name
 
 
 def test_no_two_files_of_one_name_mean_different_things():
     stems: dict[str, list[str]] = defaultdict(list)
-    for path in files():
-        stems[path.stem].append(str(path.relative_to(SOURCE)))
+    for path in trees():
+        stems[path.stem].append(str(path.relative_to(PACKAGE)))
     twice = {stem for stem, paths in stems.items() if len(paths) > 1}
     assert twice - {"__init__"} == set(SHARED)
 
@@ -93,9 +89,9 @@ def test_no_two_files_of_tests_are_one_module():
 
 def test_a_number_of_one_name_and_one_value_stands_once():
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for path in files():
-        for name, value in numbers(ast.parse(path.read_text())):
-            places[name.strip("_"), value].append(f"{path.relative_to(SOURCE)}: {name}")
+    for path, tree in trees().items():
+        for name, value in numbers(tree):
+            places[name.strip("_"), value].append(f"{path.relative_to(PACKAGE)}: {name}")
     assert len(places) > 100
     twice = {found[0].partition(": ")[2]: found for found in places.values() if len(found) > 1}
     assert {name: found for name, found in twice.items() if name not in SAME_BY_CHANCE} == {}
@@ -119,11 +115,11 @@ def numbers(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 def test_no_two_types_have_one_name():
     types: dict[str, list[str]] = defaultdict(list)
-    for path in files():
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in trees().items():
+        for node in tree.body:
             name = node.name if isinstance(node, ast.ClassDef) else _alias(node)
             if name is not None:
-                types[name].append(str(path.relative_to(SOURCE)))
+                types[name].append(str(path.relative_to(PACKAGE)))
     assert {name: where for name, where in types.items() if len(where) > 1} == {}
 
 

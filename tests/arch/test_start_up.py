@@ -2,6 +2,7 @@
 it.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +17,44 @@ SNAPSHOTS = tuple(
 HEAVY = ("torch", "transformers", "safetensors", "numpy")
 MOST_CALLS = 1_100_000
 """Functions that a command which only talks calls, those of its imports too."""
+RECOMMEND = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k")
+DRY = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
+FIND = ("find", "Qwen3-0.6B", *DRY)
+MODULES = (
+    *("highwater", "highwater.api.search", "highwater.cli.commands"),
+    *("highwater.cli.search_context_length_capacity", "highwater.trials.local"),
+    *("highwater.engine", "highwater.engine.ranks"),
+)
+COMMANDS = (
+    *(("--help",), ("find", "--help"), ("schema",), RECOMMEND),
+    (*FIND, "--study", "s.jsonl"),
+    ("try", "Qwen3-0.6B", "--length", "8k", *DRY),
+    ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "-o", "guide.md"),
+    *(("show", "s.jsonl", "--as", form) for form in ("table", "published", "json")),
+    *(("report", "s.jsonl", "-o", f"r.{form}") for form in ("html", "md", "csv", "json")),
+    ("profile", *SNAPSHOTS, "--html", "p.html"),
+)
+"""What trains nothing; each is run after those before it."""
 _RUN = f"""
-import sys
+import importlib, json, sys
+
+def check(what):
+    heavy = [name for name in {HEAVY!r} if name in sys.modules]
+    if heavy:
+        sys.exit(f"{{what}} imports {{heavy}}")
+
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    check(name)
 from highwater.cli.app import main
-try:
-    code = main(sys.argv[1:])
-except SystemExit as leaving:
-    code = leaving.code
-heavy = [name for name in {HEAVY!r} if name in sys.modules]
-sys.exit(f"imported {{heavy}}" if heavy else code)
+for words in json.loads(sys.argv[2]):
+    try:
+        code = main(words)
+    except SystemExit as leaving:
+        code = leaving.code
+    check(words)
+    if code:
+        sys.exit(f"{{words}} ended with {{code}}")
 """
 _COUNTED = """
 import cProfile, sys
@@ -38,69 +68,26 @@ except SystemExit:
 counted.disable()
 print(sum(each.callcount for each in counted.getstats()), file=sys.stderr)
 """
-RECOMMEND = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "64k")
-DRY = ("--device", "cuda", "--memory", "80GiB", "--dry-run")
 
 
-def run(code: str, *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter."""
     return subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd
     )
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("highwater", "highwater.api.search", "highwater.cli.commands"),
-        *("highwater.cli.search_context_length_capacity", "highwater.trials.local"),
-        *("highwater.engine", "highwater.engine.ranks"),
-    ],
-)
-def test_importing_the_control_plane_imports_nothing_heavy(module):
-    done = run(f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])")
-    assert done.stdout == "[]\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(
-            ("--help",),
-            ("find", "--help"),
-            ("find", "Qwen3-0.6B", *DRY),
-            ("try", "Qwen3-0.6B", "--length", "8k", *DRY),
-            ("schema",),
-        ),
-        ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "-o", "guide.md"),
-        RECOMMEND,
-    ],
-)
-def test_a_command_that_trains_nothing_imports_nothing_heavy(words, tmp_path):
-    done = run(_RUN, *words, cwd=tmp_path)
+def test_neither_the_control_plane_nor_a_command_that_trains_nothing_imports_what_is_heavy(
+    tmp_path,
+):
+    done = run(_RUN, json.dumps(MODULES), json.dumps(COMMANDS), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_shown_and_reported_of_a_study_imports_nothing_heavy(tmp_path):
-    assert run(_RUN, "find", "Qwen3-0.6B", *DRY, "--study", "s.jsonl", cwd=tmp_path).returncode == 0
-    for form in ("table", "published", "json"):
-        assert run(_RUN, "show", "s.jsonl", "--as", form, cwd=tmp_path).returncode == 0
-    for form in ("html", "md", "csv", "json"):
-        assert run(_RUN, "report", "s.jsonl", "-o", f"r.{form}", cwd=tmp_path).returncode == 0
-
-
-def test_a_profile_imports_nothing_heavy(tmp_path):
-    assert run(_RUN, "profile", *SNAPSHOTS, "--html", "p.html", cwd=tmp_path).returncode == 0
-
-
 @pytest.mark.parametrize(
     "words",
-    [
-        ("--help",),
-        ("find", "Qwen3-0.6B", *DRY),
-        ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"),
-        RECOMMEND,
-    ],
+    [("--help",), FIND, ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB"), RECOMMEND],
+    ids=lambda words: words[0],
 )
 def test_a_command_that_trains_nothing_answers_at_once(words, tmp_path):
     done = run(_COUNTED, *words, cwd=tmp_path)

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from fork_server import COMMANDS, ForkServer
+from fork_server import COMMANDS, TESTS, ForkServer
 from tiny_models import write_model
 
 BIN = Path(sys.executable).parent
@@ -28,6 +28,8 @@ SIMULATED_ON_THE_CPU = (
 
 TIMEOUT_S = 240
 """Of one command."""
+HERE = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PATH": f"{BIN}:{os.environ['PATH']}"}
+"""What a command finds in its environment."""
 
 FORKING = """\
 import subprocess
@@ -39,8 +41,7 @@ subprocess.Popen = Forked
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="session")
-def forked(fork_server: ForkServer) -> Run:
+def _forking(server: ForkServer) -> Run:
     """Runs a program with the whole of its environment: as installed each costs a third of a second
     of imports, and the tests start more than a thousand.
     """
@@ -48,42 +49,49 @@ def forked(fork_server: ForkServer) -> Run:
     def forked(
         program: str, *words: str, cwd: Path, environment: dict[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        return fork_server.run(
-            COMMANDS[program],
-            program,
-            *words,
-            within_s=TIMEOUT_S,
-            cwd=cwd,
-            environment=environment,
-        )
+        how: dict[str, Any] = {"within_s": TIMEOUT_S, "cwd": cwd, "environment": environment}
+        return server.run(COMMANDS[program], program, *words, **how)
 
     return forked
 
 
+@pytest.fixture(scope="session")
+def forked(fork_server: ForkServer) -> Run:
+    """Runs a program by the server of all tests."""
+    return _forking(fork_server)
+
+
+@pytest.fixture(scope="session")
+def forked_without_the_hub() -> Iterator[Run]:
+    """The same by one that has not imported ``huggingface_hub``, which reads its environment then;
+    it starts with the first program.
+    """
+    programs = (main.partition(":")[0] for main in COMMANDS.values())
+    server = ForkServer(*programs, "warmed_commands", environment={"PYTHONPATH": str(TESTS)})
+    yield _forking(server)
+    server.end()
+
+
 @pytest.fixture
-def run(tmp_path: Path, forked: Run) -> Run:
+def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
     """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
     alike.
 
-    What the environment tells the interpreter, or a library as it is imported, needs an interpreter
-    of its own; ``found_in`` is a folder of modules for what a command starts.
+    What the environment tells the interpreter needs one of its own; ``found_in`` is a folder of
+    modules for what a command starts.
     """
 
     def run(
         program: str, *words: str, found_in: str | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        hidden = {
-            "CUDA_VISIBLE_DEVICES": "",
-            "COLUMNS": "200",
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-        }
-        everything = {**os.environ, **hidden, **environment}
-        is_told = any(name.startswith(("PYTHON", "HF_")) for name in environment)
+        everything = {**os.environ, **HERE, **environment}
         if found_in is not None:
             everything["PYTHONPATH"] = found_in
-        if program in COMMANDS and not is_told:
-            return forked(program, *words, cwd=tmp_path, environment=everything)
-        return installed(program, *words, cwd=tmp_path, environment=everything)
+        if program not in COMMANDS or any(name.startswith("PYTHON") for name in environment):
+            return installed(program, *words, cwd=tmp_path, environment=everything)
+        is_told = any(name.startswith("HF_") for name in environment)
+        by = forked_without_the_hub if is_told else forked
+        return by(program, *words, cwd=tmp_path, environment=everything)
 
     return run
 

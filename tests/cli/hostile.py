@@ -1,7 +1,8 @@
 """Commands with hostile values, run one after another in this process: prints what of them ended as
 no command may.
 
-``python hostile.py``: each flag with the next one of the values; with ``every``: with all of them.
+``python hostile.py``: each flag with the next one of the values; with ``every``: with all of them;
+with a JSON list of commands: these, each with what it says.
 """
 
 import contextlib
@@ -20,29 +21,15 @@ from highwater.cli.grammar import commands
 from tables import table
 from tiny_models import TINY
 
-SNAPSHOT = Path(__file__).parents[1] / "data" / "snapshots" / "trainer_out_of_memory.pickle"
 CPU_SECONDS = 20
 """Of one command; what takes longer hangs."""
-SIMULATED = ("--device", "cuda", "--memory", "80GiB", "--dry-run", "--max-length", "8k")
+ROOT = Path(__file__).parents[2]
 BASES = {
-    "find": ("Qwen3-0.6B", *SIMULATED),
-    "try": ("Qwen3-0.6B", "--length", "8k", *SIMULATED[:-2]),
-    "predict": ("Qwen3-0.6B", "--gpus", "2xA100-80GB"),
-    "recommend": ("Qwen3-0.6B", "--gpus", "2xA100-80GB", "--length", "8k"),
-    "emit": ("Qwen3-0.6B", "--for", "trl", "--gpus", "2xA100-80GB", "--length", "8k"),
-    "guide": ("--predict", "Qwen3-0.6B", "--gpus", "2xA100-80GB"),
-    "models": (),
-    "gpus": (),
-    "show": (),
-    "report": (),
-    "profile": (str(SNAPSHOT),),
-    # two reasons to refuse, after everything is read: a value of one flag leaves the other
-    "bench": (
-        *("attention", "--device", "cpu", "--implementations", "ring"),
-        *("--heads", "3", "--kv-heads", "2"),
-    ),
+    command: [str(ROOT / word) if "/" in word else word for word in words.split()]
+    for command, words in table("hostile", "bases").items()
 }
-"""Commands that answer without a GPU, and start nothing."""
+"""Commands that answer without a GPU, and start nothing. That of ``bench`` has two reasons to
+refuse, after everything is read: a value of one flag leaves the other."""
 LONG = "x" * 300
 NUMBERS = (
     *table("hostile", "numbers"),
@@ -105,20 +92,27 @@ def cases(*, is_every: bool) -> Iterator[list[str]]:
                     yield [command, value, *(word for word in words if word != "Qwen3-0.6B")]
 
 
-def fault_of(words: list[str]) -> tuple[object, str | None]:
-    """Its exit code, and what is wrong with how the command ended."""
+def ended(words: list[str]) -> tuple[object, str, str]:
+    """How the command ended, what it answered, and what it said beside it."""
     out, err = io.StringIO(), io.StringIO()
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code: object = main(words)
     except Hanging:
-        return "hangs", "hangs"
+        return "hangs", "", "hangs"
     except BaseException as error:  # noqa: BLE001 -- whatever it is, it is a fault
-        return "raises", repr(error)
+        return "raises", "", repr(error)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    said = err.getvalue()
+    return code, out.getvalue(), err.getvalue()
+
+
+def fault_of(words: list[str]) -> tuple[object, str | None]:
+    """Its exit code, and what is wrong with how the command ended."""
+    code, _, said = ended(words)
+    if code in ("hangs", "raises"):
+        return code, said
     if code not in (0, 1, 2, 3, 4) or "Traceback" in said:
         return code, f"exit code {code}: {said[-2000:]}"
     if code in (2, 3) and not ("error: " in said and "\nhint: " in said):
@@ -134,9 +128,12 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     prepare()
     signal.signal(signal.SIGVTALRM, _hang)
-    ended = [(words, *fault_of(words)) for words in cases(is_every="every" in sys.argv)]
+    if sys.argv[1:] and sys.argv[1] != "every":
+        sys.stdout.write(json.dumps([ended(words) for words in json.loads(sys.argv[1])]) + "\n")
+        sys.exit()
+    found = [(words, *fault_of(words)) for words in cases(is_every="every" in sys.argv)]
     faults = [
-        ([word[:60] for word in words], fault) for words, _, fault in ended if fault is not None
+        ([word[:60] for word in words], fault) for words, _, fault in found if fault is not None
     ]
-    codes = Counter(str(code) for _, code, _ in ended)
-    sys.stdout.write(json.dumps({"cases": len(ended), "codes": codes, "faults": faults}) + "\n")
+    codes = Counter(str(code) for _, code, _ in found)
+    sys.stdout.write(json.dumps({"cases": len(found), "codes": codes, "faults": faults}) + "\n")

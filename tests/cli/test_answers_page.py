@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from highwater.cli.app import main
 from highwater.memory.capacity import Prediction
 from highwater.nouns.codec import from_json, to_builtins
 from highwater.pages.prediction_tables import prediction_answer
@@ -92,17 +93,16 @@ def some() -> str:
 
 
 @pytest.mark.timeout(3600)  # every answer of 180 places, where HIGHWATER_DEEP is set
-def test_the_page_answers_as_predict_does(some, run):
+def test_the_page_answers_as_predict_does(some, capsys):
     places = questions_in(answers_in(some))
     asked = [each for answers in places for each in around_its_edge(answers)]
     assert len(some) < MOST_BYTES, "more than a hundredth of the answers, which share less"
     yes = 0
     for question in asked:
-        program, *words = question.command
-        done = run(program, *words, "--json")
-        predicted = from_json(done.stdout, Prediction)
+        code = main([*question.command[1:], "--json"])
+        predicted = from_json(capsys.readouterr().out, Prediction)
         answer, chosen = predicted.answer, question.chosen
-        assert done.returncode == (0 if answer else 1), question.command
+        assert code == (0 if answer else 1), question.command
         if answer is None:
             assert chosen is None, question.command
             assert question.said.startswith("No: ")
@@ -130,14 +130,15 @@ def test_the_page_answers_as_predict_does(some, run):
     assert len(asked) / 4 < yes < len(asked), "some fit, and some do not"
 
 
-def test_a_configuration_of_the_page_is_what_emit_prints(some, run):
+def test_a_configuration_of_the_page_is_what_emit_prints(some, capsys):
     answered = (each for place in questions_in(answers_in(some)) for each in place)
     configured = [each for each in answered if each.configurations]
     for question in configured[:: len(configured) // CONFIGURATIONS]:
         for target, text in question.configurations.items():
             if target in CONFIGURED:
-                words = ("emit", "--for", target, *question.command[2:])
-                assert run("highwater", *words).stdout == text, words
+                words = ["emit", "--for", target, *question.command[2:]]
+                main(words)
+                assert capsys.readouterr().out == text, words
 
 
 def test_a_page_is_the_same_each_time():

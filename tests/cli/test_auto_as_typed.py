@@ -43,23 +43,6 @@ def test_auto_of_a_model_that_nobody_predicts_is_refused(highwater, tmp_path: Pa
         assert highwater("find", model, *words, "--print-config").returncode == EXIT_ANSWERED
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("try", "Qwen3-8B", "--length", "4k", "--trainer", "trl", *SIMULATED[:4]),
-        ("predict", "Qwen3-0.6B", "--gpus", "H100-80GB", "--trainer", "llamafactory"),
-        ("emit", "--for", "torchtitan", "Qwen3-8B", "--gpus", "8xH100-80GB", "--length", "16k"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_auto_of_a_trainer_that_places_nothing_is_refused(highwater, words):
-    problem, hint = refusal(highwater(*words, "--activations", "auto"), EXIT_USER)
-    assert "activations" in problem
-    assert hint.startswith("leave `--activations")
-    if words[0] != "try":  # nobody has the trainer here
-        assert highwater(*words).returncode == EXIT_ANSWERED
-
-
 def test_a_configuration_is_the_one_that_is_emitted_without_a_word(highwater):
     asked = ("emit", "--for", "axolotl", "Qwen3-8B", "--gpus", "1xH100-80GB", "--lora", "16")
     usual, auto = (

@@ -46,26 +46,6 @@ def test_the_answer_comes_first_and_the_report_lies_where_it_was_asked_for(highw
     assert (tmp_path / again[1] / "attention.json").exists()
 
 
-BASE = ("bench", "attention", "--device", "cpu", "--only", "forward")
-NOBODY_TAKES_IT = [
-    (("--implementations", "dense", "--block-size", "64"), "--block-size: none of dense"),
-    (("--implementations", "ring", "--sparsity-ratio", "0.1"), "--sparsity-ratio: none of ring"),
-    (
-        ("--implementations", "BlockSparseAttention", "--segment-lengths", "64"),
-        "--segment-lengths: none of block_sparse_5, block_sparse_2",
-    ),
-    (("--implementations", "dense", "--dilation-rates", "1", "2"), "--dilation-rates: none of"),
-]
-
-
-@pytest.mark.parametrize(("words", "said"), NOBODY_TAKES_IT)
-def test_a_pattern_is_refused_as_training_refuses_it_and_where_nobody_takes_it(
-    highwater, words, said
-):
-    problem, _ = refusal(highwater(*BASE, *words), 2)
-    assert problem.startswith(said)
-
-
 def test_a_published_class_is_understood_and_has_the_pattern_that_is_typed(highwater):
     """The command of the issue, and the flags of ``BlockSparseAttention`` and of training."""
     classes = ("BlockSparseRingDilatedAttention", "DilatedAttention", "BlockSparseAttention")

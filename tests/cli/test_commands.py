@@ -1,6 +1,5 @@
 """``try``, ``show``, ``doctor`` and ``schema``."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ from highwater import study_report
 from highwater.api.search import open_study
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
-from highwater.nouns.study import Study
+from places import script
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +200,8 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert len(capacities) == 1
     assert 256 <= int(capacities[0]) <= 1024
     assert re.search(r"^checked: .* demo/2/study\.jsonl: one fit, ", done.stdout, re.MULTILINE)
-    assert demo_doubts(open_study(tmp_path / "demo" / "2" / "study.jsonl")) == []
+    study = open_study(tmp_path / "demo" / "2" / "study.jsonl")
+    assert script(EXAMPLES / "demo.py").doubts_about(study) == [], "what the demo itself says"
     assert re.search(r"^checked: demo/2/run was trained on 1 process", done.stdout, re.MULTILINE)
     losses = [
         json.loads(line)["loss"]
@@ -218,27 +218,14 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alo
     assert list((tmp_path / "demo" / "1").iterdir()) == []
 
 
-def demo_doubts(study: Study) -> list[str]:
-    """What the demo itself says of a study."""
-    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    demo = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(demo)
-    return demo.doubts_about(study)
-
-
 SNAPSHOT = sorted((Path(__file__).parents[1] / "data" / "snapshots").glob("*.pickle"))[0]
 WRITERS = {
-    "report": ("report", "study.jsonl", "-o", "{}.html"),
-    "report as CSV": ("report", "study.jsonl", "-o", "{}.csv"),
-    "guide": ("guide", "study.jsonl", "-o", "{}.html"),
-    "guide as Markdown": ("guide", "--predict", "tiny", "--gpus", "H200-141GB", "-o", "{}.md"),
-    "profile": ("profile", "snapshot.pickle", "--html", "{}.html"),
-    "timeline": (
-        *("predict", "tiny", "--gpus", "H200-141GB", "--length", "4k"),
-        *("--exact", "--timeline", "{}.pickle"),
-    ),
+    "report": "report study.jsonl -o {}.html",
+    "report as CSV": "report study.jsonl -o {}.csv",
+    "guide": "guide study.jsonl -o {}.html",
+    "guide as Markdown": "guide --predict tiny --gpus H200-141GB -o {}.md",
+    "profile": "profile snapshot.pickle --html {}.html",
+    "timeline": "predict tiny --gpus H200-141GB --length 4k --exact --timeline {}.pickle",
 }
 
 
@@ -250,7 +237,7 @@ def things(simulated: Path, tmp_path: Path) -> None:
 
 
 def words_of(writer: str, path: str) -> list[str]:
-    return [word.format(path) for word in WRITERS[writer]]
+    return [word.format(path) for word in WRITERS[writer].split()]
 
 
 @pytest.mark.parametrize("writer", WRITERS)

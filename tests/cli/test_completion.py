@@ -17,26 +17,12 @@ from conftest import BIN, SIMULATED, TIMEOUT_S, Run, installed
 
 from highwater.cli.flags import Shell
 from highwater.cli.grammar import COMMANDS, commands
+from tables import table
 
 WITHIN_S = 60
-CASES = {
-    "": set(COMMANDS),
-    "pre": {"predict"},
-    "predict qwen3-0": {"Qwen3-0.6B", "Qwen3-0.6B-Base"},
-    "predict meta-llama/Llama-3.1-4": {
-        "meta-llama/Llama-3.1-405B",
-        "meta-llama/Llama-3.1-405B-Instruct",
-    },
-    "predict Qwen3-8B --gpus b": {"B200", "B300"},
-    "predict Qwen3-8B --gpus 4xa100": {"4xA100-80GB", "4xA100-40GB"},
-    "predict Qwen3-8B --gpus 2x8xH20": {"2x8xH200-141GB", "2x8xH200-141GB-NVL", "2x8xH20-96GB"},
-    "predict --gpus 4xA100-80GB Qwen3-32": {"Qwen3-32B"},
-    "predict Qwen3-8B --json --lora-b": {"--lora-base"},
-    "predict Qwen3-8B --lora-base ": {"bf16", "nf4"},
-    "guide --predict Qwen3-8B Qwen3-14": {"Qwen3-14B", "Qwen3-14B-Base"},
-    "emit --for tr": {"trinity", "trl"},
-    "completion ": set(get_args(Shell)),
-}
+CASES: dict[str, set[str]] = {
+    typed: set(offered) for typed, offered in table("completion", "cases").items()
+} | {"": set(COMMANDS), "completion ": set(get_args(Shell))}
 """What is typed after ``highwater``, and what is offered; the last word is not finished."""
 _OFFER = """
 source ./script

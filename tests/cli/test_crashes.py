@@ -7,11 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SIMULATED, refusal
+from conftest import HERE, SIMULATED, TIMEOUT_S, refusal
 
+from fork_server import ForkServer
 from tables import table
 
 PREDICT = ("predict", "Qwen3-0.6B", "--gpus", "A100-80GB")
@@ -19,27 +22,33 @@ SEARCH = ("--model_path", "Qwen3-0.6B")
 MAINS = {"highwater.cli.app": PREDICT, "highwater.cli.search_context_length_capacity": SEARCH}
 
 
-def broken(
-    directory: Path, error: str, *, module: str = "highwater.cli.app"
-) -> subprocess.CompletedProcess[str]:
-    """A command into whose way of reading a model somebody has put a bug."""
+Broken = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def broken(fork_server: ForkServer, tmp_path: Path) -> Broken:
+    """Runs a command into whose way of reading a model somebody has put a bug."""
+    return partial(_broken, fork_server, tmp_path)
+
+
+def _broken(
+    server: ForkServer, directory: Path, error: str, *, module: str = "highwater.cli.app"
+) -> "subprocess.CompletedProcess[str]":
     code = (
-        f"import sys, errno; from highwater.api import prediction; from highwater.cli import "
-        f"search_context_length_capacity as published\n"
+        f"import sys, errno; from highwater.cli import predict\n"
+        f"from highwater.cli import search_context_length_capacity as published\n"
         f"def broken(*_, **__): raise {error}\n"
-        f"prediction.predict = published.load_model = broken\n"
+        f"predict.predicted = published.load_model = broken\n"
         f"from {module} import main; sys.exit(main(sys.argv[1:]))\n"
     )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    words = [sys.executable, "-c", code, *MAINS[module]]
-    return subprocess.run(
-        words, cwd=directory, env=environment, capture_output=True, text=True, timeout=120
-    )
+    environment = {**os.environ, **HERE}
+    words = (f"-c{code}", *MAINS[module])
+    return server.run(*words, within_s=TIMEOUT_S, cwd=directory, environment=environment)
 
 
 @pytest.mark.parametrize("module", MAINS)
-def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(tmp_path, module):
-    done = broken(tmp_path, "KeyError('rope_theta')", module=module)
+def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(broken, module):
+    done = broken("KeyError('rope_theta')", module=module)
     assert (done.returncode, done.stdout) == (70, "")
     error, blank, hint, second_blank, *trace = done.stderr.splitlines()
     assert error == "error: highwater itself failed, which is a bug of ours: KeyError: 'rope_theta'"
@@ -50,8 +59,8 @@ def test_a_bug_of_ours_exits_70_says_so_in_a_line_and_then_where_it_was(tmp_path
     assert any("in broken" in line for line in trace)
 
 
-def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(tmp_path):
-    done = broken(tmp_path, "RuntimeError('HF_TOKEN=hf_abcdefghijklmnopqrst \\x1b]0;title\\x07')")
+def test_the_report_of_a_bug_has_no_secrets_and_drives_no_terminal(broken):
+    done = broken("RuntimeError('HF_TOKEN=hf_abcdefghijklmnopqrst \\x1b]0;title\\x07')")
     assert done.returncode == 70
     assert "hf_abcdefghij" not in done.stderr
     assert "[hidden]" in done.stderr
@@ -78,8 +87,8 @@ def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path):
     ("error", "said"),
     table("crashes", "what_the_machine_refuses_is_told_in_its_words"),
 )
-def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(tmp_path, error, said):
-    problem, hint = refusal(broken(tmp_path, error), 3)
+def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(broken, error, said):
+    problem, hint = refusal(broken(error), 3)
     assert problem == said
     assert subprocess.run(["bash", "-c", hint.split("`")[1]], capture_output=True).returncode in (
         0,
@@ -104,12 +113,11 @@ def in_a_shell(
     directory: Path, words: tuple[str, ...], redirected: str
 ) -> "subprocess.CompletedProcess[str]":
     """What becomes of a command with its streams redirected by a shell."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
     script = f'"$@" {redirected}'
     return subprocess.run(
         ["bash", "-c", script, "sh", *words],
         cwd=directory,
-        env=environment,
+        env={**os.environ, **HERE},
         capture_output=True,
         text=True,
     )

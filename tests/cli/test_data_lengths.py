@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import refusal
 
 import highwater
 from highwater.errors import HighwaterError
@@ -122,25 +121,6 @@ def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwa
     assert named.stdout == listed.stdout
     assert "RunPod" not in named.stderr
     assert "dollars" not in highwater(*asked, "8xH800-80GB").stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said", "code"),
-    [
-        (("predict", "Qwen3-8B", *ON, "--price", "2.50"), "neither a length nor data", 2),
-        (("predict", "Qwen3-8B", *ON, "--data", "none.jsonl"), "there is no none.jsonl", 2),
-        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--price", "cheap"), "price of cheap", 2),
-        (("predict", "Qwen3-8B", *ON, "--data", "{}", "--exact"), "each length", 2),
-        (("data", "none.jsonl"), "there is no none.jsonl", 2),
-        (("data", "{}", "--model", "none"), "no model 'none'", 2),
-    ],
-)
-def test_what_has_no_answer_is_refused_before_the_data_is_read(highwater, data, words, said, code):
-    done = highwater(*(word.format(data) for word in words))
-    problem, hint = refusal(done, code)
-    assert said in problem
-    assert hint
-    assert "starting to read" not in done.stderr
 
 
 def test_gpus_that_train_no_length_leave_what_is_counted(data):

@@ -6,9 +6,12 @@ logits where it has not.
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import Run
 
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
@@ -18,7 +21,8 @@ from highwater.trainers.targets import TARGETS
 
 REPORTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "reports.csv"
 VERDICT = re.compile(r"\b(safe|likely|tight|up to [\d,]+ tokens|left|headroom)\b", re.IGNORECASE)
-VOCABULARY = {"Qwen3-8B": 151_936, "Llama-3.1-8B": 128_256}
+WORDS = 151_936
+"""Of Qwen3-8B's vocabulary."""
 
 
 def recorded() -> list[tuple[str, ...]]:
@@ -79,14 +83,13 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
     assert ("not predicted" in kinds) == (not is_its_own or bool(REGISTRY[own].trains_by))
 
 
-def test_a_folders_page_says_whose_prediction_it_is(highwater, tmp_path):
-    words = ("Qwen3-8B", "--gpus", "4xH100-80GB", "--length", "64k")
-    for target, more in (("axolotl", ()), ("axolotl", ("--ring", "4")), ("torchtitan", ())):
+def test_a_folders_page_says_whose_prediction_it_is(emitted, tmp_path):
+    words = "Qwen3-8B --gpus 4xH100-80GB --length 64k"
+    for target, more in (("axolotl", ""), ("axolotl", "--ring 4"), ("torchtitan", "")):
         folder = f"{target}{len(more)}"
-        done = highwater("emit", "--for", target, *words, *more, "-o", folder, "--json")
-        document = json.loads(done.stdout)
+        document = emitted(target, f"{words} {more} -o {folder}")
         page = (tmp_path / folder / "CHECK.md").read_text()
-        if (target, more) == ("axolotl", ()):
+        if (target, more) == ("axolotl", ""):
             assert document["fits"] is True
             assert "Predicted as Hugging Face's step; no run of Axolotl was measured." in page
         else:
@@ -95,8 +98,16 @@ def test_a_folders_page_says_whose_prediction_it_is(highwater, tmp_path):
             assert not VERDICT.search(page)
 
 
+@pytest.fixture
+def emitted(highwater: Run) -> Callable[[str, str], dict[str, Any]]:
+    """What ``emit --json`` says for a trainer."""
+    return lambda target, words: json.loads(
+        highwater("emit", "--for", target, *words.split(), "--json").stdout
+    )
+
+
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "field"),
     [
         ("axolotl", "liger_fused_linear_cross_entropy"),
         ("llamafactory", "enable_liger_kernel"),
@@ -104,30 +115,26 @@ def test_a_folders_page_says_whose_prediction_it_is(highwater, tmp_path):
         ("accelerate", None),
     ],
 )
-def test_the_chunked_loss_is_chosen_and_what_it_buys_is_said(highwater, target, words):
-    asked = ("Qwen3-8B", "--gpus", "4xH100-80GB", "--length", "16k")
-    document = json.loads(highwater("emit", "--for", target, *asked, "--json").stdout)
-    assert words is None or document["values"][words] is True
-    found = json.loads(highwater("recommend", *asked, "--trainer", target, "--json").stdout)
-    whole, chunked = (
-        next(
-            each
-            for each in found["candidates"]
-            if each["cell"]["settings"].get("loss", "full") == loss
-            and each["cell"]["settings"].get("activations", "gpu") == "gpu"
-            and each["cell"]["settings"].get("allocator") == "expandable"
-        )
-        for loss in ("full", "chunked")
-    )
+def test_the_chunked_loss_is_chosen_and_what_it_buys_is_said(highwater, emitted, target, field):
+    asked = "Qwen3-8B --gpus 4xH100-80GB --length 16k"
+    document = emitted(target, asked)
+    assert field is None or document["values"][field] is True
+    done = highwater("recommend", *asked.split(), "--trainer", target, "--json")
+    usual = {"loss": "full", "activations": "gpu"}
+    wanted = {"activations": "gpu", "allocator": "expandable"}
+    by_loss = {
+        settings["loss"]: each
+        for each in json.loads(done.stdout)["candidates"]
+        if (settings := usual | each["cell"]["settings"]).items() >= wanted.items()
+    }
+    whole, chunked = by_loss["full"], by_loss["chunked"]
     assert whole["fits"]
     less = (chunked["headroom_bytes"] - whole["headroom_bytes"]) / 2**30
     assert f"takes {less:.2f} GiB less of each GPU than whole logits" in document["text"]
     assert f"which end at {whole['capacity_tokens']:,} tokens" in document["text"]
-    named = json.loads(
-        highwater("emit", "--for", target, *asked, "--loss", "full", "--json").stdout
-    )
-    assert (named["fits"], named["logits_bytes"]) == (True, 10 * VOCABULARY["Qwen3-8B"] * 16_384)
-    assert words is None or words not in named["values"]
+    named = emitted(target, f"{asked} --loss full")
+    assert (named["fits"], named["logits_bytes"]) == (True, 10 * WORDS * 16_384)
+    assert field is None or field not in named["values"]
 
 
 @pytest.mark.parametrize(("target", "is_there"), [("axolotl", True), ("llamafactory", False)])
@@ -144,49 +151,40 @@ def test_activations_on_the_host_are_taken_only_where_the_trainer_has_words_for_
 @pytest.mark.parametrize(
     ("target", "words", "tokens"),
     [
-        ("axolotl", ("--length", "32k", "--loss", "full", "--ring", "2"), 16_384),
-        ("torchtitan", ("--length", "40k", "--loss", "full", "--ulysses", "2"), 20_480),
-        ("torchtitan", ("--length", "10007", "--ulysses", "1"), 10_007),
-        ("accelerate", ("--length", "32k", "--loss", "full", "--ring", "4"), 8_192),
-        ("ms-swift", ("--length", "32k", "--ulysses", "2"), 16_384),
+        ("axolotl", "--length 32k --loss full --ring 2", 16_384),
+        ("torchtitan", "--length 40k --loss full --ulysses 2", 20_480),
+        ("torchtitan", "--length 10007 --ulysses 1", 10_007),
+        ("accelerate", "--length 32k --loss full --ring 4", 8_192),
+        ("ms-swift", "--length 32k --ulysses 2", 16_384),
     ],
 )
-def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(highwater, target, words, tokens):
+def test_whole_logits_are_counted_at_ten_bytes_a_token_and_word(emitted, target, words, tokens):
     """Also those of a length that no chunks of torchtitan's divide."""
-    asked = ("emit", "--for", target, "Qwen3-8B", "--gpus", "4xH200-141GB", *words)
-    document = json.loads(highwater(*asked, "--json").stdout)
-    logits_bytes = 10 * VOCABULARY["Qwen3-8B"] * tokens
-    assert document["logits_bytes"] == logits_bytes
-    assert f"{logits_bytes / 2**30:.2f} GiB" in document["text"].splitlines()[0]
+    document = emitted(target, f"Qwen3-8B --gpus 4xH200-141GB {words}")
+    assert document["logits_bytes"] == 10 * WORDS * tokens
+    assert f"{10 * WORDS * tokens / 2**30:.2f} GiB" in document["text"].splitlines()[0]
     assert "num_chunks" not in document["text"]
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("ms-swift", ("Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "2", "--length", "128k")),
-        (
-            "accelerate",
-            ("gemma-2-2b", "--gpus", "8xH100-80GB", "--ulysses", "1", "--length", "40k"),
-        ),
-        ("torchtitan", ("Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "1", "--length", "64k")),
+        ("ms-swift", "Qwen3-8B --ulysses 2 --length 128k"),
+        ("accelerate", "gemma-2-2b --ulysses 1 --length 40k"),
+        ("torchtitan", "Qwen3-8B --ulysses 1 --length 64k"),
     ],
 )
 def test_logits_that_are_larger_than_a_gpu_do_not_fit(highwater, target, words):
-    asked = ("emit", "--for", target, *words, "--loss", "full")
-    done = highwater(*asked)
-    assert (done.returncode, done.stdout) == (1, "")
+    asked = ("emit", "--for", target, *words.split(), "--gpus", "8xH100-80GB", "--loss", "full")
+    done, document = highwater(*asked), highwater(*asked, "--json")
+    assert (done.returncode, done.stdout, document.returncode) == (1, "", 1)
     assert "does not fit" in done.stderr
-    document = highwater(*asked, "--json")
-    assert document.returncode == 1
     assert json.loads(document.stdout)["fits"] is False
 
 
 @pytest.mark.parametrize("length", ["51974", "32k"])
-def test_torchtitans_chunks_divide_a_sequence(highwater, length):
-    words = ("Qwen3-8B", "--gpus", "4xH200-141GB", "--length", length, "--ulysses", "1")
-    done = highwater("emit", "--for", "torchtitan", *words, "--json")
-    document = json.loads(done.stdout)
+def test_torchtitans_chunks_divide_a_sequence(emitted, length):
+    document = emitted("torchtitan", f"Qwen3-8B --gpus 4xH200-141GB --length {length} --ulysses 1")
     tokens = document["values"]["training.seq_len"]
     (chunks,) = map(int, re.findall(r"num_chunks=(\d+)", document["text"]))
     assert tokens % chunks == 0

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import BIN, SIMULATED, following, refusal
+from conftest import HERE, SIMULATED, following, refusal
 
 from highwater.cli.commands import exit_code
 from highwater.errors import EXIT_ANSWERED, EXIT_INCONCLUSIVE
@@ -99,11 +99,10 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What a shell makes of a line that was pasted into it."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
         ["sh", "-c", line],
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, **HERE},
         capture_output=True,
         text=True,
         timeout=60,
@@ -230,14 +229,14 @@ def test_a_search_ends_with_its_budget_and_the_same_command_goes_on(highwater, t
 
 
 def test_a_dry_run_takes_no_time_and_says_nothing_of_it(highwater):
-    words = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run")
+    words = ("find", "Qwen3-0.6B", *SIMULATED)
     usual, bounded = highwater(*words), highwater(*words, "--budget", "1m")
     assert (bounded.returncode, bounded.stdout) == (0, usual.stdout)
     assert "at the latest" not in bounded.stderr
 
 
 def test_what_was_found_is_an_answer_though_the_budget_ended_it(highwater, tmp_path):
-    words = ("find", "Qwen3-0.6B", "--device", "cuda", "--memory", "80GiB", "--dry-run")
+    words = ("find", "Qwen3-0.6B", *SIMULATED)
     assert highwater(*words, "--study", "s.jsonl").returncode == 0
     path = tmp_path / "s.jsonl"
     lines = path.read_text().splitlines(keepends=True)

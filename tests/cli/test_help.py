@@ -128,9 +128,3 @@ def test_a_help_has_about_15_flags_and_says_how_to_see_the_others(highwater, com
         told = highwater(command, f"--help={name}").stdout
         assert all(action.option_strings[-1] in told for action in group._group_actions)
         assert "usage" not in told
-
-
-def test_a_group_that_is_none_is_refused_with_those_that_are(highwater):
-    problem, hint = refusal(highwater("find", "--help=gpus"), 2)
-    assert "'gpus'" in problem
-    assert "trial, search, machines" in hint

@@ -3,18 +3,20 @@ CPU, and refusals.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import offered, refusal
+from conftest import refusal
 
 from highwater.nouns.trial import PROMPT_TOKENS
+
+pytest.importorskip("torch", reason="trials need the train extra")
 
 CPU = ("--device", "cpu", "--memory", "1GiB")
 
 
-def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(highwater, tiny):
+def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(
+    highwater, tiny, tmp_path
+):
     words = ("try", str(tiny), "--length", "2048", *CPU, "--attention-depth", "1")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr
@@ -32,6 +34,8 @@ def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(h
     assert [
         (rank["losses"], rank["gradient_norms"], rank["step_times_s"]) for rank in result["ranks"]
     ] == [([], [], [])]
+    assert list((tmp_path / "logs").rglob("*.log"))
+    assert not list((tmp_path / "logs").rglob("*.statistics.jsonl"))
 
 
 def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwater, tiny):
@@ -50,29 +54,14 @@ def test_a_search_that_proves_by_memory_trains_in_full_what_time_allows(highwate
     assert "memory-only" not in shown, "a column with nothing in it is left out"
 
 
-pytest.importorskip("torch", reason="trials need the train extra")
-
-STATISTICS_CPU = ("--device", "cpu", "--memory", "2GiB", "--log-dir", "logs", "--length", "101")
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    (path,) = (folder / "logs").rglob("model_len-101.statistics.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_lines_say_what_the_result_says(highwater, tiny, tmp_path):
-    done = highwater("try", str(tiny), *STATISTICS_CPU, "--gpus", "2", "--json")
-    result = json.loads(done.stdout)["result"]
-    found = lines(tmp_path)
+    two = ("--device", "cpu", "--memory", "2GiB", "--gpus", "2", "--length", "101")
+    result = json.loads(highwater("try", str(tiny), *two, "--json").stdout)["result"]
+    (path,) = (tmp_path / "logs").rglob("model_len-101.statistics.jsonl")
+    found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [step["loss"] for step in found] == result["ranks"][0]["losses"]
     assert [step["gradient_norm"] for step in found] == result["ranks"][0]["gradient_norms"]
     assert found[-1]["tokens_per_s"] == pytest.approx(result["tokens_per_s"])
-
-
-def test_a_memory_only_trial_writes_no_statistics(highwater, tiny, tmp_path):
-    done = highwater("try", str(tiny), *STATISTICS_CPU, "--attention-depth", "1")
-    assert done.returncode == 0, done.stderr
-    assert not list((tmp_path / "logs").rglob("*.statistics.jsonl"))
 
 
 def test_a_study_is_gone_on_with_by_its_own_prompt(highwater):
@@ -86,10 +75,3 @@ def test_a_study_is_gone_on_with_by_its_own_prompt(highwater):
         highwater("find", *words, "--study", "study.jsonl", "--prompt-tokens", "0"), 2
     )
     assert "prompt_tokens is 2048 there and 0 here" in problem
-
-
-@pytest.mark.parametrize("trainer", ["trinity", "trl"])
-def test_trainers_whose_prompts_are_their_own_are_not_told_of_one(highwater, trainer):
-    words = ("predict", "Qwen3-4B", "--gpus", "1xH20-96GB", "--trainer", trainer)
-    _, hint = refusal(highwater(*words, "--prompt-tokens", "9"), 2)
-    assert offered(hint) or "leave" in hint

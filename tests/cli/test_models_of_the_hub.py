@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import SIMULATED, offered, refusal
+from conftest import SIMULATED, Run, offered, refusal
 from hub_server import TOKEN
 
 from tiny_models import TINY
@@ -61,58 +61,62 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         server.wait()
 
 
-def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(highwater, hub):
-    words = ("predict", "someone/small-model-instruct", *GPUS)
-    done = highwater(*words, **hub.environment)
+@pytest.fixture
+def predict(highwater: Run, hub: Hub) -> Run:
+    """Predicts a model, with the Hub's environment and whatever else is told."""
+    return lambda model, **told: highwater("predict", model, *GPUS, **hub.environment | told)
+
+
+SMALL = "someone/small-model-instruct"
+
+
+def test_a_model_of_the_hub_is_predicted_by_its_id_and_fetched_once(predict, hub):
+    done = predict(SMALL)
     assert (done.returncode, "small-model-instruct" in done.stdout) == (0, True), done.stderr
     assert "someone" not in done.stdout, "the name in tables is the short one"
     asked = len(hub.requests)
     assert asked
     assert all(line.endswith("/config.json") for line in hub.requests), "nothing else is fetched"
-    again = highwater(*words, **hub.environment)
+    again = predict(SMALL)
     assert (again.returncode, again.stdout, len(hub.requests)) == (0, done.stdout, asked)
-    offline = highwater(*words, **{**hub.environment, "HF_HUB_OFFLINE": "1"})
+    offline = predict(SMALL, HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stdout) == (0, done.stdout)
 
 
 def test_every_command_takes_an_id_of_the_hub(highwater, hub):
-    model = "someone/small-model-instruct"
     for words in (
-        ("find", model, *SIMULATED),
-        ("try", model, "--length", "2k", *SIMULATED),
-        ("recommend", model, "--length", "2k", *GPUS),
-        ("guide", "--predict", model, *GPUS),
+        ("find", SMALL, *SIMULATED),
+        ("try", SMALL, "--length", "2k", *SIMULATED),
+        ("recommend", SMALL, "--length", "2k", *GPUS),
+        ("guide", "--predict", SMALL, *GPUS),
     ):
         done = highwater(*words, **hub.environment)
         assert done.returncode == 0, (words, done.stderr)
         assert "small-model-instruct" in done.stdout
 
 
-def test_a_gated_model_is_told_and_given_to_who_was_let_in(highwater, hub):
-    words = ("predict", "gated/small-model", *GPUS)
+def test_a_gated_model_is_told_and_given_to_who_was_let_in(predict, hub):
     for token in ("", "hf_of_somebody_else"):
-        problem, hint = refusal(highwater(*words, **hub.environment, HF_TOKEN=token), 2)
+        problem, hint = refusal(predict("gated/small-model", HF_TOKEN=token), 2)
         assert problem.startswith("gated/small-model is gated")
         assert f"{hub.environment['HF_ENDPOINT']}/gated/small-model" in hint
         assert "HF_TOKEN" in hint
         assert offered(hint) == [["hf", "auth", "login"]]
-    done = highwater(*words, **hub.environment, HF_TOKEN=TOKEN)
+    done = predict("gated/small-model", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_id_that_the_hub_does_not_have_is_told(highwater, hub):
-    problem, hint = refusal(highwater("predict", "Qwen/Qwen3-0.8B", *GPUS, **hub.environment), 2)
+def test_an_id_that_the_hub_does_not_have_is_told(highwater, predict, hub):
+    problem, hint = refusal(predict("Qwen/Qwen3-0.8B"), 2)
     assert problem.startswith("the Hub has no model 'Qwen/Qwen3-0.8B'")
     meant = offered(hint)[0]
     assert highwater("predict", *meant, *GPUS, **hub.environment).returncode == 0
-    problem, _ = refusal(highwater("predict", "someone/adapter", *GPUS, **hub.environment), 2)
+    problem, _ = refusal(predict("someone/adapter"), 2)
     assert problem == "someone/adapter has no config.json on the Hub"
 
 
-def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(highwater, hub):
-    words = ("predict", "someone/small-model-instruct", *GPUS)
-    offline = {**hub.environment, "HF_HUB_OFFLINE": "1"}
-    problem, hint = refusal(highwater(*words, **offline), 2)
+def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(predict, hub):
+    problem, hint = refusal(predict(SMALL, HF_HUB_OFFLINE="1"), 2)
     assert "HF_HUB_OFFLINE is set" in problem
     assert not hub.requests
     unset, _, switch, program, *fetch = offered(hint)[0]
@@ -125,20 +129,20 @@ def test_without_the_hub_the_hint_is_the_command_that_fetches_the_model(highwate
         text=True,
     )
     assert fetched.returncode == 0, fetched.stderr
-    assert highwater(*words, **offline).returncode == 0
+    assert predict(SMALL, HF_HUB_OFFLINE="1").returncode == 0
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", None], ids=["nobody", "broken"])
-def test_a_hub_that_does_not_answer_is_told_at_once(highwater, hub, endpoint):
-    environment = hub.environment | ({"HF_ENDPOINT": endpoint} if endpoint else {})
-    problem, hint = refusal(highwater("predict", "broken/model", *GPUS, **environment), 2)
+def test_a_hub_that_does_not_answer_is_told_at_once(predict, endpoint):
+    told = {"HF_ENDPOINT": endpoint} if endpoint else {}
+    problem, hint = refusal(predict("broken/model", **told), 2)
     assert problem.startswith("broken/model is not in the Hub's cache, and the Hub does not give")
     assert offered(hint) == [["hf", "download", "broken/model", "config.json"]]
 
 
-def test_code_that_comes_with_a_model_is_not_run_and_that_is_said(highwater, hub):
-    done = highwater("predict", "someone/with-code", *GPUS, **hub.environment)
+def test_code_that_comes_with_a_model_is_not_run_and_that_is_said(predict):
+    done = predict("someone/with-code")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "auto_map" in line and "not run" in line]
-    problem, _ = refusal(highwater("predict", "someone/of-tomorrow", *GPUS, **hub.environment), 2)
+    problem, _ = refusal(predict("someone/of-tomorrow"), 2)
     assert "its own code (auto_map) is not run" in problem

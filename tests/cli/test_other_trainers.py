@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import following, refusal
+from conftest import following
 
 SCRIPT = """
 import sys
@@ -63,12 +63,3 @@ def test_one_trial_says_what_it_was_and_offers_the_search(highwater, command):
     assert "2 steps seen in the log" in done.stdout
     assert "train.py {length} {steps}" in done.stdout
     assert following(done) == ["find", "Qwen3-0.6B", *command, *CPU]
-
-
-def test_a_prediction_of_a_command_is_refused_with_what_works(highwater):
-    asked = ("Qwen3-0.6B", "--gpus", "1xH100-80GB", "--trainer", "command")
-    for name in ("predict", "guide --predict"):
-        done = highwater(*name.split(), *asked)
-        assert "not predicted" in refusal(done, 2)[0]
-    done = highwater("recommend", *asked, "--length", "8k")
-    assert "no study has trials" in refusal(done, 2)[0]

@@ -3,11 +3,15 @@ exact is trained.
 """
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 pytest.importorskip("torch", reason="trials need the train extra")
+
+pytestmark = pytest.mark.timeout(240)
 
 CPU = ("--device", "cpu", "--memory", "2GiB", "--timeout", "120s")
 BATCHES = """
@@ -41,57 +45,47 @@ def rewarded(*, length_tokens, **_):
 
 
 @pytest.fixture
-def batches(tmp_path: Path) -> dict[str, str]:
-    """Where the batches above are found."""
+def tried(highwater: Run, tiny: Path, tmp_path: Path) -> Run:
+    """Tries one length with batches of one of the functions above."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "own_batches.py").write_text(BATCHES)
-    return {"found_in": str(tmp_path / "own")}
+    words = ("try", str(tiny), "--length", "64", *CPU, "--json")
+    own = str(tmp_path / "own")
+    return lambda source, *more: highwater(
+        *words, *more, "--data", f"own_batches:{source}", found_in=own
+    )
 
 
-@pytest.mark.timeout(240)
+def outcome(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
+    """How a trial ended, and why."""
+    result = json.loads(done.stdout)["result"]
+    return result["outcome"], result["reason"]
+
+
 @pytest.mark.parametrize(
     ("source", "flags"), [("untrained", ("--gpus", "2")), ("trained_once", ())]
 )
-def test_a_step_that_trains_no_token_on_any_rank_is_refused(
-    highwater, tiny, batches, source, flags
-):
-    words = (*flags, "--data", f"own_batches:{source}")
-    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
+def test_a_step_that_trains_no_token_on_any_rank_is_refused(tried, source, flags):
+    done = tried(source, *flags)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "trains no token" in done.stderr
 
 
-@pytest.mark.timeout(240)
-def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(
-    highwater, tiny, batches
-):
-    words = ("--gpus", "2", "--data", "own_batches:trained_on_one_rank", "--json")
-    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
+def test_a_rank_without_trained_tokens_is_none_of_that_where_another_has_some(tried):
+    assert outcome(tried("trained_on_one_rank", "--gpus", "2"))[0] == "FIT"
 
 
-@pytest.mark.timeout(240)
-def test_a_critic_whose_gradient_is_no_number_is_no_fit(highwater, tiny, batches):
-    words = ("--objective", "ppo", "--critic", "--data", "own_batches:rewarded", "--json")
-    done = highwater("try", str(tiny), "--length", "64", *CPU, *words, **batches)
-    result = json.loads(done.stdout)["result"]
-    assert result["outcome"] == "CRASHED", result
-    assert "critic" in result["reason"]
-    assert "step 1 is inf" in result["reason"]
+def test_a_critic_whose_gradient_is_no_number_is_no_fit(tried):
+    ended, reason = outcome(tried("rewarded", "--objective", "ppo", "--critic"))
+    assert ended == "CRASHED", reason
+    assert "critic" in reason
+    assert "step 1 is inf" in reason
 
 
-@pytest.mark.timeout(240)
-def test_ranks_that_share_a_sequence_are_given_one(highwater, tiny, batches):
-    shared = ("--gpus", "2", "--ulysses", "2", "--json", "--data")
-    words = ("try", str(tiny), "--length", "64", *CPU, *shared)
-    refused = highwater(*words, "own_batches:unseeded", **batches)
+def test_ranks_that_share_a_sequence_are_given_one(tried):
+    shared = ("--gpus", "2", "--ulysses", "2")
+    refused = tried("unseeded", *shared)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "own_batches:unseeded" in refused.stderr
     assert "2 ranks" in refused.stderr
-    done = highwater(*words, "own_batches:seeded", **batches)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["result"]["outcome"] == "FIT"
-
-
-pytest.importorskip("torch", reason="trials need the train extra")
+    assert outcome(tried("seeded", *shared))[0] == "FIT"

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from conftest import following, offered, refusal
 
 from highwater.units import MIB
@@ -58,14 +57,14 @@ def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(hig
     assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "said"),
-    [("none.pickle", "there is no file none.pickle"), ("empty", "empty has no memory snapshot")],
-)
-def test_where_there_is_no_snapshot_the_hint_makes_one(highwater, tmp_path, path, said):
+def test_where_there_is_no_snapshot_the_hint_makes_one(highwater, tmp_path):
     (tmp_path / "empty").mkdir()
-    problem, hint = refusal(highwater("profile", path), 2)
-    assert problem == said
+    problem, hint = refusal(highwater("profile", "empty"), 2)
+    assert problem == "empty has no memory snapshot"
+    assert refusal(highwater("profile", "none.pickle"), 2) == (
+        "there is no file none.pickle",
+        hint,
+    )
     (makes,) = offered(hint)
     assert highwater(*makes[1:]).returncode == 0
     assert highwater("profile", makes[-1]).returncode == 0

@@ -21,7 +21,7 @@ from highwater.cli.search_context_length_capacity import (
 )
 from highwater.nouns.environment import ignored_options
 from highwater.store.journal import read_study
-from tables import table
+from tables import deep, table
 from tiny_models import write_model
 
 MODEL = ("--model_path", "Qwen3-0.6B")
@@ -114,22 +114,6 @@ def test_dlc_without_a_cluster_is_answered_with_one_machine(search):
     assert _is_past_the_refusal(search(*offered(hint)[0][1:]))
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "way"),
-    [
-        (("--traner_strategy", "fsdp2"), "--traner_strategy", "--trainer_strategy"),
-        (("--timeout", "5"), "timeout of 5.00 s", None),
-        (("--start_length", "1"), "start length of 1 token", "--start_length 2"),
-        (("--start_length", "0"), "length '0'", None),
-        (("--test_gpu_num", "0"), "gpus is 0", "--test_gpu_num 1"),
-    ],
-)
-def test_errors_speak_the_words_of_this_command(search, words, said, way):
-    problem, hint = refusal(search(*MODEL, *SUPPORTED, *words), 2)
-    assert said in problem
-    assert way is None or offered(hint) == [way.split()]
-
-
 def test_hints_about_a_full_disk_name_the_flags_that_there_are_here():
     """The original has no flag against shards, which a file can switch off."""
     free = "free some space (`df -h x`)"
@@ -193,17 +177,25 @@ def capacities(done: subprocess.CompletedProcess[str]) -> list[int]:
 GPUS_AND_SP = ("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2")
 
 
-@pytest.mark.parametrize("start", ["4096", "12288"])
-def test_a_start_length_that_is_typed_is_tried_first_and_longer_ones_until_out_of_memory(
-    simulated, tmp_path, start
+@pytest.mark.parametrize(
+    ("words", "more", "start"),
+    [
+        (("--start_length", "4096"), "", 4096),
+        (("--start_length", "12k"), "", 12_288),
+        (("--start_length", "8192"), "start_length: 512\n", 8192),
+        ((), "start_length: 256\n", 256),
+    ],
+)
+def test_a_start_length_of_either_place_is_tried_first_and_longer_ones_until_out_of_memory(
+    simulated, tmp_path, words, more, start
 ):
-    done = simulated("--start_length", start, *GPUS_AND_SP)
+    done = simulated(*words, *GPUS_AND_SP, more=more)
     assert done.returncode == 0, done.stderr
     tried = lengths_tried(tmp_path / "study.jsonl")
     assert list(tried) == [(1, 1), (2, 1), (2, 2)]
     for lengths in tried.values():
-        assert lengths[0] == int(start)
-        assert min(lengths[1:]) > int(start)
+        assert lengths[0] == start
+        assert min(lengths[1:]) > start
     answers = read_study(tmp_path / "study.jsonl").answers
     assert [answer.capacity_tokens for answer in answers] == capacities(done)
     assert all(answer.limit == "memory" for answer in answers)
@@ -275,23 +267,6 @@ def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "tried"),
-    [
-        (("--start_length", "32k"), "", 32768),
-        (("--start_length", "8192"), "start_length: 512\n", 8192),
-        ((), "start_length: 256\n", 256),
-    ],
-)
-def test_a_start_length_of_either_spelling_and_place_is_tried_first(
-    simulated, tmp_path, words, more, tried
-):
-    done = simulated("--test_gpu_num", "1", *words, more=more)
-    assert done.returncode == 0, done.stderr
-    (lengths,) = lengths_tried(tmp_path / "study.jsonl").values()
-    assert lengths[0] == tried
-
-
-@pytest.mark.parametrize(
     ("more", "goes_on"),
     [
         ("", True),
@@ -323,10 +298,10 @@ def test_a_device_in_the_file_has_its_own_lengths(search, tiny, tmp_path, more):
 
 
 @pytest.mark.parametrize("method", ["bisect", "linear"])
-@pytest.mark.parametrize("start", ["110000"])
 def test_where_the_start_length_itself_does_not_fit_0_is_said_to_be_no_search_below(
-    simulated, highwater, tmp_path, start, method
+    simulated, highwater, tmp_path, method
 ):
+    start = "110000"
     words = ("--method", method, "--test_gpu_num", "1", "2")
     done = simulated(*words, "--start_length", start)
     assert (done.returncode, capacities(done)) == (1, [0, 0]), done.stderr
@@ -352,8 +327,8 @@ def test_the_linear_method_is_the_published_scan(simulated, tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--method", "linear"), ("--start_length", "8192")])
-def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
-    simulated, highwater, words
+def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout_and_no_edge_is(
+    simulated, highwater, tmp_path, words
 ):
     done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
     assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
@@ -364,11 +339,9 @@ def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout(
     lines = highwater("show", "study.jsonl", "--as", "lines")
     assert (lines.returncode, lines.stdout) == (0, done.stdout)
     assert "≥16384: " in lines.stderr
-
-
-def test_an_edge_is_not_marked(simulated, highwater):
-    done = simulated("--test_gpu_num", "1")
-    assert "≥" not in done.stderr + highwater("show", "study.jsonl", "--as", "published").stdout
+    (tmp_path / "study.jsonl").unlink()
+    edge = simulated("--test_gpu_num", "1", *words)
+    assert "≥" not in edge.stderr + highwater("show", "study.jsonl", "--as", "published").stdout
 
 
 def test_typed_flags_are_above_a_file_and_a_file_is_above_the_usual_settings(simulated, tmp_path):
@@ -456,7 +429,8 @@ def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_numbe
 def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_path):
     """The time is that of its processors, as this machine may have other work."""
     bundled = Path(__file__).parents[2] / "examples" / "tiny"
-    words = ("--model_path", str(bundled), *GPUS_AND_SP)
+    counts = deep(*GPUS_AND_SP) or ("--test_gpu_num", "1", "--test_sp_num", "1")
+    words = ("--model_path", str(bundled), *counts)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words],
@@ -469,39 +443,36 @@ def test_the_documented_example_finds_capacities_on_a_laptop_in_two_minutes(tmp_
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert len(capacities(done)) == 3
+    assert len(capacities(done)) == (3 if deep(1) else 1)
     assert min(capacities(done)) > 0
     assert "half of the free memory" in done.stderr
     taken_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert taken_s / len(os.sched_getaffinity(0)) < 120
 
 
-@pytest.mark.timeout(900)
-def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(tmp_path):
+@pytest.mark.timeout(600)
+def test_every_flag_of_the_published_search_runs_a_small_model_on_the_cpu(search, tmp_path):
     small = write_model(tmp_path / "small", vocab_size=1024, max_position_embeddings=2048)
-    logs, checkpoints = tmp_path / "logs", tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    (checkpoints / "mine").write_text("not the search's")
-    words = [
-        *("--model_path", str(small), "--log_dir", str(logs), "--checkpoint_path"),
-        *(str(checkpoints), "--start_length", "512"),
-    ]
-    words += ["--test_gpu_num", "1", "2", "--test_sp_num", "1", "2", "--trainer_strategy", "fsdp2"]
-    words += ["--offload", "--entropy_saving", "--save_hf_checkpoint", "last"]
-    search = [sys.executable, "-m", "highwater.cli.search_context_length_capacity", *words]
-    done = subprocess.run(search, capture_output=True, text=True, timeout=800, check=False)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "mine").write_text("not the search's")
+    (tmp_path / "short.yaml").write_text("max_length: 1024\n")  # attention's square is felt here
+    done = search(
+        *("--model_path", str(small), "--config", "short.yaml", "--log_dir", "logs"),
+        *("--checkpoint_path", "checkpoints", "--start_length", "512", *GPUS_AND_SP),
+        *("--trainer_strategy", "fsdp2", "--offload", "--entropy_saving"),
+        *("--save_hf_checkpoint", "last"),
+    )
     assert done.returncode == 0, done.stderr
+    cells = ((1, 1), (2, 1), (2, 2))
     assert done.stdout.splitlines() == [
-        f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 8192"
-        for gpus, sp in ((1, 1), (2, 1), (2, 2))
+        f"model_name = small, trainer_gpu_num = {gpus}, sp_num = {sp}, max_model_len = 1024"
+        for gpus, sp in cells
     ]
-    written = {str(path.relative_to(logs / "small")) for path in logs.rglob("model_len-*.log")}
-    assert written == {
-        f"gpu-{gpus}/sp-{sp}/model_len-{length}.log"
-        for gpus, sp in ((1, 1), (2, 1), (2, 2))
-        for length in (512, 8192)
+    logs = tmp_path / "logs" / "small"
+    assert {str(path.relative_to(logs)) for path in logs.rglob("model_len-*.log")} == {
+        f"gpu-{gpus}/sp-{sp}/model_len-{length}.log" for gpus, sp in cells for length in (512, 1024)
     }
-    assert [path.name for path in checkpoints.iterdir()] == ["mine"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["mine"]
 
 
 def _is_past_the_refusal(done: subprocess.CompletedProcess[str]) -> bool:

@@ -19,36 +19,15 @@ from conftest import SIMULATED, Run
 
 from fork_server import COMMANDS, ForkServer
 from highwater.trainers.targets import TARGETS
-from tables import deep
+from tables import deep, table
 
-DATA = Path(__file__).parents[1] / "data"
-STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "edge-4b-1-full.jsonl"
-PUBLISHED_A100 = str(DATA / "published_capacity_a100_80gb.csv")
-SNAPSHOTS = tuple(map(str, sorted((DATA / "snapshots").glob("*.pickle"))))
+ROOT = Path(__file__).parents[2]
+PUBLISHED_A100 = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 PREDICT = ("predict", "Llama-3.1-8B", "--gpus", "4xA100-80GB")
 LAYOUTS = ("find", "Qwen3-0.6B", *SIMULATED, "--gpus", "1", "2", "4", "--ulysses", "1", "2")
-RECOMMEND = ("recommend", "Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "64k")
 PAGES: dict[str, tuple[str, ...]] = {
-    "predict": PREDICT,
-    "predict, one length": (*PREDICT, "--length", "64k"),
-    "predict, terms": (*PREDICT, "--explain"),
-    "predict, another trainer": (*PREDICT, "--trainer", "trinity"),
-    "predict, against a table": ("predict", "--against", "few.csv"),
-    "find": LAYOUTS,
-    "show": ("show", str(STUDY)),
-    "show, as published": ("show", "found.jsonl", str(STUDY), "--as", "published"),
-    "show, as lines": ("show", "found.jsonl", "--as", "lines"),
-    "recommend": RECOMMEND,
-    "recommend, every rung": (*RECOMMEND, "--list"),
-    "recommend, nothing fits": ("recommend", "Qwen3-8B", "--gpus", "1xA100-80GB", "--length", "1m"),
-    "try": ("try", "Qwen3-0.6B", "--length", "8k", *SIMULATED),
-    "models": ("models",),
-    "gpus": ("gpus",),
-    "doctor": ("doctor",),
-    "guide": ("guide", "--predict", "Qwen3-8B", "--gpus", "4xA100-80GB"),
-    "report": ("report", str(STUDY)),
-    "profile": ("profile", SNAPSHOTS[1]),
-    "profile, side by side": ("profile", *SNAPSHOTS),
+    name: tuple(str(ROOT / word) if "/" in word else word for word in command.split())
+    for name, command in table("terminal", "pages").items()
 }
 """Everything that draws a table or prints long lines."""
 REDRAWN = re.compile(r"\r?(?:\x1b\[1A\x1b\[2K)+")
@@ -138,9 +117,9 @@ def standing(shown: str) -> list[str]:
 def directory(tmp_path_factory: pytest.TempPathFactory, in_a_pipe: Pipe) -> Path:
     """A directory with a study and a small table of capacities."""
     directory = tmp_path_factory.mktemp("pages")
-    table = Path(PUBLISHED_A100).read_text(encoding="utf-8").splitlines()
+    heading, *rows = PUBLISHED_A100.read_text(encoding="utf-8").splitlines()
     (directory / "few.csv").write_text(
-        "\n".join([table[0], *(row for row in table if "Qwen3-0.6B" in row)]) + "\n"
+        "\n".join([heading, *(row for row in rows if "Qwen3-0.6B" in row)]) + "\n"
     )
     assert in_a_pipe(directory, *LAYOUTS, "--study", "found.jsonl").returncode == 0
     return directory
@@ -165,74 +144,24 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(tiny, tmp_path
     assert re.search(r"held-out loss +\d+\.\d+ before, \d+\.\d+ after", shown)
 
 
-LORA = ("--lora", "16")
-DPO_LORA = (*LORA, "--objective", "dpo")
-ROLLOUT = ("--objective", "grpo", "--rollout", "vllm")
-ON_FOUR = ("--gpus", "4", "--device", "cuda", "--memory", "80GiB", "--dry-run")
-LINES = {
-    "1xH100-80GB": (("Qwen3-0.6B", *DPO_LORA), ("Llama-3.1-8B", "--objective", "grpo")),
-    "4xA100-80GB": (("Qwen3-8B",), ("Qwen3-32B", *DPO_LORA), ("Llama-3.1-70B",)),
-    "8xH200-141GB": (("Qwen3-30B-A3B", "--objective", "dpo"), ("Llama-3.1-70B", *LORA)),
-    "2xRTX-4090": (
-        ("Qwen3-0.6B", *LORA, "--objective", "grpo"),
-        ("Qwen3-32B", *DPO_LORA),
-        ("Qwen3-8B", *LORA, "--lora-base", "nf4", "--copies", "2"),
-    ),
-}
-"""What is asked on each kind of GPUs: those whose answers were the longest of some hundred."""
-
-
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
+        *table("terminal", "answers"),  # those that were the longest of some hundred
         *(
-            (command, *question, "--gpus", gpus, *more)
-            for gpus, questions in LINES.items()
-            for question in questions
-            for command, *more in (
-                ("predict",),
-                ("predict", "--length", "32k"),
-                ("recommend", "--length", "64k"),
-            )
-        ),
-        ("recommend", "Qwen3-0.6B", "--gpus", "1xH100", "--length", "32k", "--fastest"),
-        ("recommend", "Qwen3-8B", "--gpus", "4xA100-80GB", "--length", "32k", "--lightest"),
-        *(
-            (command, *question, *ON_FOUR, *more)
-            for question in LINES["4xA100-80GB"]
-            for command, *more in (("find",), ("try", "--length", "16k"))
-        ),
-        ("find", "Qwen3-8B", "--gpus", "1", "2", "4", *SIMULATED),
-        ("find", "Llama-3.1-8B", "--gpus", "1", "2", "4", *SIMULATED, "--lora", "16"),
-        ("predict", "Qwen3-8B", "--gpus", "4xA100-80GB", "--data", "long.jsonl"),
-        ("predict", "Qwen3-8B", "--gpus", "2xA40", *LORA, "--data", "longer.jsonl"),
-        ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "32k", *DPO_LORA[2:]),
-        ("predict", "Qwen3-8B", "--gpus", "8xH100", "--length", "2m"),
-        ("predict", "Qwen3-8B", "--gpus", "8xH100", *ROLLOUT, "--length", "16k"),
-        ("data", "long.jsonl"),
-        *(
-            ("emit", "--for", each, "Qwen3-8B", "--gpus", "4xH20", "--length", "32k", "-o", "o")
-            + (("--rollout-gpus", "2") if each == "areal" else ())
+            f"emit --for {each} Qwen3-8B --gpus 4xH20 --length 32k -o o"
+            + " --rollout-gpus 2" * (each == "areal")
             for each in TARGETS
         ),
     ],
-    ids=" ".join,
 )
-def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, words):
+def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, command):
     (tmp_path / "long.jsonl").write_text(
         "".join(f'{{"text": "{"a " * 2**number}"}}\n' for number in range(18))
     )
     (tmp_path / "longer.jsonl").write_text(f'{{"text": "{"a " * 2**20}"}}\n')
-    shown = standing(on_a_terminal(tmp_path, *words, columns=80, code=None))
+    shown = standing(on_a_terminal(tmp_path, *command.split(), columns=80, code=None))
     assert sum(max(1, -(-len(line) // 80)) for line in shown) <= 25, "\n".join(shown)
-
-
-@pytest.mark.parametrize("words", [("predict",), ("recommend", "--length", "8k")], ids=" ".join)
-def test_an_answer_stands_before_its_notes(on_a_terminal, tmp_path, words):
-    asked = (*words, "Qwen3-32B", "--gpus", "1xRTX-4090", *LORA, "--lora-base", "nf4")
-    shown = standing(on_a_terminal(tmp_path, *asked, columns=80))
-    assert "Qwen3-32B" in shown[0]
-    assert shown[-2].startswith("note: nf4 is lossy")
 
 
 def test_a_rollout_is_told_in_two_bars_and_on_paper(on_a_terminal, tmp_path):
@@ -308,20 +237,13 @@ def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
 
 
 def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater):
-    for words in (
-        (
-            *("emit", "--for", "trl", "Qwen3-8B", "--gpus", "8xH20-96GB", "--rollout-gpus", "2"),
-            *("--length", "32k"),
-        ),
-        (
-            "find",
-            "Qwen3-0.6B",
-            "--data",
-            "a_package_with_a_long_name.and_a_module:and_a_function",
-            "--print-config",
-        ),
-        (*PREDICT, "--json"),
+    module = "a_package_with_a_long_name.and_a_module:and_a_function"
+    for command in (
+        "emit --for trl Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
+        f"find Qwen3-0.6B --data {module} --print-config",
+        "predict Llama-3.1-8B --gpus 4xA100-80GB --json",
     ):
+        words = command.split()
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
 
 

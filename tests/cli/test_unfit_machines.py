@@ -125,12 +125,7 @@ def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_c
 
 
 def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path, libraries):
-    hidden = "import importlib.metadata as m\nfind = m.version\ndef version(name):\n"
-    hidden += (
-        "    if name == 'highwater': raise m.PackageNotFoundError(name)\n    return "
-        "find(name)\nm.version = version\n"
-    )
-    (tmp_path / "sitecustomize.py").write_text(hidden)
+    hidden_packages(tmp_path, "highwater")
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
     assert done.returncode == 0, done.stderr
 

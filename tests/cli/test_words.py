@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SIMULATED, Run
+from conftest import Run
 
 from highwater import guide, open_study, study_report, write_guide, write_report
 from highwater.cli.grammar import commands
@@ -20,34 +20,15 @@ from highwater.pages.guide import Guide
 from highwater.pages.profile import profile_page
 from highwater.pages.study_answer import published_tables
 from setting_words import other_words
+from tables import table
 
 ROOT = Path(__file__).parents[2]
 STUDIES = ROOT / "docs" / "results" / "find"
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 BENCHES = ROOT / "docs" / "results" / "attention"
 PROFILED = ROOT / "tests" / "data" / "snapshots" / "trainer_out_of_memory.pickle"
-GPUS = ("--gpus", "4xA100-80GB")
 MODEL = "Qwen3-0.6B"
-QUESTIONS = (
-    ("predict", "Qwen3-8B", *GPUS, "--all"),
-    ("predict", "Qwen3-8B", *GPUS, "--length", "128k", "--explain"),
-    ("predict", "Qwen3-8B", "--gpus", "8xA100-80GB", "--ring", "1", "2", "--copies", "1", "2"),
-    ("predict", MODEL, *GPUS, "--lora", "16", "--recompute", "none"),
-    ("predict", MODEL, *GPUS, "--trainer", "trl", "--length", "64k"),
-    ("predict", MODEL, *GPUS, "--objective", "grpo", "--entropy", "chunked"),
-    ("predict", MODEL, *GPUS, "--recompute", "all-but-attention"),
-    ("predict", "Qwen3-8B", "--gpus", "1xH100-80GB", "--length", "32768"),
-    ("recommend", "Qwen3-8B", *GPUS, "--length", "128k", "--explain"),
-    ("recommend", "Qwen3-32B", "--gpus", "2xA100-80GB", "--length", "512k", "--explain"),
-    ("find", MODEL, "--gpus", "2", *SIMULATED, "--ulysses", "1", "2"),
-    ("find", MODEL, "--gpus", "2", *SIMULATED, "--activations", "host", "--offload", "states"),
-    ("emit", "--for", "trl", MODEL, *GPUS, "--length", "64k"),
-    ("emit", "--for", "verl", MODEL, *GPUS, "--length", "64k"),
-    ("show", str(STUDIES / "edge-4b-2-full-native.jsonl")),
-    ("show", str(STUDIES / "grpo-0.6b-1-offload.jsonl")),
-    ("profile", str(PROFILED)),
-    ("profile", str(PROFILED), str(PROFILED.with_name("snapshot_rank00_p0d1c0t0.pickle"))),
-)
+QUESTIONS, DOCUMENTS = table("words", "questions"), table("words", "documents")
 GUIDES: dict[str, Callable[[], Guide]] = {
     "published": lambda: guide(TABLE),
     "measured": lambda: guide(
@@ -57,12 +38,6 @@ GUIDES: dict[str, Callable[[], Guide]] = {
     "lora": lambda: guide(predict=[MODEL], gpus=["2xA100-80GB"], trained={"lora": 16}),
 }
 REPORTED = ("edge-4b-2-full-native.jsonl", "grpo-0.6b-1-offload.jsonl", "qwen3-4b-79gib.jsonl")
-_GUIDES = ("guide", "predict", "recommend", "getting-started", "engine")
-DOCUMENTS = (
-    *("README.md", "docs/guide-h200.md", "docs/capacities.svg", "docs/session.svg"),
-    *("docs/results/h20/agreement.svg", "docs/concepts/memory.md"),
-    *(f"docs/guides/{name}.md" for name in _GUIDES),
-)
 
 
 def ours(command: str, text: str) -> str:
@@ -105,8 +80,9 @@ def test_a_help_has_one_word_for_each_setting(highwater, name):
         assert other_words(done.stdout) == {}
 
 
-@pytest.mark.parametrize("words", QUESTIONS, ids=" ".join)
-def test_an_answer_has_one_word_for_each_setting(highwater, words):
+@pytest.mark.parametrize("command", QUESTIONS)
+def test_an_answer_has_one_word_for_each_setting(highwater, command):
+    words = [str(ROOT / word) if "/" in word else word for word in command.split()]
     done = highwater(*words)
     assert done.stdout, done.stderr
     assert other_words(ours(words[0], done.stdout)) == {}

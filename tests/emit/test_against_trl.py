@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
 
+from environments import program_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -30,7 +31,6 @@ from tiny_models import SIZES
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 READER = Path(__file__).parent / "readers" / "trl_steps.py"
 END = 1
 """The token after a completion."""
@@ -144,21 +144,11 @@ def by_trl(
     folder: Path, model: str, objective: str, data: Sequence[Any], fields: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Losses and gradients of TRL's own steps, in its own environment."""
-    python = ROOT / ".venv-emit-trl" / "bin" / "python"
-    assert python.exists(), f"{python} is missing: `make test-emit` installs it"
     order, result = folder / "order.json", folder / "steps.safetensors"
-    order.write_text(
-        json.dumps(
-            {
-                "model": model,
-                "objective": objective,
-                "data": list(data),
-                "fields": fields,
-                "result": str(result),
-            }
-        )
-    )
-    done = subprocess.run([python, READER, order], capture_output=True, text=True, cwd=folder)
+    asked = {"model": model, "objective": objective, "data": list(data), "fields": fields}
+    order.write_text(json.dumps(asked | {"result": str(result)}))
+    words = [program_of("trl"), READER, order]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return load_file(result)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import program_of
 
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
@@ -16,7 +17,6 @@ from tiny_models import OF_OTHERS, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
 MEMORY = "4GiB"
 """More than any of them imports, and less than two copies of the logits of 8192 tokens beside."""
 PROGRAMS = {"llamafactory": "llamafactory-cli", "axolotl": "axolotl", "ms-swift": "swift"}
@@ -49,15 +49,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(name: str, model: Path, length: int) -> TrialResult:
     """The end of one trial over the user's own file."""
-    program = ROOT / f".venv-emit-{name}" / "bin" / PROGRAMS[name]
-    assert program.exists(), f"{program} is missing: `make test-emit` installs it"
     base = {"learning_rate": 3e-4, CONSTANT.get(name, "lr_scheduler_type"): "constant"}
     (model.parent / "base.yaml").write_text(json.dumps({**base, **OWN[name]}))  # YAML, too
     return highwater.run_trial(
         str(model),
         length,
         trainer=name,
-        command=str(program),
+        command=str(program_of(name, PROGRAMS[name])),
         trainer_config="base.yaml",
         device="cpu",
         memory=MEMORY,

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
+from environments import program_of
 
 from highwater.model.families import TRAINED
 from highwater.model.model import load_model
@@ -28,7 +29,6 @@ from highwater.trainers.targets import LAUNCH, TARGETS, launch_script
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 READERS = Path(__file__).parent / "readers"
 MODEL = "Qwen3-4B"
 ODD = 'o\'dd "d", = ${oc.env:HOME} $HOME \\ #1: [ü]'
@@ -93,16 +93,7 @@ def cases_of(target: Target) -> Mapping[str, Case]:
 CASES_OF: Mapping[Target, Mapping[str, Case]] = {target: cases_of(target) for target in TARGETS}
 RINGS: frozenset[Target] = frozenset(("trl", "accelerate"))
 """Trainers that pass keys and values round a ring whatever was predicted."""
-
-
 SHARDED: frozenset[Target] = RINGS | {"axolotl", "llamafactory", "ms-swift"}
-
-
-def python_of(target: str) -> Path:
-    """The environment's; it is missing where nobody called ``make test-emit``."""
-    python = ROOT / f".venv-emit-{target}" / "bin" / "python"
-    assert python.exists(), f"{python} is missing: `make test-emit` installs it"
-    return python
 
 
 @cache
@@ -125,11 +116,12 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
 @cache
 def goal(trainer: TrainerName, is_beside_rollout: bool, case: Case) -> Recommendation:
     """Asked once for all of one prediction: that of Trinity-RFT's trainer takes seconds."""
+    rollout = 2 if is_beside_rollout else 0
     return recommend(
         case.model,
         length=case.length,
-        gpus=f"{case.gpus + (2 if is_beside_rollout else 0)}xH200-141GB",
-        rollout_gpus=2 if is_beside_rollout else 0,
+        gpus=f"{case.gpus + rollout}xH200-141GB",
+        rollout_gpus=rollout,
         trainer=trainer,
         allocator=case.allocator,
         ulysses=[case.degree],
@@ -171,7 +163,7 @@ def run(
     left_out = ("PYTHONPATH", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     return subprocess.run(
-        [python_of(target), READERS / (reader or f"read_{target}.py"), *words],
+        [program_of(target), READERS / (reader or f"read_{target}.py"), *words],
         env=environment | quiet | elsewhere,
         capture_output=True,
         text=True,
@@ -316,13 +308,13 @@ def test_a_loss_is_cut_by_what_each_trainer_has_for_a_family():
 
 def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves():
     for target in ("axolotl", "llamafactory"):
-        (path,) = python_of(target).parents[1].rglob("liger_kernel/transformers/monkey_patch.py")
+        (path,) = program_of(target).parents[1].rglob("liger_kernel/transformers/monkey_patch.py")
         table = path.read_text().partition("MODEL_TYPE_TO_APPLY_LIGER_FN = {")[2].partition("}")[0]
         assert set(re.findall('"([a-z0-9_]+)":', table)) >= LIGER
-    (path,) = python_of("llamafactory").parents[1].rglob("model_utils/liger_kernel.py")
+    (path,) = program_of("llamafactory").parents[1].rglob("model_utils/liger_kernel.py")
     known = set(re.findall('"([a-z0-9_]+)"', path.read_text()))
     assert LIGER & known == LLAMAFACTORY_FUSES
-    (path,) = python_of("axolotl").parents[1].rglob("cut_cross_entropy/README.md")
+    (path,) = program_of("axolotl").parents[1].rglob("cut_cross_entropy/README.md")
     cut = set(re.findall("^- ([a-z0-9_]+)$", path.read_text(), re.MULTILINE))
     assert (cut & set(TRAINED)) - LIGER == CUT_CROSS_ENTROPY
 
@@ -443,6 +435,6 @@ def test_the_version_that_is_installed_is_the_one_that_is_named(target):
     package = {"trinity": "trinity-rft"}.get(target, target)
     command = f"import importlib.metadata as each; print(each.version({package!r}))"
     done = subprocess.run(
-        [python_of(target), "-c", command], capture_output=True, text=True, check=True
+        [program_of(target), "-c", command], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == emitted.checked_with

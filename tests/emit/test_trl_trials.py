@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from environments import program_of
 
 import highwater
 from highwater.errors import HighwaterError
@@ -21,7 +22,6 @@ from tiny_models import OF_OTHERS, write_model
 
 pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 ROOMY, NARROW = "6GiB", "1000MiB"
 """A bound that every trial here is far below; and one that is past TRL's own imports and below its
 loss over 8192 tokens."""
@@ -36,9 +36,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(**others: Any) -> dict[str, Any]:
-    program = ROOT / ".venv-emit-trl" / "bin" / "trl"
-    assert program.exists(), f"{program} is missing: `make test-emit` installs it"
-    return {"trainer": "trl", "command": str(program), "device": "cpu", **others}
+    return {"trainer": "trl", "command": str(program_of("trl", "trl")), "device": "cpu", **others}
 
 
 def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **others: Any) -> Any:

@@ -1,14 +1,28 @@
-"""Finding the processes of one test: each test marks its environment, and whatever it starts
-inherits the mark.
+"""Starting and finding the processes of one test: each test marks its environment, and whatever it
+starts inherits the mark.
 """
 
+import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 MARK = "HIGHWATER_TEST_MARK"
+GONE_S = 60
+"""Time in which nothing may be left of what was killed, on a machine that is busy."""
+HANGS_S = 240
+"""Bound on the time until the second trial hangs: two trials, on a machine that is busy."""
+ENDS_S = 240
+"""Bound on the time until a command ends that has nothing to wait for."""
+FIND = (
+    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
+    *("--start-length", "32", "--resolution", "32", "--study", "study.jsonl"),
+)
+"""A search of the model ``tiny`` from 32 tokens on."""
 _PENDING = ("SigPnd:", "ShdPnd:")
 
 
@@ -52,3 +66,28 @@ def wait_until(holds: Callable[[], object], *, within_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def are_gone(mark: str) -> bool:
+    """Whether nothing is alive any more that was started under the mark, or soon is not."""
+    return wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+
+
+def started(*words: str) -> "subprocess.Popen[str]":
+    """Start a command in a process session of its own, as a terminal does."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def done(*words: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The full lines of a journal."""
+    return [
+        json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SmallDisk
-from processes import marked, wait_until
+from processes import are_gone, wait_until
 
 import highwater
 from highwater.nouns.trial import Outcome, TrialResult
@@ -124,7 +124,7 @@ def test_a_search_killed_with_9_leaves_no_file_of_the_trial_that_was_running(
     assert (own / "hf" / "model.safetensors").stat().st_size > 0
     search.send_signal(signal.SIGKILL)
     search.wait()
-    assert wait_until(lambda: marked(mark) == [], within_s=60)
+    assert are_gone(mark)
     assert files_below(tmp_path / MINE) == users_files
     assert not own.exists()
 

@@ -14,28 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from processes import is_arrived, marked, wait_until
+from processes import ENDS_S, HANGS_S, are_gone, is_arrived, lines, marked, started, wait_until
+from processes import FIND as SEARCH
 
 pytestmark = pytest.mark.timeout(900)
 
-GONE_S = 60
-"""Time in which nothing of a search may be left that was killed, on a machine that is busy."""
-HANGS_S = 240
-"""Bound on the time until the second trial hangs: two trials, on a machine that is busy."""
-ENDS_S = 240
-"""Bound on the time until a search ends that has nothing to wait for."""
 LENGTHS = (32, 64)
-FIND = (
-    *(
-        *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
-        *("--method", "linear"),
-    ),
-    *("--start-length", "32", "--resolution", "32", "--max-length", "64", "--study", "study.jsonl"),
-)
+FIND = (*SEARCH, "--method", "linear", "--max-length", "64")
 """Two trials, the longer length last."""
 PAUSED = (*FIND, "--data", "faulty_batches:paused")
 
@@ -44,18 +32,15 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(mark: str, tiny: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a search in a process session of its own, as a terminal does."""
-    started: list[subprocess.Popen[str]] = []
+    """Starts a search, which ends with the test."""
+    searches: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> "subprocess.Popen[str]":
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        )
-        return started[-1]
+        searches.append(started(*words))
+        return searches[-1]
 
     yield start
-    for search in started:
+    for search in searches:
         search.kill()
         search.communicate()
 
@@ -72,15 +57,6 @@ def hanging(start: Start, mark: str, tmp_path: Path) -> "subprocess.Popen[str]":
     # The search, the reaper, the worker, and its daemon.
     assert len(marked(mark)) >= 4
     return search
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The full lines of a journal."""
-    return [
-        json.loads(line)
-        for line in path.read_bytes().splitlines(keepends=True)
-        if line.endswith(b"\n")
-    ]
 
 
 def starts(path: Path) -> dict[int, int]:
@@ -110,7 +86,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     before = finished(study)
     hanging.send_signal(signal.SIGKILL)
     hanging.wait()
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     assert list(tmp_path.glob("highwater-*")) == []
     assert len(before) == 1
     assert finished(study) == before
@@ -180,7 +156,7 @@ def test_a_study_that_is_deleted_in_mid_search_stops_it_and_the_search_goes_on_f
     assert problem.endswith(" study-2.jsonl")
     assert "`--study study-2.jsonl`" in hint
     assert not study.exists()
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     before = starts(kept)
     complete(start(*PAUSED, "--study", "study-2.jsonl"))
     assert starts(kept) == before == dict.fromkeys(LENGTHS, 1), (
@@ -262,7 +238,7 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
     for pid in marked(mark):  # nobody is left who would end the worker's daemon
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     assert len(list(tmp_path.glob("highwater-*"))) == 1
     (tmp_path / "pause").unlink()
     complete(start(*PAUSED))
@@ -272,7 +248,6 @@ def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_remo
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((signal.SIGTERM,), id="told to end"),
         pytest.param((signal.SIGINT, signal.SIGINT), id="impatient"),
         pytest.param((signal.SIGHUP,), id="its terminal closed"),
     ],
@@ -282,5 +257,5 @@ def test_nothing_is_left_of_a_search_however_it_is_ended(hanging, mark, tmp_path
         hanging.send_signal(number)
         assert wait_until(partial(is_arrived, hanging.pid, number), within_s=ENDS_S)
     hanging.communicate(timeout=ENDS_S)
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     assert list(tmp_path.glob("highwater-*")) == []

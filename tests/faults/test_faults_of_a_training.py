@@ -23,7 +23,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the data plane needs the train extra")
 
-from processes import is_arrived, marked, wait_until
+from processes import are_gone, is_arrived, marked, wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -200,7 +200,7 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(trained, mark, tmp_pa
     assert flag_in(second.value.hint, "--output") == f"{run}-2"
     killed.command.kill()
     killed.command.communicate(timeout=WITHIN_S)
-    assert wait_until(lambda: marked(mark) == [], within_s=WITHIN_S)
+    assert are_gone(mark)
     assert latest_of(run) == killed.step
 
     told = frozen(trained, mark, run, "--resume-from", f"step-{killed.step:06}")

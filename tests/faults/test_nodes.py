@@ -13,30 +13,25 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from processes import marked, wait_until
-from test_faults_of_a_search import ENDS_S, GONE_S, HANGS_S, lines
+from processes import ENDS_S, GONE_S, HANGS_S, are_gone, done, lines, marked, started, wait_until
+from processes import FIND as SEARCH
 
 from highwater.store.journal import read_study
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("tiny", "mark")]
 
-FIND = (
-    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
-    *("--start-length", "32", "--resolution", "32", "--max-length", "64", "--study", "study.jsonl"),
-    *("--data", "faulty_batches:paused", "--gpus", "2"),
-)
+FIND = (*SEARCH, "--max-length", "64", "--data", "faulty_batches:paused", "--gpus", "2")
 ADDRESSES = ("10.77.0.1/24", "10.77.0.2/24")
 
 
-class Machine:
+class Machine(NamedTuple):
     """A network namespace with one end of a wire, and a host's name of its own."""
 
-    def __init__(self, name: str, interface: str) -> None:
-        self.name = name
-        self.interface = interface
+    name: str
+    interface: str
 
 
 @pytest.fixture
@@ -64,7 +59,7 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
         yield both
     finally:
         kill(marked(mark))
-        wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+        are_gone(mark)
         for machine in both:
             subprocess.run(("ip", "netns", "delete", machine.name), check=False)
 
@@ -88,9 +83,14 @@ def wired(machines: tuple[Machine, Machine]) -> tuple[str, ...]:
     return tuple(f"{each.name}:{each.interface}" for each in machines)
 
 
-def start(*words: str) -> "subprocess.Popen[str]":
-    pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+def hanging(
+    folder: Path, machines: tuple[Machine, Machine], *, kills: bool = True
+) -> "subprocess.Popen[str]":
+    """A search across machines whose second trial hangs."""
+    (folder / "pause").write_text("64")
+    search = started(*FIND, *across(folder, *wired(machines), kills=kills))
+    assert wait_until((folder / "hangs").exists, within_s=HANGS_S)
+    return search
 
 
 def losses(path: Path) -> dict[int, list[Any]]:
@@ -104,35 +104,29 @@ def losses(path: Path) -> dict[int, list[Any]]:
     }
 
 
-@pytest.mark.usefixtures("tiny")
-def test_two_machines_train_as_one_does_and_find_the_same(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
-    search = start(*FIND, *across(tmp_path, *wired(machines)))
+def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_path):
+    search = started(*FIND, *across(tmp_path, *wired(machines)))
     answer, talk = search.communicate(timeout=ENDS_S)
     assert search.returncode == 0, talk
     assert list((tmp_path / "meet").iterdir()) == []
     assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     assert "64 tokens" in answer
     assert "2 copies" in answer
     together = losses(tmp_path / "study.jsonl")
     words = (*FIND, "--copies", "2", "--study", "alone.jsonl")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 0, done.stderr
+    ended = done(*words)
+    assert ended.returncode == 0, ended.stderr
     assert together == losses(tmp_path / "alone.jsonl")
     assert len(together) >= 1
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("kills", [True, False], ids=["srun kills", "our own watch"])
 def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_search_goes_on(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, kills: bool
-) -> None:
+    machines, mark, tmp_path, kills
+):
     study = tmp_path / "study.jsonl"
-    (tmp_path / "pause").write_text("64")
-    search = start(*FIND, *across(tmp_path, *wired(machines), kills=kills))
-    assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
+    search = hanging(tmp_path, machines, kills=kills)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
     assert len(inside) >= 2, "the reaper, and a rank"
     reaper = "highwater.trials.reaper"
@@ -147,33 +141,23 @@ def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_se
     assert first["outcome"] == "CRASHED", first["reason"]
     search.send_signal(signal.SIGINT)
     assert search.wait(timeout=GONE_S) == 130
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     (tmp_path / "pause").unlink()
-    again = start(*FIND, *across(tmp_path, *wired(machines)), "--retry-crashed")
+    again = started(*FIND, *across(tmp_path, *wired(machines)), "--retry-crashed")
     answer, talk = again.communicate(timeout=ENDS_S)
     assert again.returncode == 0, talk
     assert "64 tokens" in answer
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_search_that_is_killed_leaves_nothing_on_any_machine(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
-    (tmp_path / "pause").write_text("64")
-    search = start(*FIND, *across(tmp_path, *wired(machines)))
-    assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
+def test_a_search_that_is_killed_leaves_nothing_on_any_machine(machines, mark, tmp_path):
+    search = hanging(tmp_path, machines)
     search.kill()
     search.communicate()
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
 
 
-@pytest.mark.usefixtures("tiny")
-def test_a_launcher_that_is_killed_takes_its_ranks_with_it(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
-    (tmp_path / "pause").write_text("64")
-    search = start(*FIND, *across(tmp_path, *wired(machines)))
-    assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
+def test_a_launcher_that_is_killed_takes_its_ranks_with_it(machines, mark, tmp_path):
+    search = hanging(tmp_path, machines)
     inside = {pid for pid in marked(mark) if any(_is_in(each, pid) for each in machines)}
     assert len(inside) >= 4, "a reaper and a rank on each"
     kill(pid for pid in marked(mark) if _runs(pid, "srun"))
@@ -197,13 +181,12 @@ def trained_losses(run: Path) -> list[float]:
     return json.loads((last / "state.json").read_text())["losses"]
 
 
-@pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("told", ["the command", "another machine"])
 def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path, told: str
-) -> None:
+    machines, mark, tmp_path, told
+):
     run, where = tmp_path / "run", across(tmp_path, *wired(machines))
-    first = start(*training("run", *where, "--steps", "400"))
+    first = started(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
         first.communicate(timeout=GONE_S)
     )
@@ -220,26 +203,25 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
     assert first.returncode == 143, talk
     stopped = len(trained_losses(run))
     assert f"step {stopped}" in talk
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
 
     steps = str(stopped + 2)
-    both = start(*training("run", *where, "--steps", steps))
+    both = started(*training("run", *where, "--steps", steps))
     _, talk = both.communicate(timeout=ENDS_S)
     assert both.returncode == 0, talk
     assert "2 copies" in talk
     words = training("alone", "--copies", "2", "--steps", steps)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 0, done.stderr
+    ended = done(*words)
+    assert ended.returncode == 0, ended.stderr
     assert trained_losses(run) == trained_losses(tmp_path / "alone")
     weights = [(tmp_path / each / "model/model.safetensors") for each in ("run", "alone")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
-    machines: tuple[Machine, Machine], mark: str, tmp_path: Path
-) -> None:
-    first = start(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
+    machines, mark, tmp_path
+):
+    first = started(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
     kill(pid for pid in marked(mark) if _is_in(machines[1], pid))
@@ -248,13 +230,12 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     found = re.search(r"the same command goes on after step (\d+)", talk)
     assert found is not None, talk
     assert len(trained_losses(tmp_path / "run")) == int(found[1]) >= 2
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
 
 
-@pytest.mark.usefixtures("tiny", "mark")
 def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_that_it_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -263,18 +244,17 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
     # An outer launcher's port is none of the inner one's.
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "MASTER_ADDR" in done.stderr
+    ended = done(*words)
+    assert ended.returncode == 3, ended.stderr
+    assert "MASTER_ADDR" in ended.stderr
     monkeypatch.setenv("SRUN_SETS", f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 0, done.stderr
-    first, *_ = [line for line in done.stderr.splitlines() if line.startswith("note:")]
+    ended = done(*words)
+    assert ended.returncode == 0, ended.stderr
+    first, *_ = [line for line in ended.stderr.splitlines() if line.startswith("note:")]
     assert "a port is open" in first
     assert "a port is open" in (tmp_path / "run" / "training.log").read_text()
 
 
-@pytest.mark.usefixtures("tiny", "mark")
 @pytest.mark.parametrize(
     ("sets", "problem"),
     [
@@ -285,14 +265,14 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
     ],
 )
 def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: str, problem: str
-) -> None:
+    tmp_path, monkeypatch, sets, problem
+):
     monkeypatch.setenv("SRUN_SETS", sets)
     words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 3, done.stderr
-    assert problem in done.stderr
-    assert "--ntasks-per-node 1" in done.stderr
+    ended = done(*words)
+    assert ended.returncode == 3, ended.stderr
+    assert problem in ended.stderr
+    assert "--ntasks-per-node 1" in ended.stderr
 
 
 BIN_SRUN = """#!/bin/sh
@@ -301,10 +281,7 @@ exec "$PYTHON" -P -m srun kills a b -- "$@"
 """
 
 
-@pytest.mark.usefixtures("tiny", "mark")
-def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(tmp_path, monkeypatch):
     words = (*FIND, "--nodes", "2", "--print-sbatch")
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     options = [line for line in printed.splitlines() if line.startswith("#SBATCH ")]
@@ -317,11 +294,9 @@ def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHON", sys.executable)
-    done = subprocess.run(
-        ("bash", str(job)), capture_output=True, text=True, timeout=ENDS_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "64 tokens" in done.stdout
+    ended = done("bash", str(job))
+    assert ended.returncode == 0, ended.stderr
+    assert "64 tokens" in ended.stdout
     assert list((tmp_path / "logs" / "rendezvous").iterdir()) == []
 
 

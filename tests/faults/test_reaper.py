@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from processes import marked, wait_until
-from test_faults_of_a_search import GONE_S, HANGS_S, lines
+from processes import FIND as SEARCH
+from processes import HANGS_S, are_gone, done, lines, marked, wait_until
 
 from highwater.nouns.trial import TrialSpec
 from highwater.trials.engine_trial import EngineLauncher
@@ -77,7 +77,7 @@ def test_an_owner_killed_with_9_takes_everything_under_its_reaper_with_it(mark, 
     assert len(marked(mark)) >= 7
     owner.kill()
     owner.wait()
-    assert wait_until(lambda: marked(mark) == [], within_s=ENDS_S)
+    assert are_gone(mark)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,9 @@ class TestLocalRunner(RunnerContract):
         return self.trial(self.tiny, 56, "faulty_batches:hanging")
 
 
-FIND = (
-    *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
-    *("--start-length", "32", "--resolution", "32", "--max-length", "32", "--gpus", "1"),
-    *("--mlp-tiles", "1", "--study", "study.jsonl", "--max-concurrent-trials", "2"),
-    *("--ring", "1", "--data", "faulty_batches:paused"),
+SIDE_BY_SIDE = (
+    *(*SEARCH, "--max-length", "32", "--gpus", "1", "2", "--ring", "1", "--mlp-tiles", "1"),
+    *("--max-concurrent-trials", "2", "--data", "faulty_batches:paused"),
 )
 
 
@@ -151,8 +149,7 @@ def test_a_search_of_two_trials_at_a_time_that_is_killed_with_9_leaves_nothing_a
     mark, tmp_path
 ):
     (tmp_path / "pause").write_text("32")
-    words = (*FIND[:-2], "--gpus", "1", "2", *FIND[-2:])
-    search = subprocess.Popen(words, start_new_session=True, stderr=subprocess.DEVNULL)
+    search = subprocess.Popen(SIDE_BY_SIDE, start_new_session=True, stderr=subprocess.DEVNULL)
     study = tmp_path / "study.jsonl"
 
     def both_started() -> bool:
@@ -163,12 +160,12 @@ def test_a_search_of_two_trials_at_a_time_that_is_killed_with_9_leaves_nothing_a
     assert wait_until((tmp_path / "hangs").exists, within_s=HANGS_S)
     search.send_signal(signal.SIGKILL)
     search.wait()
-    assert wait_until(lambda: marked(mark) == [], within_s=GONE_S)
+    assert are_gone(mark)
     started = [line for line in lines(study) if line["kind"] == "trial_started"]
     assert {line["spec"]["layout"]["gpus"] for line in started} == {1, 2}
     (tmp_path / "pause").unlink()
-    done = subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
-    assert done.returncode == 0, done.stderr
+    ended = done(*SIDE_BY_SIDE)
+    assert ended.returncode == 0, ended.stderr
     counts = Counter(line["kind"] for line in lines(study))
     assert counts["trial_started"] == 4
     assert counts["trial_finished"] == counts["cell_answered"] == 2

@@ -30,8 +30,8 @@ RESERVED_TOLERANCE_BYTES = 2 * MIB
 """Allocated bytes are equal; of reserved ones most are, others miss a small segment."""
 TRIALS = [
     ("edge-0.6b-1-full-native", 204_800),
-    ("grpo-0.6b-1-offload", 28_672),
     *deep(
+        ("grpo-0.6b-1-offload", 28_672),
         ("edge-0.6b-1-full", 196_608),
         ("edge-1.7b-1-full-native", 8192),
         ("edge-1.7b-1-full-native", 114_688),

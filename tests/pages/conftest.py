@@ -130,29 +130,26 @@ def every_fold_open(page: Any) -> Iterator[None]:
     assert folded.count() == count
 
 
+Factory = pytest.TempPathFactory
+
+
 @pytest.fixture(scope="session")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mixed(tmp_path_factory: Factory) -> Path:
     """A guide from a study, others' table and predictions."""
-    path = tmp_path_factory.mktemp("pages") / "mixed.html"
-    return write_guide(
-        path,
-        guide(
-            STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["1xH200-141GB", "4xH200-141GB"]
-        ),
-    )
+    gpus = ["1xH200-141GB", "4xH200-141GB"]
+    made = guide(STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=gpus)
+    return write_guide(tmp_path_factory.mktemp("pages") / "mixed.html", made)
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory: Factory) -> Path:
     """A guide whose every combination is asked again of the command line."""
-    path = tmp_path_factory.mktemp("pages") / "small.html"
-    return write_guide(
-        path, guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"])
-    )
+    made = guide(predict=["Qwen3-0.6B", "Qwen3-14B"], gpus=["1xA100-80GB", "4xA100-80GB"])
+    return write_guide(tmp_path_factory.mktemp("pages") / "small.html", made)
 
 
 @pytest.fixture(scope="session")
-def configured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def configured(tmp_path_factory: Factory) -> Path:
     """A guide for Trinity-RFT's trainer, which has configurations to copy."""
-    path = tmp_path_factory.mktemp("pages") / "configured.html"
-    return write_guide(path, guide(predict=["Qwen3-14B"], gpus=["2xA100-80GB"], trainer="trinity"))
+    made = guide(predict=["Qwen3-14B"], gpus=["2xA100-80GB"], trainer="trinity")
+    return write_guide(tmp_path_factory.mktemp("pages") / "configured.html", made)

@@ -80,19 +80,13 @@ def test_every_answer_is_what_recommend_prints(small, opened):
     page = opened(small)
     seen = 0
     for chosen in combinations(page):
-        words = (
-            chosen["model"],
-            "--gpus",
-            f"{chosen['gpus']}x{chosen['gpu']}",
-            "--length",
-            chosen["length"],
-        )
+        gpus = f"{chosen['gpus']}x{chosen['gpu']}"
+        words = (chosen["model"], "--gpus", gpus, "--length", chosen["length"])
         answer = recommended(*words)
         shown = page.locator("#answer-json").evaluate("each => each.textContent")
         assert json.loads(shown) == answer
-        assert page.locator("#command").inner_text() == shlex.join(
-            ("highwater", "recommend", *words)
-        )
+        command = shlex.join(("highwater", "recommend", *words))
+        assert page.locator("#command").inner_text() == command
         if answer["chosen"] is None:
             assert said(page).startswith("No: ")
         else:

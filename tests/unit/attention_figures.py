@@ -31,25 +31,14 @@ def row(
     **more: Any,
 ) -> BenchRow:
     """A case; without a time one that did not fit."""
-    gpus = more.get("gpus", 1)
     if time_s is not None:
-        measured = {
-            "time_s": time_s,
-            "passes": 3,
-            "kept_share": 0.05 if "sparse" in implementation else 1.0,
-            "after_qkv_bytes": ((peak or 0) // 3,) * gpus,
-            "peak_allocated_bytes": (peak,) * gpus,
-            "peak_reserved_bytes": ((peak or 0) + MIB,) * gpus,
-        }
-        more = measured | more
-    return BenchRow(
-        implementation=implementation,
-        mode=mode,
-        direction=direction,
-        length_tokens=length,
-        result=result,
-        **more,
-    )
+        after_qkv, reserved = (peak or 0) // 3, (peak or 0) + MIB
+        each = {"after_qkv": after_qkv, "peak_allocated": peak, "peak_reserved": reserved}
+        peaks = {f"{name}_bytes": (size,) * more.get("gpus", 1) for name, size in each.items()}
+        kept_share = 0.05 if "sparse" in implementation else 1.0
+        more = {"time_s": time_s, "passes": 3, "kept_share": kept_share, **peaks, **more}
+    case = {"implementation": implementation, "mode": mode, "direction": direction}
+    return BenchRow(**case, length_tokens=length, result=result, **more)
 
 
 def bench(
@@ -64,22 +53,18 @@ def bench(
     """A benchmark on one GPU of 80 GiB, or as ``order`` says."""
     rows = tuple(rows)
     directions = tuple(each for each in BOTH if any(row.direction == each for row in rows))
-    asked = {
-        "device": "cuda",
-        "implementations": tuple(dict.fromkeys(row.implementation for row in rows)),
-        "directions": directions or BOTH,
-        "dtype": "bf16",
-        "timeout_s": 60.0,
+    implementations = tuple(dict.fromkeys(row.implementation for row in rows))
+    asked = {"implementations": implementations, "directions": directions or BOTH}
+    asked |= {"device": "cuda", "dtype": "bf16", "timeout_s": 60.0, **order}
+    made: dict[str, Any] = {
+        "made_at": "2026-02-03T04:05:06+00:00",
+        "command": ("highwater", "bench", "attention"),
     }
+    made |= {"checks": checks, "rows": rows, "not_run": not_run, "is_whole": is_whole}
     return AttentionBench(
-        made_at="2026-02-03T04:05:06+00:00",
-        command=("highwater", "bench", "attention"),
-        order=BenchOrder(**(asked | order)),
+        **made,
+        order=BenchOrder(**asked),
         machine=machine or card("NVIDIA H100 80GB HBM3", 79 * GIB),
-        checks=checks,
-        rows=rows,
-        not_run=not_run,
-        is_whole=is_whole,
     )
 
 

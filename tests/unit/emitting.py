@@ -13,15 +13,7 @@ from trainers import recorded
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import OURS
 from highwater.recommendation.recommend import recommend
-from highwater.trainers import (
-    accelerate,
-    areal,
-    axolotl,
-    llamafactory,
-    ms_swift,
-    torchtitan,
-    verl,
-)
+from highwater.trainers import accelerate, areal, axolotl, llamafactory, ms_swift, torchtitan, verl
 from highwater.trainers import trinity as trinity
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.targets import TARGETS
@@ -51,13 +43,9 @@ _KINDS = {
 def goal(
     target: str = "trl", length: int | str = "128k", **changes
 ) -> tuple[Recommendation, Candidate]:
-    words = {
-        "model": "Qwen3-4B",
-        "length": length,
-        "trainer": OURS if target in OF_OURS else TARGETS[target].predicted_for,
-        "allocator": "expandable",
-        "gpus": "4xH200-141GB",
-    }
+    words = {"model": "Qwen3-4B", "length": length, "allocator": "expandable"}
+    words["trainer"] = OURS if target in OF_OURS else TARGETS[target].predicted_for
+    words["gpus"] = "4xH200-141GB"
     if target == "areal":
         words |= {"rollout_gpus": 2, "gpus": "6xH200-141GB"}
     found = recommended(json.dumps(words | changes))
@@ -77,12 +65,9 @@ def emitted(target: str, **changes) -> Emitted:
 
 
 def rung(found: Recommendation, *, degree: int, offload: bool = False) -> Candidate:
-    return next(
-        each
-        for each in found.candidates
-        if (each.cell.layout.ulysses_degree, each.cell.settings.offload, each.is_lowered)
-        == (degree, offload, False)
-    )
+    usual = [each for each in found.candidates if not each.is_lowered]
+    kept = [each for each in usual if each.cell.settings.offload == offload]
+    return next(each for each in kept if each.cell.layout.ulysses_degree == degree)
 
 
 def has_words_for(target: str, name: str, value: object, command: str = "sft") -> bool:

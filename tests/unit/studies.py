@@ -10,12 +10,7 @@ from pathlib import Path
 import msgspec
 
 from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
-from highwater.nouns.trial import (
-    Failure,
-    LogEnd,
-    Outcome,
-    TrialResult,
-)
+from highwater.nouns.trial import Failure, LogEnd, Outcome, TrialResult
 from highwater.pages.study_report import StudyReport, assembled
 from highwater.store.journal import read_study
 from places import question_of
@@ -76,7 +71,7 @@ def hostile_study() -> Study:
     """
     texts = (
         *("name", "model_name", "directory", "model_directory", "device_name", "reason", "text"),
-        *("phase", "log_path", "path", "hint"),
+        *("phase", "log_path", "path", "hint", "command", "versions", "notes", "torch"),
     )
 
     def change(value: object, key: str) -> object:
@@ -84,11 +79,7 @@ def hostile_study() -> Study:
             return {name: change(inner, name) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [change(inner, key) for inner in value]
-        return (
-            HOSTILE
-            if isinstance(value, str) and key in (*texts, "command", "versions", "notes", "torch")
-            else value
-        )
+        return HOSTILE if isinstance(value, str) and key in texts else value
 
     fields = change(msgspec.to_builtins(read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")), "")
     assert isinstance(fields, dict)
@@ -101,9 +92,8 @@ def hostile_study() -> Study:
 def without_checksums(lines: str, *, schema_version: int = 2) -> str:
     """The lines of a journal as they were written before they had any."""
     kept = re.sub(r'(?m)^\{"checksum":"[0-9a-f]{16}",', "{", lines)
-    return kept.replace(
-        f'"schema_version":{STUDY_SCHEMA_VERSION}', f'"schema_version":{schema_version}', 1
-    )
+    name = '"schema_version":'
+    return kept.replace(f"{name}{STUDY_SCHEMA_VERSION}", f"{name}{schema_version}", 1)
 
 
 def fifo(path: Path) -> Path:

@@ -44,10 +44,8 @@ def question(**changes: Any) -> Question:
 
 
 def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> TrialSpec:
-    memory = GIB if device == "cpu" else None
-    return trial_of(
-        "Qwen3-0.6B", device=device, length_tokens=length, memory_budget_bytes=memory, **fields
-    )
+    where = {"device": device, "memory_budget_bytes": GIB if device == "cpu" else None}
+    return trial_of("Qwen3-0.6B", length_tokens=length, **where, **fields)
 
 
 def written(spec: TrialSpec, **base: Any) -> TrialFiles:
@@ -69,8 +67,7 @@ def test_a_command_is_a_script_or_the_whole_launch(typed, program, words):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
-    table("accelerate_trials", "what_is_no_launch_is_refused"),
+    ("typed", "said"), table("accelerate_trials", "what_is_no_launch_is_refused")
 )
 def test_what_is_no_launch_is_refused(typed, said):
     with pytest.raises(UsageError) as refused:
@@ -80,24 +77,22 @@ def test_what_is_no_launch_is_refused(typed, said):
 
 
 @pytest.mark.parametrize(
-    "named",
+    ("name", "value"),
     [
-        *({"loss": "chunked"}, {"objective": "grpo"}, {"optimizer": "adamw-8bit"}, {"lora": 16}),
-        *({"rope": "yarn"}, {"mlp_tiles": 4}),
+        *(("loss", "chunked"), ("objective", "grpo"), ("optimizer", "adamw-8bit"), ("lora", 16)),
+        *(("rope", "yarn"), ("mlp_tiles", 4)),
     ],
 )
-def test_what_belongs_in_the_script_is_refused_by_name(named):
+def test_what_belongs_in_the_script_is_refused_by_name(name, value):
     with pytest.raises(UsageError) as refused:
-        asked(**named)
+        asked(**{name: value})
     assert "say it in the command" in refused.value.hint
 
 
 def test_the_layout_need_not_be_in_the_command():
     found = question(gpus=[1, 2, 4], copies=[1], ring=[1, 2], strategy="fsdp2")
-    assert {(c.layout.gpus, c.layout.ring_degree) for c in found.cells} == {
-        *((1, 1), (2, 1), (4, 1)),
-        *((2, 2), (4, 2)),
-    }
+    layouts = {(cell.layout.gpus, cell.layout.ring_degree) for cell in found.cells}
+    assert layouts == {(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)}
     assert {cell.layout.gpus for cell in question().cells} == {1, 2, 4}
 
 
@@ -117,34 +112,20 @@ def test_a_file_says_processes_shards_and_a_free_port():
 
 
 def test_the_users_other_fields_stay():
-    found = written(
-        trial(),
-        distributed_type="FSDP",
-        mixed_precision="fp16",
-        num_processes=8,
-        num_machines=2,
-        main_process_ip="10.0.0.1",
-        main_process_port=1234,
-        gpu_ids="0,1",
-        dynamo_config={"dynamo_backend": "INDUCTOR"},
-        fsdp_config={
-            "fsdp_version": 2,
-            "reshard_after_forward": False,
-            "activation_checkpointing": False,
-            "offload_params": True,
-        },
-    )
+    machine = {"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1"}
+    machine |= {"main_process_port": 1234, "gpu_ids": "0,1"}
+    theirs = {"fsdp_version": 2, "reshard_after_forward": False, "offload_params": True}
+    theirs |= {"activation_checkpointing": False}
+    kept = {"mixed_precision": "fp16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    found = written(trial(), distributed_type="FSDP", **kept, **machine, fsdp_config=theirs)
     values, fsdp = found.config, found.config["fsdp_config"]
-    assert values["mixed_precision"] == "fp16"
-    assert values["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    assert kept.items() <= values.items()
     assert (values["num_processes"], values["gpu_ids"]) == (1, "all")
     assert "main_process_ip" not in values
-    assert fsdp["fsdp_reshard_after_forward"] is False
-    assert fsdp["fsdp_activation_checkpointing"] is False
-    assert fsdp["fsdp_offload_params"] is True
-    (note,) = found.notes
-    assert note == (
-        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines"
+    for name in ("reshard_after_forward", "activation_checkpointing", "offload_params"):
+        assert fsdp[f"fsdp_{name}"] is theirs[name]
+    assert found.notes == (
+        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines",
     )
 
 
@@ -198,23 +179,11 @@ def test_what_accelerate_cannot_be_told_is_refused(spec, base, said):
 
 
 def test_on_the_cpu_one_process_trains():
-    found = written(
-        trial(device="cpu"),
-        mixed_precision="bf16",
-        num_processes=8,
-        distributed_type="FSDP",
-        fsdp_config={"fsdp_version": 2},
-        debug=True,
-    )
-    assert found.config == {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "NO",
-        "mixed_precision": "bf16",
-        "num_machines": 1,
-        "num_processes": 1,
-        "use_cpu": True,
-        "debug": True,
-    }
+    theirs = {"mixed_precision": "bf16", "num_processes": 8, "distributed_type": "FSDP"}
+    found = written(trial(device="cpu"), **theirs, fsdp_config={"fsdp_version": 2}, debug=True)
+    ours = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+    ours |= {"num_machines": 1, "num_processes": 1}
+    assert found.config == ours | {"mixed_precision": "bf16", "debug": True}
 
 
 def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]:

@@ -51,15 +51,14 @@ def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> li
     return alive
 
 
-def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left():
+@pytest.mark.parametrize(
+    ("asked", "allocated"), [(11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512)]
+)
+def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left(asked, allocated):
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(12 * MIB))
-    allocator.allocate(11 * MIB)
-    assert allocator.allocated_bytes == 12 * MIB
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(12 * MIB))
-    allocator.allocate(11 * MIB - 512)
-    assert allocator.allocated_bytes == 11 * MIB - 512
+    allocator.allocate(asked)
+    assert allocator.allocated_bytes == allocated
     assert allocator.reserved_bytes == 12 * MIB
 
 
@@ -137,9 +136,8 @@ def test_a_capacity_is_kept(is_expandable, steps, capacity):
 def test_what_was_reserved_without_a_limit_is_enough_as_a_limit(is_expandable, steps):
     unlimited = CachingAllocator(is_expandable=is_expandable)
     follow(unlimited, steps)
-    limited = CachingAllocator(
-        is_expandable=is_expandable, capacity_bytes=unlimited.peak_reserved_bytes
-    )
+    peak_bytes = unlimited.peak_reserved_bytes
+    limited = CachingAllocator(is_expandable=is_expandable, capacity_bytes=peak_bytes)
     follow(limited, steps)
     assert (limited.retries, limited.reserved_bytes) == (0, unlimited.reserved_bytes)
 
@@ -192,11 +190,8 @@ histories = script(SCRIPT)
 
 def disagreeing() -> set[str]:
     """Sequences that the simulation, as it is now, does not follow to the end."""
-    return {
-        name
-        for name, case in TOLD["random"].items()
-        if histories.simulated(name, case) != histories.recorded(case)
-    }
+    cases = TOLD["random"].items()
+    return {n for n, case in cases if histories.simulated(n, case) != histories.recorded(case)}
 
 
 def merge_expandable(self, block, neighbour, merge=CachingAllocator._merge):
@@ -210,9 +205,8 @@ def test_the_histories_hold_what_is_to_be_agreed_upon():
     assert len(TRIALS) == 6
     assert all(len(each.reserved) == 3000 for each in real)
     assert sum(each.retries for each in real) == 53
-    assert [len(each.ran_out) for each in real] == [
-        case["out_of_memory"] for case in TOLD["random"].values()
-    ]
+    ran_out = [case["out_of_memory"] for case in TOLD["random"].values()]
+    assert [len(each.ran_out) for each in real] == ran_out
     assert sum(len(each.ran_out) for each in real) == 19
 
 
@@ -230,57 +224,31 @@ def test_the_peaks_of_a_recorded_trial_are_the_real_ones_to_the_byte(name, case)
     log = msgspec.convert(case["log"], EventLog)
     kind = "expandable" if "expandable" in name else "native"
     ours = replay(log, allocator=kind, capacity_bytes=case["cap_bytes"], is_share=case["is_share"])
-    found = (ours.fits, ours.peak_reserved_bytes, ours.peak_allocated_bytes, ours.retries)
-    assert found == (
-        True,
-        case["peak_reserved_bytes"],
-        case["peak_allocated_bytes"],
-        case["retries"],
-    )
+    assert ours.fits
+    for figure in ("peak_reserved_bytes", "peak_allocated_bytes", "retries"):
+        assert getattr(ours, figure) == case[figure]
 
 
-def test_with_addresses_that_go_up_some_native_sequences_are_missed(monkeypatch):
-    """Where free blocks of one size lie decides which is taken: that is how the order of a driver's
-    addresses was found.
-    """
-
-    def upwards(self, size):
-        start = getattr(upwards, "next", 0)
-        upwards.next = start + size + -size % (20 * MIB)
-        return start
-
-    monkeypatch.setattr(CachingAllocator, "_addresses", upwards)
-    assert disagreeing() == {
-        "native, seed 2, without end",
-        "native, seed 2, a share",
-        "native, seed 3, a share",
-    }
+ADDRESSES = iter(range(0, 2**60, GIB))
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "broken"),
-    [
-        pytest.param(
-            allocator, "round_size", lambda size: -(-size // 256) * 256, id="other blocks"
-        ),
-        pytest.param(
-            allocator,
-            "segment_size",
-            lambda size: max(20 * MIB, segment_size(size)),
-            id="no small segments",
-        ),
-        pytest.param(allocator, "SMALL_BYTES", 2 * MIB, id="another small pool"),
-        pytest.param(
-            allocator, "_growable_size", lambda block: block.size, id="the best fit, growing or not"
-        ),
-        pytest.param(
-            CachingAllocator, "_merge", merge_expandable, id="native neighbours stay apart"
-        ),
-        pytest.param(
-            CachingAllocator, "release_cached", lambda _: None, id="nothing is given back"
-        ),
-    ],
-)
-def test_with_a_broken_rule_the_simulation_disagrees(monkeypatch, where, name, broken):
-    monkeypatch.setattr(where, name, broken)
+def upwards(self, size):
+    """Addresses that go up: where free blocks of one size lie decides which is taken."""
+    return next(ADDRESSES)
+
+
+BROKEN = {
+    "another order of addresses": (CachingAllocator, "_addresses", upwards),
+    "other blocks": (allocator, "round_size", lambda size: -(-size // 256) * 256),
+    "no small segments": (allocator, "segment_size", lambda s: max(20 * MIB, segment_size(s))),
+    "another small pool": (allocator, "SMALL_BYTES", 2 * MIB),
+    "the best fit, growing or not": (allocator, "_growable_size", lambda block: block.size),
+    "native neighbours stay apart": (CachingAllocator, "_merge", merge_expandable),
+    "nothing is given back": (CachingAllocator, "release_cached", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_with_a_broken_rule_the_simulation_disagrees(monkeypatch, rule):
+    monkeypatch.setattr(*BROKEN[rule])
     assert disagreeing()

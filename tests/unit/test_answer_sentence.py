@@ -1,18 +1,24 @@
-"""The sentence that a prediction begins with: every number of it is the prediction's, and the words
-are those of its settings.
+"""The sentence that an answer begins with, whose every number is the answer's; and ``find`` and
+``predict`` answer one question alike.
 """
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from studies import CELL, QUESTION, REAL, trial
 
 import highwater
 from highwater import recommend
+from highwater.errors import HighwaterError
+from highwater.memory.capacity import Prediction
 from highwater.nouns.capacities import simplest, study_capacities
+from highwater.nouns.cells import simplicity
 from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import (
@@ -21,11 +27,12 @@ from highwater.pages.prediction_tables import (
     recommendation_answer,
 )
 from highwater.pages.study_answer import answer_table, study_answer
+from highwater.pages.table import TextTable, plain_table
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_tokens
 from places import question_of
-from tables import table
+from tables import deep, table
 from trial_specs import answer_of, study_found
 
 
@@ -34,10 +41,8 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
     assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB with ")
-    assert (
-        f"The longest is {format_tokens(best.capacity_tokens)} tokens with expandable segments, a "
-        "chunked loss, the layers' activations in host memory"
-    ) in said
+    settings = "expandable segments, a chunked loss, the layers' activations in host memory"
+    assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
     assert best.step is not None
@@ -65,10 +70,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     assert everywhere.startswith("No: Qwen3-32B does not train at any length")
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    table("answer_sentence", "settings_are_said_in_words"),
-)
+@pytest.mark.parametrize(("asked", "words"), table("answer_sentence", "settings_are_said_in_words"))
 def test_settings_are_said_in_words(asked, words):
     plain = {"loss": "full", "allocator": "native"}
     found = highwater.predict("Qwen3-0.6B", gpus="1xH200-141GB", length=4096, **plain | asked)
@@ -76,9 +78,8 @@ def test_settings_are_said_in_words(asked, words):
 
 
 def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
-    found = highwater.predict(
-        "Qwen3-8B", gpus="4xA100-80GB", length="150k", headroom="30GiB", offload=False
-    )
+    asked = {"length": "150k", "headroom": "30GiB", "offload": False}
+    found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)
     fits = [row[2] for row in prediction_table(found, is_whole=True).rows]
     for cell, said in zip(found.cells, fits, strict=True):
         assert (said == "safe") == bool(cell.capacity_tokens)
@@ -151,11 +152,8 @@ def test_every_figure_of_a_recorded_study_is_one_of_its_own(path):
     lengths = {format_tokens(each.spec.length_tokens) for each in study.trials}
     assert set(_LENGTH.findall(said)) <= lengths
     assert len(set(_LENGTH.findall(said))) >= 1
-    longest = max(
-        each.spec.length_tokens
-        for each in study.trials
-        if each.result is not None and each.result.outcome.is_fit
-    )
+    ended = [each for each in study.trials if each.result is not None]
+    longest = max(each.spec.length_tokens for each in ended if each.result.outcome.is_fit)
     assert format_tokens(longest) in said
 
 
@@ -180,40 +178,24 @@ def test_a_search_that_ended_at_its_ceiling_knows_of_no_length_that_does_not_fit
 
 def test_a_length_whose_own_trial_ran_out_of_memory_does_not_fit_whatever_longer_ones_did():
     study = highwater.open_study(STUDIES / "qwen3-0.6b-79gib-full.jsonl")
-    failed = next(
-        each
-        for each in study.trials
-        if each.result is not None and each.result.outcome is Outcome.OUT_OF_MEMORY
-    )
-    again = msgspec.structs.replace(
-        failed, spec=msgspec.structs.replace(failed.spec, length_tokens=8192)
-    )
+    ended = [each for each in study.trials if each.result is not None]
+    failed = next(each for each in ended if each.result.outcome is Outcome.OUT_OF_MEMORY)
+    at_8192 = msgspec.structs.replace(failed.spec, length_tokens=8192)
+    again = msgspec.structs.replace(failed, spec=at_8192)
     found = study_capacities(msgspec.structs.replace(study, trials=(*study.trials, again)))
     (odd,) = (each for each in found if each.odd_tokens)
     assert (odd.fits(8192), odd.fits(8193), odd.fits(10**6)) == (False, True, False)
-    named = {length: simplest(found, length) for length in (4096, 8192, 12288)}
-    labels = {
-        length: None if each is None else each.cell.settings.label for length, each in named.items()
-    }
+    named = [simplest(found, length) for length in (4096, 8192, 12288)]
     other = "Env" if failed.spec.settings.label == "vanilla" else "vanilla"
-    assert labels == {4096: "vanilla", 8192: other, 12288: "vanilla"}
+    assert [each and each.cell.settings.label for each in named] == ["vanilla", other, "vanilla"]
 
 
 def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fit():
-    question = question_of(
-        token_budget=65_536,
-        start_length=4096,
-        resolution=4096,
-        max_length=65_536,
-        loss="full",
-        allocator="native",
-    )
+    grid = {"start_length": 4096, "resolution": 4096, "max_length": 65_536}
+    question = question_of(token_budget=65_536, loss="full", allocator="native", **grid)
     law = 40_960
-    runner = SimulatedRunner(
-        lambda spec: (
-            Outcome.FIT if spec.length_tokens * spec.sequences <= law else Outcome.OUT_OF_MEMORY
-        )
-    )
+    outcomes = (Outcome.OUT_OF_MEMORY, Outcome.FIT)
+    runner = SimulatedRunner(lambda spec: outcomes[spec.length_tokens * spec.sequences <= law])
     study = study_found(question, runner)
     (found,) = study_capacities(study)
     assert (found.capacity_tokens, found.does_not_fit_tokens) == (40_960, 45_056)
@@ -225,3 +207,215 @@ def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fi
         assert told is not None or length not in tried
     assert found.fits(4096) is None, "16 sequences of it are 65,536 tokens"
     assert any("may pack more tokens" in note for note in answer_table(study).footnotes)
+
+
+AGREEMENT = runpy.run_path(
+    str(Path(__file__).parents[2] / "docs" / "results" / "questions" / "agreement.py")
+)
+"""The recorded questions: what may be asked, and what the text of an answer says."""
+NAMED = (
+    *({"ulysses": [1]}, {"loss": "chunked"}, {"loss": "full"}, {"offload": True}, {"ring": [2]}),
+    *({"offload": False}, {"allocator": "native"}, {"allocator": "expandable"}, {"copies": [2]}),
+    *({"activations": "gpu"}, {"activations": "host"}, {"recompute": "all-but-attention"}),
+)
+"""One of what a search chooses itself."""
+(QUESTIONS,) = deep(AGREEMENT["COUNT"]) or (16,)
+
+
+def found(model: str, memory: str, gpus: int, **named: Any) -> Study:
+    return highwater.find(model, gpus=[gpus], device="cuda", memory=memory, dry_run=True, **named)
+
+
+def check_alike(study: Study, prediction: Prediction) -> None:
+    predicted, best = {each.cell: each for each in prediction.cells}, prediction.answer
+    for answer in study.answers:
+        known = predicted[answer.cell]
+        is_tight = best is None or not best.capacity_tokens
+        reach = known.likely_edge_tokens if is_tight else known.capacity_tokens
+        assert answer.capacity_tokens == reach, answer.cell.label
+        if known.capacity_tokens:
+            assert answer.headroom_bytes == known.headroom_bytes
+            assert answer.does_not_fit_tokens == known.does_not_fit_tokens
+    longest = max(answer.reach_tokens or 0 for answer in study.answers)
+    assert longest == (best.capacity_tokens or best.likely_edge_tokens if best else 0)
+    if not is_tight:
+        check_texts_alike(
+            page(study_answer(study), answer_table(study)),
+            page(prediction_answer(prediction), prediction_table(prediction, is_whole=True)),
+        )
+
+
+def page(first_line: str, table: TextTable) -> str:
+    return f"{first_line}\n\n{plain_table(table)}"
+
+
+def check_texts_alike(found: str, predicted: str) -> None:
+    """Every row of a search's table is one of the prediction's, and the first lines agree."""
+    rows, every = (AGREEMENT["rows_of"](text) for text in (found, predicted))
+    assert {name: every.get(name) for name in rows} == rows
+    first, other = (AGREEMENT["sentence"](text.splitlines()[0]) for text in (found, predicted))
+    both = first.keys() & other.keys()
+    assert "longest" in both
+    assert {name: first[name] for name in both} == {name: other[name] for name in both}
+
+
+@pytest.mark.timeout(3600)  # 200 questions, where HIGHWATER_DEEP is set
+@settings(deadline=None, max_examples=QUESTIONS, phases=(Phase.explicit, Phase.generate))
+@given(  # a shrunk one is no clearer
+    model=st.sampled_from(AGREEMENT["MODELS"]),
+    memory=st.sampled_from(AGREEMENT["MEMORIES"]),
+    gpus=st.sampled_from(AGREEMENT["COUNTS"]),
+    lora=st.sampled_from(AGREEMENT["LORAS"]),
+    objective=st.sampled_from(AGREEMENT["OBJECTIVES"]),
+    more=st.sampled_from([{}, *NAMED]),
+)
+def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
+    model, memory, gpus, lora, objective, more
+):
+    named = {"objective": objective, **({} if lora is None else {"lora": lora}), **more}
+    try:
+        prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
+    except HighwaterError as refused:
+        with pytest.raises(HighwaterError, match=re.escape(refused.problem)):
+            found(model, memory, gpus, **named)
+    else:
+        check_alike(found(model, memory, gpus, **named), prediction)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "length", "named"),
+    [
+        ("Qwen3-8B", 4, "32k", {}),
+        ("Qwen3-8B", 4, "72k", {}),
+        ("Qwen3-8B", 8, "256k", {"ulysses": [8], "loss": "chunked", "offload": "states"}),
+        ("Llama-3.1-8B", 1, "64k", {"lora": 16, "activations": "host"}),
+        ("Qwen3-0.6B", 2, "16k", {"objective": "dpo"}),
+        ("Llama-3.1-70B", 8, "32k", {}),
+    ],
+)
+def test_one_trial_of_a_dry_run_says_what_is_predicted_of_its_length(model, gpus, length, named):
+    rung = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
+    rung |= {"ulysses": [1], **named}
+    if rung["offload"] or rung["activations"] == "host":
+        rung["allocator"] = "expandable"
+    on = {"gpus": [gpus], "device": "cuda", "memory": "80GiB", "dry_run": True}
+    trial = highwater.run_trial(model, length, **on, **rung)
+    prediction = highwater.predict(model, gpus=gpus, gpu_memory="80GiB", length=length, **rung)
+    (cell,) = prediction.cells
+    assert (trial.outcome is Outcome.FIT) == (cell.capacity_tokens > 0 or cell.risk == "tight")
+    if trial.outcome is Outcome.FIT:
+        assert trial.headroom_bytes == cell.headroom_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"), [("Qwen3-8B", 4), ("Qwen3-8B", 8), ("Llama-3.1-70B", 8), ("gemma-2-9b", 2)]
+)
+def test_a_search_tries_the_simplest_and_the_longest_and_names_the_flags_of_the_rest(model, gpus):
+    study = found(model, "80GiB", gpus)
+    prediction = highwater.predict(model, gpus=gpus, gpu_memory="80GiB")
+    ends = {prediction.simplest.cell, prediction.explained.cell}
+    assert set(study.question.cells) == ends
+    (note,) = (note for note in study.notes if "--ulysses" in note)
+    assert f"{len(prediction.cells) - len(ends)} other settings are not tried" in note
+    check_alike(study, prediction)
+
+
+@pytest.mark.parametrize("named", NAMED, ids=str)
+def test_a_search_that_names_a_setting_tries_the_ends_of_what_is_left(named):
+    study = found("Qwen3-8B", "80GiB", 2, **named)
+    prediction = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", **named)
+    assert {*study.question.cells} == {prediction.simplest.cell, prediction.explained.cell}
+    check_alike(study, prediction)
+
+
+def test_a_search_of_several_degrees_tries_the_ends_of_each():
+    ends = set()
+    for ulysses in (1, 2):
+        one = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[ulysses])
+        ends |= {one.simplest.cell, one.explained.cell}
+    study = found("Qwen3-8B", "80GiB", 2, ulysses=[1, 2])
+    assert {*study.question.cells} == ends
+    check_alike(study, highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[1, 2]))
+
+
+def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
+    every = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
+    study = found("Qwen3-8B", "80GiB", 2, **every, ulysses=[1, 2])
+    assert [cell.layout.ulysses_degree for cell in study.question.cells] == [1, 2]
+    assert not study.notes or not any("are not tried" in note for note in study.notes)
+
+
+def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_path):
+    file = str(tmp_path / "study.jsonl")
+    began = found("Qwen3-8B", "80GiB", 2, ulysses=[1], study=file)
+    again = found("Qwen3-8B", "80GiB", 2, study=file)
+    assert again.question.cells == began.question.cells
+    with pytest.raises(HighwaterError):
+        found("Qwen3-8B", "80GiB", 2, lora=8, study=file)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [("Qwen3-8B", "4xA100-80GB"), ("Llama-3.1-8B", "2xH100-80GB"), ("Qwen3-0.6B", "8xH200-141GB")],
+)
+def test_the_simplest_settings_of_the_native_length_come_first_and_are_the_first_that_train_it(
+    model, gpus
+):
+    prediction = highwater.predict(model, gpus=gpus)
+    simplest, native = prediction.native, prediction.native_length_tokens
+    assert simplest is not None
+    assert simplest.capacity_tokens == native
+    assert prediction_answer(prediction).startswith(f"{model} trains its native {native:,} tokens")
+    for each in prediction.cells:
+        if simplicity(each.cell) < simplicity(simplest.cell):
+            assert each.capacity_tokens < native
+
+
+def test_no_native_length_is_said_to_train_where_none_does():
+    prediction = highwater.predict("Llama-3.1-8B", gpus="RTX-4090", lora=16, activations="gpu")
+    assert prediction.native is None
+    assert prediction_answer(prediction).startswith("Llama-3.1-8B trains up to ")
+    assert prediction.simplest.capacity_tokens
+
+
+@pytest.mark.parametrize(
+    ("gpus", "named", "is_least", "factor"),
+    [
+        ("8xA100-80GB", {}, True, 25.5),
+        ("4xA100-80GB", {"activations": "gpu"}, False, 18.25),
+        ("4xA100-80GB", {"max_length": "64k"}, True, 1.5),
+        ("8xA100-80GB", {"max_length": 40_960}, False, None),
+    ],
+)
+def test_the_longest_is_marked_where_the_search_ends_it_and_says_how_far_yarn_stretches(
+    gpus, named, is_least, factor
+):
+    prediction = highwater.predict("Qwen3-8B", gpus=gpus, **named)
+    said = prediction_answer(prediction)
+    assert ("The longest is ≥" in said) == is_least
+    assert prediction.yarn_factor == factor
+    assert ("published models go up to 8" in said) == (factor is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"),
+    [("Qwen3-8B", "4"), ("Qwen3-8B", "8xA100-80GB"), ("Qwen3-0.6B", "8xH200-141GB")],
+)
+def test_a_table_has_the_frontier_and_whole_every_setting(model, gpus):
+    memory = {"gpu_memory": "80GiB"} if gpus.isdecimal() else {}
+    prediction = highwater.predict(model, gpus=gpus, **memory)
+    assert len(prediction_table(prediction, is_whole=True).rows) == len(prediction.cells)
+    assert len(prediction_table(prediction).rows) <= 8
+    kept = [each for each in prediction.cells if each.is_on_frontier]
+    reached = [each.capacity_tokens for each in kept]
+    assert max(reached) == prediction.explained.capacity_tokens
+    assert len(set(reached)) == len(reached), "of equally long ones one is enough"
+
+
+def test_a_prediction_of_before_has_every_cell_on_its_frontier():
+    old = msgspec.to_builtins(highwater.predict("Qwen3-0.6B", gpus="H100-80GB"))
+    for record in (old, *old["cells"]):
+        for name in ("native", "yarn_factor", "is_on_frontier"):
+            record.pop(name, None)
+    again = msgspec.convert(old, Prediction)
+    assert all(each.is_on_frontier for each in again.cells)

@@ -2,23 +2,23 @@
 and nothing is told of what was not measured.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from attention_figures import BOTH, bench, measured, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.errors import UsageError
 from highwater.nouns.attention_bench import (
     LEAST_TOKENS,
     AttentionBench,
     BenchCheck,
     BenchOrder,
     NotRun,
-    implementations_named,
 )
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import Device
@@ -51,31 +51,27 @@ def answer(found: AttentionBench) -> str:
     return bench_document(found).answer
 
 
+def held(name: str = "dense", lengths: tuple[int, ...] = LENGTHS, token: int = 1024, **row: Any):
+    """Rows of an attention that takes 1 µs and so many bytes a token, unless others are named."""
+    return measured(name, lengths, **{"token_s": 1e-6, "token_bytes": token, **row})
+
+
 def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
     """Dense attention to 65,536 tokens and a block-sparse one beside it."""
-    lengths = [length for length in (8192, *LENGTHS, 262_144) if length <= sparse_longest]
-    return bench(
-        [
-            *measured("dense", LENGTHS[:3], token_s=1e-6, token_bytes=1024),
-            row("dense", 131_072, result="ran out of memory", reason="CUDA out of memory"),
-            *measured("block_sparse_5", lengths, token_s=sparse_s, token_bytes=512),
-            row("block_sparse_5", 2 * lengths[-1], result="ran out of memory", reason="CUDA"),
-        ]
-    )
+    lengths = tuple(each for each in (8192, *LENGTHS, 262_144) if each <= sparse_longest)
+    ran_out = {"result": "ran out of memory", "reason": "CUDA out of memory"}
+    dense = [*held(lengths=LENGTHS[:3]), row("dense", 131_072, **ran_out)]
+    sparse = [*held("block_sparse_5", lengths, 512, token_s=sparse_s)]
+    return bench([*dense, *sparse, row("block_sparse_5", 2 * lengths[-1], **ran_out)])
 
 
 def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention():
-    assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == (
-        "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
-    )
-    assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == (
-        "dense holds 65,536 tokens, forward, in 65.54 ms"
-    )
-
-
-def test_nothing_that_fits_is_said_so():
-    found = bench([row("dense", 16_384, result="ran out of memory")])
-    assert answer(found) == "no attention held any length, forward"
+    sparse = "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
+    assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == sparse
+    dense = "dense holds 65,536 tokens, forward, in 65.54 ms"
+    assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == dense
+    nothing = bench([row("dense", 16_384, result="ran out of memory")])
+    assert answer(nothing) == "no attention held any length, forward"
 
 
 def test_ratios_are_times_of_dense_attention_at_the_same_length():
@@ -94,21 +90,10 @@ def test_memory_that_grows_with_the_square_has_bytes_per_pair():
 
 def test_a_red_attention_is_told_and_has_no_number_anywhere():
     reason = "not equal to the reference, to 3e-02: output 4.1e-01 off"
-    check = BenchCheck(
-        implementation="dilated",
-        mode="single",
-        length_tokens=515,
-        differences={"output": 0.41},
-        tolerance=0.03,
-        reason=reason,
-    )
-    found = bench(
-        [
-            *measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024),
-            row("dilated", None, result="red", reason=reason),
-        ],
-        checks=(check,),
-    )
+    off = {"differences": {"output": 0.41}, "tolerance": 0.03, "reason": reason}
+    check = BenchCheck(implementation="dilated", mode="single", length_tokens=515, **off)
+    red = row("dilated", None, result="red", reason=reason)
+    found = bench([*held(), red], checks=(check,))
     (checks,) = tables(found, "Correctness")
     assert checks.rows[0][-1] == reason
     summary = attention_summary(found)
@@ -116,33 +101,18 @@ def test_a_red_attention_is_told_and_has_no_number_anywhere():
         assert all(each.implementation != "dilated" for each in figures)
     (longest,) = [each for each in summary.longest if each.implementation == "dilated"]
     assert (longest.fits_tokens, longest.why, longest.row) == (None, "red", None)
-    told = next(
-        line for line in attention_markdown(found).splitlines() if line.startswith("| dilated ")
-    )
+    lines = attention_markdown(found).splitlines()
+    told = next(line for line in lines if line.startswith("| dilated "))
     assert re.findall(r"\d", told) == []
 
 
 def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> AttentionBench:
     """Two GPUs, of which DataParallel makes so much, and a ring."""
-    alone = measured("dense", LENGTHS, token_s=1e-6, token_bytes=token_bytes)
-    both = [
-        row(
-            "dense",
-            length,
-            2e-6 * length / gain,
-            token_bytes * length,
-            mode="data parallel",
-            batch=2,
-            gpus=2,
-        )
-        for length in LENGTHS
-    ]
-    ring = [
-        row("ring", length, 0.6e-6 * length, token_bytes // 2 * length, mode="ring", gpus=2)
-        for length in (*LENGTHS, 262_144)
-    ]
+    two: dict[str, Any] = {"mode": "data parallel", "batch": 2, "gpus": 2}
+    both = [row("dense", n, 2e-6 * n / gain, token_bytes * n, **two) for n in LENGTHS]
+    ring = held("ring", (*LENGTHS, 262_144), token_bytes // 2, token_s=0.6e-6, mode="ring", gpus=2)
     end = [row("dense", 262_144, result="ran out of memory")] if ends else []
-    return bench([*alone, *end, *both, *ring], gpus=2)
+    return bench([*held(token=token_bytes), *end, *both, *ring], gpus=2)
 
 
 @pytest.mark.parametrize("gain", [1.9, 0.7])
@@ -158,20 +128,12 @@ def test_dataparallel_cannot_lengthen_a_sequence_whatever_it_brings(gain):
 
 
 def test_what_to_use_is_what_was_measured_to_hold_it_and_the_faster_of_two():
-    slow = measured("dense_flex", LENGTHS, token_s=3e-6, token_bytes=1024)
-    fast = measured("dense", LENGTHS, token_s=1e-6, token_bytes=1024)
-    sparse = measured("window", (*LENGTHS, 262_144), token_s=1e-7, token_bytes=1024)
-    ends = [
-        row("dense", 196_608, result="took too long"),
-        row("dense_flex", 196_608, result="crashed"),
-    ]
+    slow, fast = held("dense_flex", token_s=3e-6), held()
+    sparse, late = held("window", (*LENGTHS, 262_144), token_s=1e-7), {"result": "took too long"}
+    ends = [row("dense", 196_608, **late), row("dense_flex", 196_608, result="crashed")]
     cases = attention_summary(bench([*slow, *fast, *ends, *sparse])).use_cases
-    assert [(case.from_tokens, case.to_tokens) for case in cases] == [
-        (16_384, 32_768),
-        (32_768, 65_536),
-        (65_536, 131_072),
-        (131_072, None),
-    ]
+    ranges = [(case.from_tokens, case.to_tokens) for case in cases]
+    assert ranges == [*itertools.pairwise(LENGTHS), (131_072, None)]
     assert [case.exact for case in cases] == ["dense", "dense", "dense", None]
     assert [case.sparse for case in cases] == ["window"] * 4
 
@@ -182,17 +144,16 @@ def test_lengths_that_one_gpu_does_not_hold_are_for_those_that_share_them():
 
 
 def test_nothing_is_advised_of_what_was_not_measured():
-    found = bench(measured("dense", (1024, 2048, 4096), token_s=1e-6, token_bytes=1024))
-    assert all(
-        (case.exact, case.sparse) == (None, None) for case in attention_summary(found).use_cases
-    )
+    found = bench(held(lengths=(1024, 2048, 4096)))
+    cases = attention_summary(found).use_cases
+    assert {(case.exact, case.sparse) for case in cases} == {(None, None)}
     (lines,) = [each.lines for each in report_sections(found) if each.title == "What to use"]
     assert len(lines) == 4, "one line a use case"
     assert all("none measured holds them" in line for line in lines)
 
 
 def test_other_gpus_are_predicted_by_the_formula_and_labelled():
-    found = bench(measured("dense", LENGTHS, token_s=1e-6, token_bytes=16 * KIB))
+    found = bench(held(token=16 * KIB))
     summary = attention_summary(found)
     (a100,) = [each for each in summary.predicted if each.gpu == "A100-80GB"]
     peak = 16 * KIB * 131_072
@@ -206,13 +167,8 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled():
 
 
 def test_nothing_is_predicted_far_past_what_was_measured():
-    found = bench(
-        [
-            *measured("dense", LENGTHS, token_s=1e-6, token_bytes=64 * KIB),
-            *measured("block_sparse_5", (512, 1024, 2048), token_s=1e-6, token_bytes=64),
-        ],
-        device="cpu",
-    )
+    short = held("block_sparse_5", (512, 1024, 2048), 64)
+    found = bench([*held(token=64 * KIB), *short], device="cpu")
     table = predicted_table(found, attention_summary(found), "forward")
     assert table.columns[2:] == ("dense", "block_sparse_5", "DataParallel")
     assert {row[3] for row in table.rows} == {f"≥ {64 * 2048:,}"}
@@ -222,7 +178,7 @@ def test_nothing_is_predicted_far_past_what_was_measured():
 
 @pytest.mark.parametrize("lengths", [(512, 1024), (512, 1024, 2048), (4096,), (256, 131_072)])
 def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(lengths):
-    found = bench(measured("dense", lengths, token_s=1e-6, token_bytes=64))
+    found = bench(held(lengths=lengths, token=64))
     assert predicted_table(found, attention_summary(found), "forward").rows == ()
     sections = {section.title: section for section in report_sections(found)}
     (said,) = sections["Other GPUs, predicted"].lines
@@ -230,68 +186,45 @@ def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_
     assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
 
 
-@pytest.mark.parametrize(
-    ("word", "near"), [("ring_dilated", "block_sparse_ring_dilated"), ("dens", "dense")]
-)
-def test_a_name_that_there_is_not_is_met_with_one_that_contains_it(word, near):
-    with pytest.raises(UsageError, match="there is no implementation") as refused:
-        implementations_named([word])
-    assert refused.value.hint == f"use `--implementations {near}`"
-
-
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_report_has_all_its_sections_in_order_however_much_was_measured(count):
-    found = bench(
-        [
-            each
-            for direction in BOTH
-            for each in measured(
-                "dense", LENGTHS[:count], token_s=1e-6, token_bytes=1024, direction=direction
-            )
-        ],
-        not_run=(NotRun(implementation="ring", mode="ring", reason="it takes two GPUs"),),
-    )
+    forward, both = (held(lengths=LENGTHS[:count], direction=each) for each in BOTH)
+    alone = NotRun(implementation="ring", mode="ring", reason="it takes two GPUs")
+    found = bench([*forward, *both], not_run=(alone,))
     markdown = attention_markdown(found)
     assert re.findall(r"^## (.*)$", markdown, re.MULTILINE) == SECTIONS
     assert "2026-02-03T04:05:06" in markdown
-    assert (
-        "not run: ring: it takes two GPUs"
-        in longest_table(found, attention_summary(found)).footnotes
-    )
+    notes = longest_table(found, attention_summary(found)).footnotes
+    assert "not run: ring: it takes two GPUs" in notes
 
 
 def test_every_measured_figure_is_in_the_tables():
     found = parallel(1.8)
     cases = tables(found, "Every implementation and mode")
-    assert {table.columns for table in cases} == {
-        (
-            *("length", "batch", "result", "time", "kept", "after Q/K/V"),
-            *("peak allocated", "peak reserved"),
-        )
-    }
+    columns = ("length", "batch", "result", "time", "kept", "after Q/K/V")
+    assert {each.columns for each in cases} == {(*columns, "peak allocated", "peak reserved")}
+
+    def mib(of_directions: Any) -> str:
+        return f"{of_directions[0] / MIB:.1f} MiB"
+
     told = {(line[0], line[1], line[5], line[6]) for table in cases for line in table.rows}
-    assert told == {
-        (
-            f"{each.length_tokens:,}",
-            str(each.batch),
-            f"{each.after_qkv_bytes[0] / MIB:.1f} MiB",
-            f"{each.peak_allocated_bytes[0] / MIB:.1f} MiB",
-        )
-        for each in found.rows
-    }
+    for r in found.rows:
+        figures = (mib(r.after_qkv_bytes), mib(r.peak_allocated_bytes))
+        assert (f"{r.length_tokens:,}", str(r.batch), *figures) in told
+    assert len(told) == len(
+        {(r.length_tokens, r.batch, r.peak_allocated_bytes) for r in found.rows}
+    )
 
 
 def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys():
     document = json.loads(to_json(bench_document(parallel(1.8))))
+    rows, summary = document["rows"], document["summary"]
     assert document["schema_version"] == 1
-    keys = {(row["implementation"], row["mode"], row["length_tokens"]) for row in document["rows"]}
-    assert len(keys) == len(document["rows"])
-    assert {"time_s", "peak_allocated_bytes", "peak_reserved_bytes", "after_qkv_bytes"} <= set(
-        document["rows"][0]
-    )
-    assert {"longest", "estimates", "predicted", "efficiencies", "use_cases"} == set(
-        document["summary"]
-    )
+    keys = {(row["implementation"], row["mode"], row["length_tokens"]) for row in rows}
+    assert len(keys) == len(rows)
+    assert {"time_s", "peak_allocated_bytes", "peak_reserved_bytes"} <= set(rows[0])
+    assert "after_qkv_bytes" in rows[0]
+    assert {"longest", "estimates", "predicted", "efficiencies", "use_cases"} == set(summary)
 
 
 LONGEST = 1 << 24
@@ -335,29 +268,28 @@ LENGTHS_ATTENTION_FIT = (4096, 8192, 16_384, 32_768, 49_152)
 
 @given(overhead=st.integers(0, 512 * MIB), token=st.integers(64, 64 * KIB), cut=st.integers(3, 5))
 def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
-    fit = memory_fit(
-        [(length, overhead + token * length) for length in LENGTHS_ATTENTION_FIT[:cut]]
-    )
+    lengths = LENGTHS_ATTENTION_FIT[:cut]
+    fit = memory_fit([(length, overhead + token * length) for length in lengths])
     assert fit is not None
     assert fit.bytes_per_token == pytest.approx(token, rel=1e-3)
     assert fit.overhead_bytes == pytest.approx(overhead, rel=1e-3, abs=KIB)
     assert fit.bytes_per_pair == 0
     assert fit.largest_error < 1e-6
-    assert (fit.points, fit.longest_tokens) == (cut, LENGTHS_ATTENTION_FIT[cut - 1])
+    assert (fit.points, fit.longest_tokens) == (cut, lengths[-1])
+
+
+def fitted(peak: Callable[[int], int]):
+    """The law through such peaks."""
+    fit = memory_fit([(length, peak(length)) for length in LENGTHS_ATTENTION_FIT])
+    assert fit is not None
+    return fit
 
 
 def test_a_square_is_only_there_where_a_line_does_not_do():
-    square = memory_fit(
-        [(length, 8 * length**2 + 1000 * length) for length in LENGTHS_ATTENTION_FIT]
-    )
-    assert square is not None
+    square = fitted(lambda length: 8 * length**2 + 1000 * length)
     assert square.bytes_per_pair == pytest.approx(8, rel=1e-3)
     assert square.bytes_per_token == pytest.approx(1000, rel=1e-2)
-    nearly = memory_fit(
-        [(length, 1000 * length + (length % 3) * 4096) for length in LENGTHS_ATTENTION_FIT]
-    )
-    assert nearly is not None
-    assert nearly.bytes_per_pair == 0
+    assert fitted(lambda length: 1000 * length + (length % 3) * 4096).bytes_per_pair == 0
 
 
 def test_no_term_is_below_zero_where_peaks_bend_the_other_way():
@@ -369,8 +301,7 @@ def test_no_term_is_below_zero_where_peaks_bend_the_other_way():
 
 @given(free=st.integers(MIB, 200 * GIB))
 def test_a_predicted_length_fits_and_an_eighth_of_its_doubling_more_does_not(free):
-    fit = memory_fit([(length, 100 * KIB + 768 * length) for length in LENGTHS_ATTENTION_FIT])
-    assert fit is not None
+    fit = fitted(lambda length: 100 * KIB + 768 * length)
     longest = fit.longest_within(free)
     step = max(1, (1 << (longest.bit_length() - 1)) // 8)
     assert fit.peak_bytes(longest) <= free < fit.peak_bytes(longest + step)
@@ -379,8 +310,6 @@ def test_a_predicted_length_fits_and_an_eighth_of_its_doubling_more_does_not(fre
 
 def test_what_short_sequences_take_at_once_is_no_square_of_the_length():
     """A window's scores, all of them at hand up to some length: from there on memory is linear."""
-    peaks = [(length, min(4 * length**2, 2**23) + 768 * length) for length in LENGTHS_ATTENTION_FIT]
-    fit = memory_fit(peaks)
-    assert fit is not None
+    fit = fitted(lambda length: min(4 * length**2, 2**23) + 768 * length)
     assert fit.bytes_per_pair == 0
     assert fit.peak_bytes(2**20) == pytest.approx(768 * 2**20 + 2**23, rel=0.05)

@@ -5,6 +5,7 @@ on paper says; of a prediction or a search both.
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,10 +20,7 @@ from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import alone, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell
-from highwater.nouns.training import (
-    TrainingRequest,
-    training_request_from,
-)
+from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.recommendation.training_settings import chosen_trial, named_settings
 from highwater.store.directory import TrainingFolder
 from highwater.trials.training_ranks import own_folder
@@ -70,23 +68,12 @@ def test_auto_is_the_fastest_of_both_placements_that_fit(model: str):
         asked = {"model": name, "device": "cuda", "gpus": [gpus], "dry_run": True, **named}
         request = request_from({**asked, "activations": "auto"}, keywords=True)
         chosen = placed(plan(alone(request, length), machine).question, machine)
+        where = {"gpus": f"{gpus}xH200-141GB", "gpu_memory": memory, "host_memory": host}
+        usual = {**where, "length": length, "offload": False, **named}
         both: list[CellPrediction] = []
         for placement in ("gpu", "host"):
-            found = highwater.predict(
-                *(name,),
-                gpus=f"{gpus}xH200-141GB",
-                gpu_memory=memory,
-                host_memory=host,
-                length=length,
-                offload=False,
-                activations=placement,
-                **named,
-            )
-            both += found.cells
-        assert [each.cell for each in both] == [
-            chosen.changed(activations="gpu"),
-            chosen.changed(activations="host"),
-        ]
+            both += (found := highwater.predict(name, **usual, activations=placement)).cells
+            assert [each.cell for each in found.cells] == [chosen.changed(activations=placement)]
         fits = [each for each in both if each.capacity_tokens]
         times = {each.cell: each.step.time_s for each in fits if each.step}
         fastest = [cell for cell, time_s in times.items() if time_s == min(times.values())]
@@ -97,14 +84,12 @@ def test_auto_is_the_fastest_of_both_placements_that_fit(model: str):
 
 
 def test_what_auto_leaves_open_is_what_leaving_it_away_does():
-    for asked in ({}, {"recompute": "none"}, {"offload": "states", "loss": "chunked"}):
-        usual = highwater.predict("Qwen3-8B", gpus="2xH100-80GB", **asked)
-        assert usual == highwater.predict(
-            "Qwen3-8B", gpus="2xH100-80GB", activations="auto", **asked
-        )
-    usual = highwater.recommend("Qwen3-8B", gpus="4xH100-80GB", length="256k")
-    auto = highwater.recommend("Qwen3-8B", gpus="4xH100-80GB", length="256k", activations="auto")
-    assert auto == usual
+    asked: dict[str, Any] = {"model": "Qwen3-8B", "gpus": "4xH100-80GB"}
+    for more in ({}, {"recompute": "none"}, {"offload": "states", "loss": "chunked"}):
+        usual = highwater.predict(**asked, **more)
+        assert usual == highwater.predict(**asked, **more, activations="auto")
+    usual = highwater.recommend(**asked, length="256k")
+    assert usual == highwater.recommend(**asked, length="256k", activations="auto")
 
 
 def searched(**named: object) -> tuple[Cell, ...]:

@@ -2,11 +2,14 @@
 is refused with a hint.
 """
 
+import os
 import random
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from studies import fifo
 
@@ -33,25 +36,15 @@ DRY = (
 )
 LONG = "9" * 310
 """More than a float holds."""
+BIG = "9" * 20
 TOO_MANY = (
-    ("--gpus", "99999999"),
-    ("--gpus", LONG),
-    ("--gpus", *map(str, range(1, 400))),
-    ("--ulysses", "99999999"),
+    *(("--gpus", "99999999"), ("--gpus", LONG), ("--gpus", *map(str, range(1, 400)))),
+    *(("--ulysses", "99999999"), ("--max-length", LONG), ("--resolution", LONG)),
     ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000000"),
     ("--start-length", "2", "--resolution", "1", "--max-length", "1000000000"),
-    ("--max-length", LONG),
-    ("--resolution", LONG),
-    ("--token-budget", LONG),
-    ("--memory", f"{LONG}GiB"),
-    ("--headroom", LONG),
-    ("--timeout", LONG),
-    ("--confirm", "1000000000"),
-    ("--confirm", LONG),
-    ("--steps", "99999999999999999999"),
-    ("--micro-batches", "99999999999999999999"),
-    ("--sequences-per-micro-batch", "999999999999"),
-    ("--mlp-tiles", "99999999999999999999"),
+    *(("--token-budget", LONG), ("--memory", f"{LONG}GiB"), ("--headroom", LONG)),
+    *(("--timeout", LONG), ("--confirm", "1000000000"), ("--confirm", LONG), ("--steps", BIG)),
+    *(("--micro-batches", BIG), ("--sequences-per-micro-batch", BIG[:12]), ("--mlp-tiles", BIG)),
 )
 
 
@@ -80,21 +73,13 @@ def test_the_finest_grid_that_is_read_is_searched(tmp_path, monkeypatch):
 )
 @settings(max_examples=examples(300))
 def test_the_least_packed_length_is_found_without_looking_at_each(budget, start, step, objective):
-    if budget < 2 * start:
-        return
-    question = question_of(
-        token_budget=budget,
-        start_length=start,
-        resolution=step,
-        max_length=start + 200 * step,
-        objective=objective,
-        loss="full",
-    )
+    assume(budget >= 2 * start)
+    lengths = {"start_length": start, "resolution": step, "max_length": start + 200 * step}
+    question = question_of(token_budget=budget, objective=objective, loss="full", **lengths)
     cell = question.cells[0]
     size = question.size_of(cell)
-    looked_at = min(
-        range(size, 0, -1), key=lambda index: packed_tokens(question, cell, index), default=1
-    )
+    packed = {index: packed_tokens(question, cell, index) for index in range(size, 0, -1)}
+    looked_at = min(packed, key=packed.__getitem__, default=1)
     assert least_packed(question, cell, size) == looked_at
 
 
@@ -113,12 +98,9 @@ def test_a_layout_of_more_than_any_job_is_none(name):
         Layout(**{"gpus": MOST_GPUS, name: 4_000_000_007})
 
 
+ALIASES = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefghi")]
 ODD_YAML = {
-    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n"
-    + "".join(
-        f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n"
-        for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-    ),
+    "aliases": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(ALIASES),
     "an alias of itself": "model: &a [*a]\n",
     "a merge": "a: &a {gpus: 1}\n<<: *a\n",
     "depth": f"gpus: {'[' * 2000}{']' * 2000}\n",
@@ -156,17 +138,17 @@ def test_a_date_stays_the_text_that_it_was_written_as(capsys, tmp_path):
 
 
 def _odd(kind: str, folder: Path) -> Path:
+    path = folder / "odd"
     if kind == "pipe":
-        return fifo(folder / "pipe")
+        return fifo(path)
     if kind == "folder":
-        (folder / "folder").mkdir()
-        return folder / "folder"
-    if kind == "too long":
-        path = folder / "long"
-        with path.open("wb") as file:
-            file.truncate(40 << 30)  # a hole: it takes no room
-        return path
-    return Path(kind)
+        path.mkdir()
+    elif kind == "too long":
+        path.touch()
+        os.truncate(path, 40 << 30)  # a hole: it takes no room
+    else:
+        return Path(kind)
+    return path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "/dev/null", "too long"])
@@ -242,11 +224,8 @@ def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
     for _ in range(draw.randint(1, 2)):
         at = draw.randrange(len(text) + 1)
         end = min(len(text), at + draw.randrange(12))
-        text = (
-            text[:at]
-            + draw.choice((*pieces, text[at:end] * 2, ""))
-            + text[draw.choice((at, end)) :]
-        )
+        put = draw.choice((*pieces, text[at:end] * 2, ""))
+        text = text[:at] + put + text[draw.choice((at, end)) :]
     return text
 
 
@@ -260,30 +239,14 @@ YAML_PIECES = (
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [300, *deep(15_000)])
 def test_a_mutated_configuration_is_read_or_refused(count, tmp_path, record_property):
-    path, draw = tmp_path / "study.yaml", random.Random(20)
-    whole = to_yaml(
-        Request(
-            model="Qwen3-0.6B",
-            gpus=(1, 2),
-            memory="80GiB",
-            token_budget="16k",
-            confirm=2,
-            headroom="2GiB",
-        )
-    )
-
-    class Typed:
-        config = str(path)
-
-    refused = 0
+    path, draw, refused = tmp_path / "study.yaml", random.Random(20), 0
+    named = {"model": "Qwen3-0.6B", "gpus": (1, 2), "memory": "80GiB", "token_budget": "16k"}
+    whole = to_yaml(Request(**named, confirm=2, headroom="2GiB"))
     for _ in range(count):
-        text = _mutated(whole, draw, YAML_PIECES)
-        path.write_text(text, errors="surrogatepass")
+        path.write_text(_mutated(whole, draw, YAML_PIECES), errors="surrogatepass")
         try:
-            request_of(Typed())
+            request_of(SimpleNamespace(config=str(path)))
         except HighwaterError:
             refused += 1
-    record_property(
-        "counted",
-        f"{count:,} mutated configurations: {refused:,} refused, {count - refused:,} read",
-    )
+    said = f"{refused:,} refused, {count - refused:,} read"
+    record_property("counted", f"{count:,} mutated configurations: {said}")

@@ -24,11 +24,13 @@ def search(bracket: Bracket, capacity: int) -> int:
 
 @given(SIZES, st.data())
 def test_bisect_finds_the_capacity_of_any_monotone_law_within_the_bound(size, data):
-    capacity = data.draw(st.integers(0, size))
+    """One trial where nothing fits; the ceiling where everything does."""
+    capacity = data.draw(st.sampled_from([0, size]) | st.integers(0, size))
     bracket = Bracket(size)
     assert search(bracket, capacity) <= bound(capacity)
-    assert bracket.fits == capacity
+    assert (bracket.fits, bracket.end) == (capacity, capacity + 1)
     assert bracket.is_proven == (capacity < size)
+    assert bracket.does_not_fit == (capacity + 1 if capacity < size else None)
 
 
 @given(SIZES, st.data())
@@ -55,16 +57,8 @@ def test_a_hint_at_the_edge_takes_the_two_trials_that_prove_it(size, data):
 def test_a_hint_that_is_too_long_costs_three_trials_at_the_most(capacity, without, worst):
     size = 3000
     assert search(Bracket(size), capacity) == without
-    assert (
-        max(search(Bracket(size, first=hint), capacity) for hint in range(capacity + 2, size + 1))
-        == worst
-    )
-
-
-def test_a_grid_on_which_nothing_fits_takes_one_trial():
-    bracket = Bracket(100)
-    assert search(bracket, 0) == 1
-    assert (bracket.fits, bracket.does_not_fit, bracket.is_proven) == (0, 1, True)
+    hints = range(capacity + 2, size + 1)
+    assert max(search(Bracket(size, first=hint), capacity) for hint in hints) == worst
 
 
 @pytest.mark.parametrize("first", [None, 1, 40, 100])
@@ -94,15 +88,6 @@ def test_a_failure_says_nothing_against_a_fit_of_fewer_packed_tokens():
     assert bracket.contradictions({1: 10, 6: 6, 9: 9}.__getitem__) == ()
 
 
-def test_a_grid_on_which_everything_fits_ends_at_its_ceiling():
-    bracket = Bracket(100)
-    search(bracket, 100)
-    assert bracket.fits == 100
-    assert bracket.end == 101
-    assert bracket.does_not_fit is None
-    assert bracket.is_proven is False
-
-
 @given(SIZES, st.data())
 def test_a_timeout_lowers_the_ceiling_and_proves_nothing(size, data):
     patience = data.draw(st.integers(1, size))
@@ -124,20 +109,16 @@ def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradicti
 ):
     index = st.integers(1, size)
     told = data.draw(st.lists(st.tuples(index, st.booleans())))
-    bracket = Bracket(
-        size,
-        first=data.draw(st.none() | index),
-        method=data.draw(st.sampled_from(["bisect", "linear"])),
-    )
+    first, method = data.draw(st.none() | index), data.draw(st.sampled_from(["bisect", "linear"]))
+    bracket = Bracket(size, first=first, method=method)
     for at, fits in told:
         bracket.tell(at, fits)
     for _ in range(size + 1):
         asked = bracket.ask()
         if asked is None:
             break
-        assert asked not in [at for at, fits in told], (
-            "an index that was decided is not asked for again"
-        )
+        decided = [at for at, _ in told]
+        assert asked not in decided
         fits = data.draw(st.booleans())
         told.append((asked, fits))
         bracket.tell(asked, fits)
@@ -147,24 +128,6 @@ def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradicti
     failed_below = {at for at, fits in told if not fits and at <= bracket.fits}
     assert {pair.failed_index for pair in bracket.contradictions()} == failed_below
     assert all((pair.fit_index, True) in told for pair in bracket.contradictions())
-
-
-def test_a_repeat_that_disagrees_is_kept_and_listed():
-    bracket = Bracket(10)
-    search(bracket, 4)
-    bracket.tell(4, fits=False)
-    assert bracket.contradictions() == (Contradiction(failed_index=4, fit_index=4),)
-    assert (bracket.fits, bracket.ask()) == (4, None)
-
-
-def test_a_fit_above_the_edge_reopens_the_search_there():
-    bracket = Bracket(10)
-    search(bracket, 4)
-    bracket.tell(6, fits=True)
-    assert bracket.ask() == 7
-    bracket.tell(7, fits=False)
-    assert (bracket.fits, bracket.does_not_fit, bracket.ask()) == (6, 7, None)
-    assert bracket.contradictions() == (Contradiction(5, 6), Contradiction(6, 6))
 
 
 @given(st.integers(1, 200), st.data())
@@ -187,11 +150,6 @@ def test_linear_takes_a_start_that_fails_as_bisect_takes_a_hint(size, data):
     assert trials == search(Bracket(size, first=start), capacity) <= bound(capacity) + HINT_COST
     assert bracket.fits == capacity
     assert bracket.is_proven
-
-
-@given(st.integers(2, 5000))
-def test_a_linear_start_that_is_one_step_too_long_takes_two_trials(start):
-    assert search(Bracket(5000, first=start, method="linear"), start - 1) == 2
 
 
 def test_a_repeat_of_a_linear_start_that_fails_does_not_end_the_scan():

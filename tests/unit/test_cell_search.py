@@ -44,6 +44,12 @@ def events_of(question: Question, law: Law) -> list[SearchEvent]:
     return list(search_cells(question, SimulatedRunner(law)))
 
 
+def tried_in(events: list[SearchEvent]) -> dict[int, Outcome]:
+    """The outcome of each length that was tried."""
+    ended = [event for event in events if isinstance(event, TrialFinished)]
+    return {event.spec.length_tokens: event.result.outcome for event in ended}
+
+
 def answers_of(question: Question, law: Law) -> list[CellAnswer]:
     return answers_among(events_of(question, law))
 
@@ -77,9 +83,7 @@ class Repeats(OneByOne):
 def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not(capacity, method):
     events = events_of(ask(method=method), fits_up_to(capacity * STEP))
     answer = events[-1].answer
-    outcomes = {
-        e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)
-    }
+    outcomes = tried_in(events)
     assert answer.capacity_tokens == capacity * STEP
     assert answer.does_not_fit_tokens == (capacity + 1) * STEP
     assert outcomes[answer.does_not_fit_tokens] is Outcome.OUT_OF_MEMORY
@@ -117,17 +121,11 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
         return fits_up_to(known[Cell(layout=spec.layout, settings=spec.settings)] * STEP)(spec)
 
     question = ask(cells=CELLS, device_total_bytes=memory_gib * GIB)
-    events = search_cells(
-        question, SimulatedRunner(law), line_of=lambda *_: MemoryLine(fixed_bytes, bytes_per_token)
-    )
-    answers = answers_among(events)
-    assert [answer.capacity_tokens for answer in answers] == [
-        capacity * STEP for capacity in capacities
-    ]
-    assert all(
-        answer.trials <= bound(capacity) + HINT_COST
-        for answer, capacity in zip(answers, capacities, strict=True)
-    )
+    line = MemoryLine(fixed_bytes, bytes_per_token)
+    events = search_cells(question, SimulatedRunner(law), line_of=lambda *_: line)
+    for answer, capacity in zip(answers_among(events), capacities, strict=True):
+        assert answer.capacity_tokens == capacity * STEP
+        assert answer.trials <= bound(capacity) + HINT_COST
 
 
 @settings(max_examples=examples(25))
@@ -137,37 +135,32 @@ def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_pric
     st.integers(1, 8),
 )
 def test_cells_that_order_each_others_trials_find_what_each_finds_alone(budget_gib, model, gpus):
-    rungs = [
-        Settings(),
-        Settings(allocator="expandable"),
-        Settings(allocator="expandable", loss="chunked"),
-    ]
-    cells = tuple(Cell(layout=Layout(gpus=n), settings=rung) for n in (1, gpus) for rung in rungs)
+    rungs = (("native", "full"), ("expandable", "full"), ("expandable", "chunked"))
+    cells = tuple(
+        Cell(layout=Layout(gpus=n), settings=Settings(allocator=allocator, loss=loss))
+        for n in (1, gpus)
+        for allocator, loss in rungs
+    )
     grid = grid_of(4096, 1024**2, native=40960, beyond=10240)
-    question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
-    law = FormulaLaw(shape=question.model.shape)
-    together = answers_of(question, law)
-    alone = [
-        answers_of(
-            ask(model=model, grid=grid, memory_budget_bytes=budget_gib * GIB, cells=(c,)),
-            law,
-        )
-        for c in cells
-    ]
-    assert [answer.capacity_tokens for answer in together] == [
-        answers[0].capacity_tokens for answers in alone
-    ]
+
+    def found(*cells: Cell) -> list[int | None]:
+        question = ask(model=model, memory_budget_bytes=budget_gib * GIB, cells=cells, grid=grid)
+        answers = answers_of(question, FormulaLaw(shape=question.model.shape))
+        return [answer.capacity_tokens for answer in answers]
+
+    assert found(*cells) == [found(cell)[0] for cell in cells]
 
 
 def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
+    def launch(event: SearchEvent) -> tuple[TrialSpec, int, int]:
+        return event.spec, event.attempt, event.repeat
+
     events = events_of(ask(), fits_up_to(3 * STEP))
     assert isinstance(events[-1], CellAnswered)
     for started, finished in zip(events[:-1:2], events[1:-1:2], strict=True):
         assert isinstance(started, TrialStarted)
         assert isinstance(finished, TrialFinished)
-        assert started.spec == finished.spec
-        assert started.attempt == finished.attempt
-        assert started.repeat == finished.repeat
+        assert launch(started) == launch(finished)
 
 
 @given(
@@ -190,9 +183,8 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
     events = search_cells(question, SimulatedRunner(packs_up_to(held)), expected=lambda _: expected)
     [answer] = answers_among(events)
     trials = [question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)]
-    assert answer.capacity_tokens == max(
-        (t.length_tokens for t in trials if t.length_tokens * t.sequences <= held), default=0
-    )
+    fitting = [each.length_tokens for each in trials if each.length_tokens * each.sequences <= held]
+    assert answer.capacity_tokens == max(fitting, default=0)
     assert answer.monotone
 
 
@@ -207,48 +199,32 @@ def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_
     """What fits depends on the tokens of a GPU alone: a start that fills the budget there says
     nothing of longer ones.
     """
-    cells = tuple(
-        Cell(
-            layout=Layout(gpus=4, ulysses_degree=sp),
-            settings=Settings(token_budget_tokens=budget * STEP),
-        )
-        for sp in (1, 2, 4)
-    )
-    grid = grid_of(STEP, max_index * STEP)
-    question = ask(cells=cells, grid=grid, method="linear")
+    packed = Settings(token_budget_tokens=budget * STEP)
+    layouts = [Layout(gpus=4, ulysses_degree=sp) for sp in (1, 2, 4)]
+    cells = tuple(Cell(layout=layout, settings=packed) for layout in layouts)
+    question = ask(cells=cells, grid=grid_of(STEP, max_index * STEP), method="linear")
 
     def law(spec: TrialSpec) -> Outcome:
         return packs_up_to(held * STEP * spec.layout.context_degree)(spec)
 
     events = events_of(question, law)
-    for cell in cells:
-        answer = next(
-            event.answer
-            for event in events
-            if isinstance(event, CellAnswered) and event.answer.cell == cell
-        )
-        first, *_ = (
-            event for event in events if isinstance(event, TrialFinished) and event.cell == cell
-        )
-        trials = [
-            question.trial(cell, index * STEP) for index in range(1, question.size_of(cell) + 1)
-        ]
+    for answer in answers_among(events):
+        cell = answer.cell
+        first = next(e for e in events if isinstance(e, TrialFinished) and e.cell == cell)
         if first.result.outcome is Outcome.FIT:
             continue  # an upward scan, to the first length that does not
-        longest = max(
-            (trial.length_tokens for trial in trials if law(trial) is Outcome.FIT), default=0
-        )
+        trials = (question.trial(cell, i * STEP) for i in range(1, question.size_of(cell) + 1))
+        fitting = (trial.length_tokens for trial in trials if law(trial) is Outcome.FIT)
+        longest = max(fitting, default=0)
         assert answer.capacity_tokens == longest
         assert answer.monotone
         assert answer.trials <= bound(longest // STEP) + HINT_COST + 1
 
 
 def test_a_length_that_fits_and_packs_no_fewer_tokens_than_a_shorter_one_that_did_not_is_reported():
-    settings = Settings(token_budget_tokens=59 * STEP)
+    packed = Cell(layout=Layout(), settings=Settings(token_budget_tokens=59 * STEP))
     law = in_turn({1: [Outcome.OUT_OF_MEMORY]}, fits_up_to(GRID_SIZE * STEP))
-    [answer] = answers_of(
-        ask(cells=(Cell(layout=Layout(), settings=settings),), method="linear"), law
-    )
+    [answer] = answers_of(ask(cells=(packed,), method="linear"), law)
     (contradiction,) = answer.contradictions
     assert re.findall(r"[\d,]+\d", contradiction) == ["1,000", "59,000"]
 
@@ -285,11 +261,11 @@ def test_what_ends_a_search_is_its_limit(law, fits, not_fits, limit, said, attem
 
 
 def test_a_crash_in_one_cell_does_not_end_the_others():
+    def law(spec: TrialSpec) -> int | Outcome:
+        return CRASHED if spec.layout.gpus == 1 else fits_up_to(7 * STEP)(spec)
+
     cells = tuple(Cell(layout=Layout(gpus=n), settings=Settings()) for n in (1, 2))
-    one, two = answers_of(
-        ask(cells=cells),
-        lambda spec: Outcome.CRASHED if spec.layout.gpus == 1 else fits_up_to(7 * STEP)(spec),
-    )
+    one, two = answers_of(ask(cells=cells), law)
     assert (one.limit, two.limit, two.capacity_tokens) == ("inconclusive", "memory", 7000)
 
 
@@ -306,9 +282,8 @@ def test_the_margin_asks_for_the_longest_length_with_that_headroom(margin_mib):
 
 
 def test_a_fit_without_the_margin_says_so():
-    question = ask(
-        memory_budget_bytes=CONTEXT_BYTES["cuda"] + 40 * STEP * MIB, margin_bytes=2 * GIB
-    )
+    budget = CONTEXT_BYTES["cuda"] + 40 * STEP * MIB
+    question = ask(memory_budget_bytes=budget, margin_bytes=2 * GIB)
     [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
     assert re.findall(r"[\d,.]+ \w+", answer.reason) == ["38,000 tokens", "1.95 GiB", "2.00 GiB"]
 
@@ -322,9 +297,8 @@ def test_headroom_that_nobody_measured_is_no_margin():
 def test_confirm_repeats_both_sides_of_the_edge_and_tries_the_lengths_above_once():
     runner = Repeats(fits_up_to(5 * STEP), fits_up_to(5 * STEP))
     (answer,) = answers_among(search_cells(ask(confirm=3), runner))
-    assert [runner.launches[5, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
-    assert [runner.launches[6, repeat] for repeat in (1, 2, 3)] == [1, 1, 1]
-    assert [runner.launches[index, 0] for index in (7, 8, 9)] == [1, 1, 1]
+    at_the_edge = {(index, repeat) for index in (5, 6) for repeat in (1, 2, 3)}
+    assert at_the_edge | {(7, 0), (8, 0), (9, 0)} <= {*runner.launches}
     assert set(runner.launches.values()) == {1}
     assert answer.capacity_tokens == 5000
     assert answer.monotone is True
@@ -356,9 +330,8 @@ def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
 
 
 def test_a_repeat_that_times_out_confirms_nothing_and_is_said():
-    (answer,) = answers_among(
-        search_cells(ask(confirm=1), Repeats(fits_up_to(5 * STEP), lambda spec: Outcome.TIMEOUT))
-    )
+    runner = Repeats(fits_up_to(5 * STEP), lambda spec: Outcome.TIMEOUT)
+    (answer,) = answers_among(search_cells(ask(confirm=1), runner))
     assert (answer.capacity_tokens, answer.limit, answer.monotone) == (5000, "memory", True)
     assert answer.reason.endswith(" confirm it: 2")
 
@@ -372,17 +345,13 @@ def test_any_law_at_all_gets_an_answer_that_its_trials_bear_out(outcomes, confir
     law: Callable[[TrialSpec], Outcome] = lambda spec: outcomes[spec.length_tokens // STEP - 1]  # noqa: E731
     events = events_of(ask(confirm=confirm), law)
     answer = events[-1].answer
-    tried = {e.spec.length_tokens: e.result.outcome for e in events if isinstance(e, TrialFinished)}
+    tried = tried_in(events)
     assert not answer.capacity_tokens or tried[answer.capacity_tokens] is Outcome.FIT
     if answer.does_not_fit_tokens:
         assert tried[answer.does_not_fit_tokens].is_memory
         assert answer.does_not_fit_tokens == answer.capacity_tokens + STEP
-    failed_below = [
-        length
-        for length, outcome in tried.items()
-        if outcome.is_memory and length <= (answer.capacity_tokens or 0)
-    ]
-    assert answer.monotone == (not failed_below)
+    out_of_memory = [length for length, outcome in tried.items() if outcome.is_memory]
+    assert answer.monotone == (min(out_of_memory, default=math.inf) > (answer.capacity_tokens or 0))
 
 
 @pytest.mark.parametrize(

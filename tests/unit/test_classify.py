@@ -26,6 +26,7 @@ from highwater.trials.diagnosis import MemoryDiagnosis, undiagnosed
 from highwater.trials.ranks import RankExit
 from highwater.trials.trial_process import log_path_of
 from places import question_of
+from tables import table
 
 QUESTION = question_of(loss="full", allocator="native")
 
@@ -33,59 +34,19 @@ QUESTION = question_of(loss="full", allocator="native")
 def error_of(name: str, text: str) -> BaseException:
     """An exception as PyTorch raises it: a RuntimeError of its own type."""
     module, _, kind = name.rpartition(".")
-    made = (
-        RuntimeError
-        if name == "RuntimeError"
-        else type(kind, (RuntimeError,), {"__module__": module})
-    )
-    return made(text)
+    return type(kind, (RuntimeError,), {"__module__": module})(text)
 
 
 ABORTED = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
 """How the C++ runtime ends a process whose exception nobody catches."""
 MEMORY = {"device_memory": "OUT_OF_MEMORY", "host_memory": "HOST_OUT_OF_MEMORY"}
-CUDA_TEXTS = (
-    "CUDA error: out of memory",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
-    "NCCL error: unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of "
-    "memory'",
-    "NCCL error in: NCCLUtils.cpp:77\nLast error:\nFailed to CUDA calloc async 608 bytes",
-    "node:1:1 [0] transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'",
-    "cudaErrorMemoryAllocation",
-    "Triton Error [CUDA]: out of memory",
-    "CUDA driver error: out of memory",
-    "Allocation on device 0 would exceed allowed memory. (out of memory)",
-    "cuMemMap(ptr, size, 0, handle, 0) failed: out of memory",
-    "cuMemCreate returned CUDA_ERROR_OUT_OF_MEMORY",
-    "cuMemSetAccess: out of memory",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`",
-)
-HOST_TEXTS = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
-    "you tried to allocate 1073741824 bytes. Error code 12 (Cannot allocate memory)",
-    "std::bad_alloc",
-    "unable to mmap 1024 bytes from file </models/model.safetensors>: Cannot allocate memory (12)",
-    "cuMemHostAlloc failed: out of memory",
-    "cuMemAllocHost returned CUDA_ERROR_OUT_OF_MEMORY",
-)
+CUDA_TEXTS, HOST_TEXTS = table("classify", "device"), table("classify", "host")
+NCCL = "torch.distributed.DistBackendError"
 CUDA_ERRORS = (
-    error_of(
-        "torch.OutOfMemoryError",
-        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
-    ),
+    error_of("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0"),
     error_of("torch.OutOfMemoryError", "a text of a later release"),
-    error_of(
-        "torch.AcceleratorError",
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
-    ),
-    error_of(
-        "torch.distributed.DistBackendError",
-        "NCCL error\nLast error:\nCuda failure 2 'out of memory'",
-    ),
+    error_of("torch.AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be"),
+    error_of(NCCL, "NCCL error\nLast error:\nCuda failure 2 'out of memory'"),
     *(RuntimeError(text) for text in CUDA_TEXTS),
 )
 HOST_ERRORS = (
@@ -94,43 +55,22 @@ HOST_ERRORS = (
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     *(RuntimeError(text) for text in HOST_TEXTS),
 )
+UNMAPPED = "failed to map segment from shared object"
 AMBIGUOUS = (
     RuntimeError("can't start new thread"),
-    ImportError("libtorch_cuda.so: failed to map segment from shared object"),
-    OSError(
-        "/noexec/libtriton.so: failed to map segment from shared object: Operation not permitted"
-    ),
+    ImportError(f"libtorch_cuda.so: {UNMAPPED}"),
+    OSError(f"/noexec/libtriton.so: {UNMAPPED}: Operation not permitted"),
 )
 """Memory ran out, or threads are limited, or a disk is mounted noexec."""
 OTHER_ERRORS = (
     ValueError("the tokenizer is broken"),
-    FileNotFoundError(
-        errno.ENOENT, "No such file or directory", "/data/MemoryError-study/std::bad_alloc/cache"
-    ),
+    FileNotFoundError(errno.ENOENT, "No such file", "/data/MemoryError-study/std::bad_alloc"),
     KeyError("CUDA out of memory"),
     ValueError("std::bad_alloc"),
     error_of("users.OutOfMemoryError", "of tokens"),
-    error_of(
-        "torch.distributed.DistBackendError",
-        "NCCL error: Call to ibv_reg_mr failed with error Cannot allocate memory",
-    ),
-    RuntimeError("MemoryError: a cache was dropped"),
-    RuntimeError("Cannot allocate memory"),
-    RuntimeError("libgomp: Thread creation failed: Resource temporarily unavailable"),
-    RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("CUDA error: device-side assert triggered"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
-    RuntimeError(
-        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle, m, n, k)`"
-    ),
-    RuntimeError("CUDA driver error: invalid argument"),
-    RuntimeError("Triton Error [CUDA]: invalid device context"),
-    RuntimeError("cuMemMap failed: invalid argument"),
-    error_of(
-        "torch.distributed.DistBackendError",
-        "NCCL error: remote process exited or there was a network error",
-    ),
+    error_of(NCCL, "NCCL error: Call to ibv_reg_mr failed with error Cannot allocate memory"),
+    error_of(NCCL, "NCCL error: remote process exited or there was a network error"),
+    *map(RuntimeError, table("classify", "neither")),
     OSError(errno.ENOSPC, "No space left on device"),
     KeyError("memory"),
     *AMBIGUOUS,
@@ -148,16 +88,10 @@ SAID = (
 """What may stand in a log."""
 
 
-def is_spent() -> bool:
-    return True
-
-
 def spec_of(*, device: Device = "cuda", gpus: int = 1) -> TrialSpec:
     """A trial of 2 steps."""
-    question = QUESTION
-    spec = question.trial(question.cells[0], 4096)
-    fields = {name: getattr(spec, name) for name in spec.__struct_fields__}
-    return TrialSpec(**{**fields, "device": device, "layout": Layout(gpus=gpus)})
+    spec = QUESTION.trial(QUESTION.cells[0], 4096)
+    return msgspec.structs.replace(spec, device=device, layout=Layout(gpus=gpus))
 
 
 def report(rank: int = 0, *, losses: tuple[float, ...] = (6.0, 5.9), **failure: Any) -> RankReport:
@@ -166,21 +100,8 @@ def report(rank: int = 0, *, losses: tuple[float, ...] = (6.0, 5.9), **failure: 
     return RankReport(rank=rank, losses=losses, failure=failed)
 
 
-def ending(
-    *reports: RankReport,
-    exit_code: int | None = 0,
-    log: str = "",
-    exits: tuple[RankExit, ...] = (),
-    kernel_kills: int = 0,
-) -> Ending:
-    return Ending(
-        exit_code=exit_code,
-        timeout_s=30,
-        reports=reports,
-        exits=exits,
-        log_tail=log,
-        kernel_kills=kernel_kills,
-    )
+def ending(*reports: RankReport, exit_code: int | None = 0, log: str = "", **fields: Any) -> Ending:
+    return Ending(exit_code=exit_code, timeout_s=30, reports=reports, log_tail=log, **fields)
 
 
 def ended(output: str = "", **statuses: int) -> tuple[RankExit, ...]:
@@ -195,75 +116,50 @@ DAMAGED = "the report rank-001.json cannot be read: Input data was truncated"
 EARLY = "Traceback (most recent call last):\nValueError: early\nmy.package.DiskError: on fire\n"
 BROKEN = report(1, text="ValueError: broken", phase="data")
 LOST = report(0, text="RuntimeError: Connection closed by peer")
+SLOW = report(text="x", phase="backward")
+NO_MEMORY = {kind: report(1, kind=kind, text="no") for kind in MEMORY}
+TORN = msgspec.structs.replace(ending(report(0)), damaged_reports=(DAMAGED,))
+DIED = ending(exit_code=1, log=f"{EARLY}OSError: of another", exits=ended(EARLY, rank_0=1))
+ODD_RANKS = {
+    (0, 1, 2): "report of rank 2",
+    (0, 7): "report of rank 7",
+    (-1, 0, 1): "report of rank -1",
+    (0, 1, 1): "2 reports of rank 1",
+}
+
+
+def killed(number: int) -> Ending:
+    return ending(LOST, exit_code=1, exits=ended(rank_1=-number, rank_0=1))
+
+
+def failing(kind: str) -> Ending:
+    failed = report(kind=kind, text="SomeError: first\nsecond", phase="backward")
+    return ending(failed, exit_code=1, log="CUDA out of memory\nstd::bad_alloc")
+
+
 VERDICTS: list[tuple[int, Ending, str, str, str]] = [
     (1, ending(report()), "FIT", "2 steps done, loss 5.900", ""),
     (1, ending(report(losses=(6.0,))), "CRASHED", "rank 0 did 1 of 2 steps", ""),
     (1, ending(report(), exit_code=139), "CRASHED", "", "139"),
     (1, ending(exit_code=None), "TIMEOUT", "not done after 30 s", ""),
-    (
-        2,
-        ending(report(text="x", phase="backward"), exit_code=None, log="CUDA out of memory"),
-        *("TIMEOUT", "", "backward"),
-    ),
+    (2, ending(SLOW, exit_code=None, log="CUDA out of memory"), "TIMEOUT", "", "backward"),
     *(
-        (
-            2,
-            ending(report(1, kind=kind, text="no"), exit_code=code),
-            outcome,
-            "rank 1, forward: ",
-            "",
-        )
+        (2, ending(NO_MEMORY[kind], exit_code=code), outcome, "rank 1, forward: ", "")
         for kind, outcome in MEMORY.items()
         for code in (None, 1)
     ),
-    (
-        2,
-        msgspec.structs.replace(ending(report(0)), damaged_reports=(DAMAGED,)),
-        "CRASHED",
-        "1 rank ",
-        DAMAGED,
-    ),
+    (2, TORN, "CRASHED", "1 rank ", DAMAGED),
     (1, ending(exit_code=1, exits=ended(rank_0=-200)), "CRASHED", "", "signal 200"),
-    (
-        1,
-        ending(exit_code=1, log=f"{EARLY}OSError: of another", exits=ended(EARLY, rank_0=1)),
-        "CRASHED",
-        "1 rank ",
-        ": my.package.DiskError: on fire",
-    ),
+    (1, DIED, "CRASHED", "1 rank ", ": my.package.DiskError: on fire"),
     (2, ending(), "CRASHED", "2 ranks ", " 0"),
     (2, ending(BROKEN, exit_code=1, exits=ended(rank_1=1)), "CRASHED", "rank 1, data: ", ""),
+    *((2, ending(*map(report, r)), "CRASHED", "", said) for r, said in ODD_RANKS.items()),
     *(
-        (2, ending(*map(report, ranks)), "CRASHED", "", said)
-        for ranks, said in (
-            ((0, 1, 2), "report of rank 2"),
-            ((0, 7), "report of rank 7"),
-            ((-1, 0, 1), "report of rank -1"),
-            ((0, 1, 1), "2 reports of rank 1"),
-        )
-    ),
-    *(
-        (
-            2,
-            ending(LOST, exit_code=1, exits=ended(rank_1=-number, rank_0=1)),
-            "CRASHED",
-            f"rank 1 was ended by signal {number} ({name})",
-            "",
-        )
+        (2, killed(number), "CRASHED", f"rank 1 was ended by signal {number} ({name})", "")
         for number, name in ((9, "SIGKILL"), (11, "SIGSEGV"), (6, "SIGABRT"), (7, "SIGBUS"))
     ),
     *(
-        (
-            1,
-            ending(
-                report(kind=kind, text="SomeError: first\nsecond", phase="backward"),
-                exit_code=1,
-                log="CUDA out of memory\nstd::bad_alloc",
-            ),
-            outcome,
-            "rank 0, backward: ",
-            "SomeError: first",
-        )
+        (1, failing(kind), outcome, "rank 0, backward: ", "SomeError: first")
         for kind, outcome in (MEMORY | {"error": "CRASHED"}).items()
     ),
 ]
@@ -282,69 +178,51 @@ def test_how_a_trial_ended_has_one_outcome_and_says_why(gpus, ending, outcome, s
 @pytest.mark.parametrize(("depth", "said"), [(1, "the last layer"), (2, "the last 2 layers")])
 def test_a_memory_only_trial_is_never_a_fit_and_says_no_loss(depth, said):
     spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
-    verdict = classify(spec, ending(report()))
-    assert verdict.outcome is Outcome.MEMORY_ONLY_FIT
-    assert said in verdict.reason
-    assert "loss" not in verdict.reason
-    assert verdict.outcome.tells
-    assert not verdict.outcome.is_memory
+    outcome, reason = classify(spec, ending(report()))
+    assert outcome is Outcome.MEMORY_ONLY_FIT
+    assert said in reason
+    assert "loss" not in reason
+    assert (outcome.tells, outcome.is_memory) == (True, False)
     assert classify(spec, ending(report(losses=(6.0,)))).outcome is Outcome.CRASHED
-    assert (
-        classify(spec, ending(report(kind="device_memory", text="no memory"), exit_code=1)).outcome
-        is Outcome.OUT_OF_MEMORY
-    )
+    no_memory = ending(report(kind="device_memory", text="no memory"), exit_code=1)
+    assert classify(spec, no_memory).outcome is Outcome.OUT_OF_MEMORY
 
 
 @given(log=st.lists(st.sampled_from(SAID)).map("\n".join))
 def test_no_text_in_the_log_of_a_good_trial_makes_it_a_bad_one(log):
-    exits = ended(log, rank_0=0)
-    assert (
-        classify(spec_of(), ending(report(), log=log, exits=exits, kernel_kills=1)).outcome
-        is Outcome.FIT
-    )
+    good = ending(report(), log=log, exits=ended(log, rank_0=0), kernel_kills=1)
+    assert classify(spec_of(), good).outcome is Outcome.FIT
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("depth", [None, 1])
 def test_a_loss_or_a_norm_that_is_no_number_is_never_a_fit(value, depth):
     spec = msgspec.structs.replace(spec_of(), attention_depth=depth)
-    for wrong in (
-        report(losses=(6.0, value)),
-        msgspec.structs.replace(report(), gradient_norms=(value, 1.0)),
-    ):
+    odd_norm = msgspec.structs.replace(report(), gradient_norms=(value, 1.0))
+    for wrong in (report(losses=(6.0, value)), odd_norm):
         verdict = classify(spec, ending(wrong))
         assert verdict.outcome is Outcome.CRASHED
         assert verdict.reason.startswith("rank 0 ")
 
 
-@pytest.mark.parametrize("error", CUDA_ERRORS, ids=str)
-def test_every_error_of_device_memory_that_ran_out_is_known(error):
-    assert exhausted_memory(error, device="cuda") == "device_memory"
+SPENT = {"is_spent": lambda: True}
+ON_GPU, ON_CPU = {"device": "cuda"}, {"device": "cpu"}
+RAN_OUT = [
+    *((error, ON_GPU, "device_memory") for error in CUDA_ERRORS),
+    *((error, ON_GPU, "host_memory") for error in HOST_ERRORS),
+    *((error, ON_CPU, "device_memory") for error in HOST_ERRORS),
+    *((error, where, None) for error in OTHER_ERRORS for where in (ON_GPU, ON_CPU)),
+    *((error, ON_GPU | SPENT, "host_memory") for error in AMBIGUOUS),
+    *((error, ON_CPU | SPENT, "device_memory") for error in AMBIGUOUS),
+    *((error, ON_CPU | SPENT, None) for error in OTHER_ERRORS if error not in AMBIGUOUS),
+]
+"""An error, where it came, and the memory that ran out: on the CPU the host's is the device's; an
+error with several causes is of memory only where there is none left."""
 
 
-@pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
-def test_host_memory_is_told_from_device_memory_and_on_the_cpu_is_the_device(error):
-    assert exhausted_memory(error, device="cuda") == "host_memory"
-    assert exhausted_memory(error, device="cpu") == "device_memory"
-
-
-@pytest.mark.parametrize("error", OTHER_ERRORS, ids=str)
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_other_errors_are_not_of_memory_that_ran_out_whatever_they_say(error, device):
-    assert exhausted_memory(error, device=device) is None
-
-
-@pytest.mark.parametrize("error", AMBIGUOUS, ids=str)
-def test_an_error_with_several_causes_is_of_memory_only_where_there_is_none_left(error):
-    assert exhausted_memory(error, device="cuda", is_spent=is_spent) == "host_memory"
-    assert exhausted_memory(error, device="cpu", is_spent=is_spent) == "device_memory"
-
-
-@pytest.mark.parametrize(
-    "error", [error for error in OTHER_ERRORS if error not in AMBIGUOUS], ids=str
-)
-def test_that_memory_is_spent_makes_no_other_error_one_of_memory(error):
-    assert exhausted_memory(error, device="cpu", is_spent=is_spent) is None
+@pytest.mark.parametrize(("error", "where", "exhausted"), RAN_OUT, ids=str)
+def test_every_error_of_device_memory_that_ran_out_is_known(error, where, exhausted):
+    assert exhausted_memory(error, **where) == exhausted
 
 
 def test_an_exception_whose_text_is_broken_is_no_error_of_memory():
@@ -352,7 +230,7 @@ def test_an_exception_whose_text_is_broken_is_no_error_of_memory():
         def __str__(self) -> str:
             raise ValueError
 
-    assert exhausted_memory(BrokenError(), device="cuda", is_spent=is_spent) is None
+    assert exhausted_memory(BrokenError(), **ON_GPU, **SPENT) is None
 
 
 OUT_OF_RANGE = ABORTED.format("c10::Error", "index out of range")
@@ -365,16 +243,14 @@ OUT_OF_RANGE = ABORTED.format("c10::Error", "index out of range")
 def test_the_last_words_of_a_rank_that_aborted_say_which_memory_ran_out(output, exhausted):
     assert memory_aborted(f"a line before\n{output}", device="cuda") == exhausted
     assert memory_aborted(f"{output}{OUT_OF_RANGE}", device="cuda") is None
-    own, others = (
-        (
-            RankExit(rank=1, status=-signal.SIGABRT, output=words),
-            RankExit(rank=0, status=1, output=other),
-        )
-        for words, other in ((output, ""), ("", output))
-    )
-    verdict = classify(spec_of(gpus=2), ending(exit_code=134, exits=own))
-    assert verdict.outcome == MEMORY[exhausted]
-    verdict = classify(spec_of(gpus=2), ending(exit_code=134, log=output, exits=others))
+
+    def judged(own: str, other: str, **log: str):
+        aborted = RankExit(rank=1, status=-signal.SIGABRT, output=own)
+        exits = (aborted, RankExit(rank=0, status=1, output=other))
+        return classify(spec_of(gpus=2), ending(exit_code=134, exits=exits, **log))
+
+    assert judged(output, "").outcome == MEMORY[exhausted]
+    verdict = judged("", output, log=output)
     assert verdict.outcome is Outcome.CRASHED
     assert verdict.reason.startswith("rank 1 ")
     assert "SIGABRT" in verdict.reason
@@ -391,45 +267,38 @@ def test_what_was_said_before_an_abort_is_not_why_it_aborted(said):
 
 @given(at=st.permutations([1.0, 2.0, 3.0, 4.0]))
 def test_the_rank_that_failed_first_gives_the_reason(at):
-    reports = [
-        report(rank, text=f"Error: of rank {rank}", at_unix_s=seconds)
-        for rank, seconds in enumerate(at)
-    ]
+    reports = [report(r, text=f"Error: of rank {r}", at_unix_s=at_s) for r, at_s in enumerate(at)]
     verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
-    assert verdict.outcome is Outcome.CRASHED
-    assert verdict.reason.startswith(f"rank {at.index(1.0)}, ")
-    assert verdict.reason.endswith(f"of rank {at.index(1.0)}")
+    first = at.index(1.0)
+    assert verdict == (Outcome.CRASHED, f"rank {first}, forward: Error: of rank {first}")
 
 
-@given(
-    rank=st.integers(0, 3),
-    kind=st.sampled_from(["device_memory", "host_memory"]),
-    silent=st.booleans(),
-)
+@given(rank=st.integers(0, 3), kind=st.sampled_from([*MEMORY]), silent=st.booleans())
 def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silent):
     lost = "RuntimeError: Connection closed by peer"
     peers = [report(other, text=lost, at_unix_s=1.0) for other in range(4) if other != rank]
-    reports = [
-        *peers[: 1 if silent else 3],
-        report(rank, kind=kind, text="no memory", at_unix_s=2.0),
-    ]
-    verdict = classify(spec_of(gpus=4), ending(*reports, exit_code=1))
+    first = report(rank, kind=kind, text="no memory", at_unix_s=2.0)
+    left = ending(*peers[: 1 if silent else 3], first, exit_code=1)
+    verdict = classify(spec_of(gpus=4), left)
     assert verdict.outcome.is_memory
     assert verdict.reason == f"rank {rank}, forward: no memory"
 
 
 @pytest.mark.parametrize(
-    ("device", "outcome"), [("cpu", Outcome.OUT_OF_MEMORY), ("cuda", Outcome.HOST_OUT_OF_MEMORY)]
+    ("device", "status", "kills", "outcome"),
+    [
+        ("cpu", -signal.SIGKILL, 1, Outcome.OUT_OF_MEMORY),
+        ("cuda", -signal.SIGKILL, 1, Outcome.HOST_OUT_OF_MEMORY),
+        *((device, -signal.SIGKILL, 0, Outcome.CRASHED) for device in ("cpu", "cuda")),
+        *((device, -11, 1, Outcome.CRASHED) for device in ("cpu", "cuda")),
+        *((device, 1, 1, Outcome.CRASHED) for device in ("cpu", "cuda")),
+    ],
 )
-def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(device, outcome):
-    killed, spec = ended(rank_0=-signal.SIGKILL), spec_of(device=device)
-    assert classify(spec, ending(exit_code=137, exits=killed, kernel_kills=1)).outcome is outcome
-    assert classify(spec, ending(exit_code=137, exits=killed)).outcome is Outcome.CRASHED
-    for other in (-signal.SIGSEGV, 1):
-        assert (
-            classify(spec, ending(exit_code=1, exits=ended(rank_0=other), kernel_kills=1)).outcome
-            is Outcome.CRASHED
-        )
+def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
+    device, status, kills, outcome
+):
+    left = ending(exit_code=137, exits=ended(rank_0=status), kernel_kills=kills)
+    assert classify(spec_of(device=device), left).outcome is outcome
 
 
 @given(said=st.sampled_from(SAID), status=st.sampled_from([1, 3, -9, -11, -15]))
@@ -438,37 +307,26 @@ def test_a_rank_that_did_not_abort_did_not_run_out_of_memory_whatever_it_wrote(s
     assert classify(spec_of(), left).outcome is Outcome.CRASHED
 
 
-_reports = st.lists(
-    st.builds(
-        RankReport,
-        rank=st.integers(-1, 4),
-        losses=st.lists(st.floats(), max_size=3).map(tuple),
-        failure=st.none()
-        | st.builds(
-            Failure,
-            kind=st.sampled_from(["device_memory", "host_memory", "error"]),
-            phase=st.sampled_from(["setup", "forward"]),
-            text=st.text(max_size=40),
-            at_unix_s=st.none() | st.floats(0, 2e9),
-        ),
-    ),
-    max_size=5,
-).map(tuple)
+_failures = st.builds(
+    Failure,
+    kind=st.sampled_from(["device_memory", "host_memory", "error"]),
+    phase=st.sampled_from(["setup", "forward"]),
+    text=st.text(max_size=40),
+    at_unix_s=st.none() | st.floats(0, 2e9),
+)
+_losses = st.lists(st.floats(), max_size=3).map(tuple)
+_reports = st.builds(
+    RankReport, rank=st.integers(-1, 4), losses=_losses, failure=st.none() | _failures
+)
+_texts = st.text(max_size=60) | st.sampled_from(SAID)
+_exits = st.builds(RankExit, rank=st.integers(0, 3), status=st.integers(-70, 255), output=_texts)
 _endings = st.builds(
     Ending,
     exit_code=st.none() | st.integers(0, 255),
     timeout_s=st.floats(1, 1e6),
-    reports=_reports,
-    exits=st.lists(
-        st.builds(
-            RankExit,
-            rank=st.integers(0, 3),
-            status=st.integers(-70, 255),
-            output=st.text(max_size=60) | st.sampled_from(SAID),
-        ),
-        max_size=4,
-    ).map(tuple),
-    log_tail=st.text(max_size=60) | st.sampled_from(SAID),
+    reports=st.lists(_reports, max_size=5).map(tuple),
+    exits=st.lists(_exits, max_size=4).map(tuple),
+    log_tail=_texts,
     kernel_kills=st.integers(0, 2),
 )
 
@@ -507,25 +365,11 @@ OTHER = (
 @pytest.mark.parametrize(
     ("groups", "mount", "root", "below"),
     [
-        pytest.param(
-            "0::/user.slice/a.scope\n", V2, "/", "user.slice/a.scope/memory.events", id="v2"
-        ),
-        pytest.param("0::/\n", V2, "/", "memory.events", id="a container's own root"),
-        pytest.param(
-            "0::/docker/1\n",
-            V2,
-            "/docker/1",
-            "memory.events",
-            id="a container that is told its whole name",
-        ),
-        pytest.param("5:cpu:/b\n4:memory:/a\n0::/\n", V1, "/", "a/memory.oom_control", id="v1"),
-        pytest.param(
-            "4:cpu,memory:/docker/1/a\n",
-            V1,
-            "/docker/1",
-            "a/memory.oom_control",
-            id="v1 in a container",
-        ),
+        ("0::/user.slice/a.scope\n", V2, "/", "user.slice/a.scope/memory.events"),
+        ("0::/\n", V2, "/", "memory.events"),  # a container's own root
+        ("0::/docker/1\n", V2, "/docker/1", "memory.events"),  # one that is told its whole name
+        ("5:cpu:/b\n4:memory:/a\n0::/\n", V1, "/", "a/memory.oom_control"),
+        ("4:cpu,memory:/docker/1/a\n", V1, "/docker/1", "a/memory.oom_control"),
     ],
 )
 def test_the_groups_own_count_is_read(tmp_path, groups, mount, root, below):
@@ -534,9 +378,8 @@ def test_the_groups_own_count_is_read(tmp_path, groups, mount, root, below):
     counter.parent.mkdir(parents=True)
     counter.write_text("oom_kill_disable 0\nunder_oom 0\noom 5\noom_kill 3\noom_group_kill 1\n")
     (tmp_path / "cgroup").write_text(groups)
-    (tmp_path / "mountinfo").write_bytes(
-        UNUSUAL + (OTHER + mount.format(root=root, at=mounted)).encode()
-    )
+    mounts = OTHER + mount.format(root=root, at=mounted)
+    (tmp_path / "mountinfo").write_bytes(UNUSUAL + mounts.encode())
     assert kernel_kills(tmp_path) == 3
 
 
@@ -560,26 +403,18 @@ def test_where_nobody_counts_no_kill_is_proven(tmp_path):
 def test_the_limit_is_the_least_of_the_group_and_those_around_it(
     tmp_path, groups, mount, limits, found
 ):
-    mounted = tmp_path / "mounted"
     for name, text in limits.items():
-        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
-        (mounted / name).write_text(text)
+        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mounted" / name).write_text(text)
     (tmp_path / "cgroup").write_text(groups)
-    (tmp_path / "mountinfo").write_text(mount.format(root="/", at=mounted))
+    (tmp_path / "mountinfo").write_text(mount.format(root="/", at=tmp_path / "mounted"))
     assert memory_limit(tmp_path) == found
 
 
-REPORTS = tuple(
-    RankReport(
-        rank=rank, failure=Failure(kind="device_memory", phase="backward", text="", at_unix_s=at_s)
-    )
-    for rank, at_s in ((0, 2.0), (1, 1.0))
-)
+OOM = Outcome.OUT_OF_MEMORY
 STUDY = study_of(
-    trial(4096, Outcome.FIT),
-    trial(8192, Outcome.CRASHED),
-    trial(12_288, Outcome.OUT_OF_MEMORY),
-    trial(10_240, Outcome.OUT_OF_MEMORY),
+    *(trial(4096, Outcome.FIT), trial(8192, Outcome.CRASHED)),
+    *(trial(12_288, OOM), trial(10_240, OOM)),
 )
 
 
@@ -593,9 +428,8 @@ def test_the_first_out_of_memory_is_repeated_and_only_once(tmp_path):
     found = undiagnosed(request(tmp_path), STUDY)
     assert found is STUDY.trials[2]
     log = log_path_of(tmp_path, found.spec, "rung")
-    snapshot = (
-        snapshot_folder(log.with_suffix(".attempt-2.log")) / "step_1" / "snapshot_rank01.pickle"
-    )
+    folder = snapshot_folder(log.with_suffix(".attempt-2.log"))
+    snapshot = folder / "step_1" / "snapshot_rank01.pickle"
     snapshot.parent.mkdir(parents=True)
     snapshot.touch()
     assert recorded_snapshots(log) == (snapshot,)
@@ -613,18 +447,11 @@ def test_nothing_is_repeated_that_no_gpu_ran(tmp_path):
         ({}, {"simulated": True}),
         ({}, {"outcome": Outcome.HOST_OUT_OF_MEMORY}),
     ):
-        changed = msgspec.structs.replace(
-            STUDY.trials[2],
-            spec=msgspec.structs.replace(STUDY.trials[2].spec, **spec),
-            result=msgspec.structs.replace(STUDY.trials[2].result, **result),
-        )
+        found = STUDY.trials[2]
+        spec = msgspec.structs.replace(found.spec, **spec)
+        result = msgspec.structs.replace(found.result, **result)
+        changed = msgspec.structs.replace(found, spec=spec, result=result)
         assert undiagnosed(request(tmp_path), study_of(changed)) is None
-
-
-def test_the_rank_that_failed_first_is_told_by_its_clock():
-    result = msgspec.structs.replace(STUDY.trials[2].result, ranks=REPORTS)
-    assert result.first_failed is REPORTS[1]
-    assert msgspec.structs.replace(result, ranks=()).first_failed is None
 
 
 def test_a_note_names_the_snapshot_and_says_where_it_ended_otherwise():

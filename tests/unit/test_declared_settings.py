@@ -70,10 +70,8 @@ def test_a_noun_keeps_the_defaults_of_its_declared_fields():
     with pytest.raises(TypeError, match="model"):
         Kept()
     tokens, model = Kept.declared
-    assert (tokens.name, tokens.rung_field, tokens.type, tokens.default) == ("tokens",) * 2 + (
-        int,
-        3,
-    )
+    assert (tokens.name, tokens.rung_field) == ("tokens", "tokens")
+    assert (tokens.type, tokens.default) == (int, 3)
     assert (model.name, model.rung_field) == ("which", "model")
 
 
@@ -85,11 +83,8 @@ def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_othe
         is_taken = command in row.commands
         assert bool(found) == is_taken
         if is_taken:
-            assert (
-                (found[0].help or "")
-                .replace("%%", "%")
-                .startswith(row.helps.get(command, row.help))
-            )
+            said = (found[0].help or "").replace("%%", "%")
+            assert said.startswith(row.helps.get(command, row.help))
             assert found[0].option_strings == ([] if row.name == "model" else [row.flag])
 
 
@@ -163,9 +158,8 @@ def test_a_recommendation_and_a_configuration_take_the_same():
     of_both, of_a_prediction = names("recommend"), names("predict")
     assert of_both == names("emit")
     assert set(of_both) < set(of_a_prediction)
-    assert [row.name for row in taken_by("predict", but_not="recommend")] == [
-        name for name in of_a_prediction if name not in of_both
-    ]
+    more = [row.name for row in taken_by("predict", but_not="recommend")]
+    assert more == [name for name in of_a_prediction if name not in of_both]
 
 
 def test_a_switch_has_no_value():

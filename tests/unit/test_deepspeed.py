@@ -9,7 +9,6 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.formula.constants import Phase
 from highwater.model.model import load_model
-from highwater.nouns.settings import Settings
 
 BILLION = 1_000_000_000
 FORMS = ("zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload")
@@ -92,10 +91,7 @@ def test_more_gpus_and_shorter_sequences_never_take_more(form: str):
 
 
 def test_the_bucket_is_two_bytes_a_number_and_a_second_copy_while_it_is_reduced():
-    small, large = (
-        cell("zero3", deepspeed_bucket=BILLION // 4),
-        cell("zero3", deepspeed_bucket=BILLION),
-    )
+    small, large = (cell("zero3", deepspeed_bucket=each) for each in (BILLION // 4, BILLION))
     more = 2 * (BILLION - BILLION // 4)
     for name in ("bucket of gradients", "gradient reduction"):
         assert held(large)[name] - held(small)[name] == more
@@ -131,14 +127,4 @@ def test_this_packages_engine_has_no_deepspeed():
 
 def test_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="DeepSpeed are not traced"):
-        highwater.predict(
-            *("Qwen3-8B",),
-            gpus="1xH100-80GB",
-            trainer="transformers",
-            deepspeed="zero3-offload",
-            exact=True,
-        )
-
-
-def test_a_question_of_before_is_the_same_question():
-    assert Settings(deepspeed="none", deepspeed_bucket=None) == Settings()
+        cell("zero3-offload", gpus=1, exact=True)

@@ -40,20 +40,17 @@ from trial_specs import trial_of
 LENGTH = 16384
 PLACE = TrialPlace(Path("/trial/Qwen3-4B"), Path("/trial"), Path("/trial/output"))
 TRAINERS = (LLAMAFACTORY, AXOLOTL, MS_SWIFT)
-VERSIONS = {
-    "llamafactory": llamafactory.VERSION,
-    "axolotl": axolotl.VERSION,
-    "ms-swift": ms_swift.VERSION,
+MODULES = {"llamafactory": llamafactory, "axolotl": axolotl, "ms-swift": ms_swift}
+BATCH, FLASH = "per_device_train_batch_size", "flash_attention_2"
+WORDS = {
+    "llamafactory": ("cutoff_len", BATCH, "optim", "lora_rank", "fa2"),
+    "axolotl": ("sequence_len", "micro_batch_size", "optimizer", "lora_r", FLASH),
+    "ms-swift": ("max_length", BATCH, "optim", "lora_rank", FLASH),
 }
-BATCH = {
-    "llamafactory": ("cutoff_len", "per_device_train_batch_size"),
-    "axolotl": ("sequence_len", "micro_batch_size"),
-    "ms-swift": ("max_length", "per_device_train_batch_size"),
-}
-"""The fields of a length, and of the sequences in a micro-batch."""
-OPTIMIZER = {"llamafactory": "optim", "axolotl": "optimizer", "ms-swift": "optim"}
-RANK = {"llamafactory": "lora_rank", "axolotl": "lora_r", "ms-swift": "lora_rank"}
-ATTENTION = {"llamafactory": "fa2", "axolotl": "flash_attention_2", "ms-swift": "flash_attention_2"}
+"""The fields of a length, of the sequences in a micro-batch, of the optimizer, and of adapters'
+rank; and flash attention's name."""
+PAIRS = {"objective": "rw", "sequences_per_micro_batch": 2}
+EACH = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
 
 
 def trial(model: str = "Qwen3-4B", **fields: Any) -> TrialSpec:
@@ -66,16 +63,14 @@ def launched(spec: TrialSpec, *, has_flash: bool = False) -> FinetunerTrial:
     return FinetunerTrial(spec, model.shape, PLACE, scaled, has_flash)
 
 
-def files(
-    trainer: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any
-) -> TrialFiles:
-    return trial_files(trainer, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
+def files(each: Finetuner, spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFiles:
+    return trial_files(each, launched(spec, has_flash=has_flash), OwnFile(base, "base.yaml"))
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_a_trial_has_its_length_batch_steps_data_and_output(trainer):
     config = files(trainer, trial(sequences_per_micro_batch=3, micro_batches=4, steps=5)).config
-    length, rows = BATCH[trainer.name]
+    length, rows, *_ = WORDS[trainer.name]
     assert (config[length], config[rows]) == (LENGTH, 3)
     assert (config["gradient_accumulation_steps"], config["max_steps"]) == (4, 5)
     assert str(PLACE.model_directory) in config.values()
@@ -83,11 +78,11 @@ def test_a_trial_has_its_length_batch_steps_data_and_output(trainer):
     assert (config["save_strategy"], config["logging_steps"]) == ("no", 1)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("changes", [{}, {"lora": 8, "recompute": "none"}])
 def test_every_field_of_a_trial_is_one_of_the_trainers_own(trainer, device, changes):
-    known = recorded(trainer.name, VERSIONS[trainer.name])
+    known = recorded(trainer.name, MODULES[trainer.name].VERSION)
     config = files(trainer, trial(device=device, **changes)).config
     others = {"ENV", "predict_with_generate"}  # variables; transformers' Seq2SeqTrainingArguments
     assert not config.keys() - known.keys() - others
@@ -103,51 +98,42 @@ def test_the_data_are_described_as_each_trainer_wants_it():
     assert files(MS_SWIFT, trial()).config["dataset"] == [f"/trial/{DOCUMENTS}"]
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_without_a_file_it_is_what_is_emitted(trainer):
-    with_flash = files(trainer, trial(), has_flash=True).config
-    assert with_flash[trainer.attention] == ATTENTION[trainer.name]
-    without = files(trainer, trial())
+    with_flash, without = (files(trainer, trial(), has_flash=has) for has in (True, False))
+    assert with_flash.config[trainer.attention] == WORDS[trainer.name][-1]
+    assert with_flash.config["learning_rate"] == 1e-5
     assert without.config[trainer.attention] == "sdpa"
     assert "attention is sdpa" in without.notes
-    assert with_flash["learning_rate"] == 1e-5
     packing = {"llamafactory": "neat_packing", "axolotl": "sample_packing", "ms-swift": "packing"}
-    assert with_flash[packing[trainer.name]] is True
+    assert with_flash.config[packing[trainer.name]] is True
     assert (packing[trainer.name] in without.config) is (trainer is AXOLOTL)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(trainer):
-    length, rows = BATCH[trainer.name]
-    base = {"learning_rate": 3e-4, RANK[trainer.name]: 64, "seed": 7, length: 512, rows: 9}
-    found = files(trainer, trial(), **base, max_steps=500)
-    kept = {name: found.config[name] for name in ("learning_rate", RANK[trainer.name], "seed")}
-    assert list(kept.values()) == [3e-4, 64, 7]
+    length, rows, optimizer, rank, _ = WORDS[trainer.name]
+    theirs = {"learning_rate": 3e-4, rank: 64, "seed": 7}
+    found = files(trainer, trial(), **theirs, **{length: 512, rows: 9}, max_steps=500)
+    assert theirs.items() <= found.config.items()
     assert (found.config[length], found.config[rows]) == (LENGTH, 1)
-    assert f"the trial's own in base.yaml: {', '.join(sorted((length, rows, 'max_steps')))}" in (
-        found.notes
-    )
+    own = ", ".join(sorted((length, rows, "max_steps")))
+    assert f"the trial's own in base.yaml: {own}" in found.notes
     # a file with adapters' rank alone says nothing of what is tuned: the trainer's default
-    absent = (
-        "finetuning_type",
-        "tuner_type",
-        "adapter",
-        trainer.attention,
-        OPTIMIZER[trainer.name],
-    )
-    assert not [name for name in absent if name in found.config]
+    absent = {"finetuning_type", "tuner_type", "adapter", trainer.attention, optimizer}
+    assert not absent & found.config.keys()
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_a_setting_that_is_typed_wins_over_the_users_field(trainer):
-    name = OPTIMIZER[trainer.name]
-    base = {name: "lion_8bit", RANK[trainer.name]: 64}
+    *_, optimizer, rank, _ = WORDS[trainer.name]
+    base = {optimizer: "lion_8bit", rank: 64}
     config = files(trainer, trial(optimizer="adamw-8bit", lora=8), **base).config
-    assert (config[name], config[RANK[trainer.name]]) == ("adamw_torch_8bit", 8)
-    assert files(trainer, trial(), **base).config[name] == "lion_8bit"
+    assert (config[optimizer], config[rank]) == ("adamw_torch_8bit", 8)
+    assert files(trainer, trial(), **base).config[optimizer] == "lion_8bit"
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_data_and_reports_of_the_users_are_left_out_and_said(trainer):
     name = "datasets" if trainer is AXOLOTL else "dataset"
     found = files(trainer, trial(), **{name: "mine", "resume_from_checkpoint": "/old", "seed": 1})
@@ -157,13 +143,11 @@ def test_data_and_reports_of_the_users_are_left_out_and_said(trainer):
 
 
 def test_states_are_shared_by_what_is_emitted_for_the_layout():
-    four = trial(layout={"gpus": 4})
-    launcher = files(LLAMAFACTORY, four).beside["accelerate.yaml"]
+    llama, axolotl, swift = (files(each, trial(layout={"gpus": 4})) for each in TRAINERS)
+    launcher, section = llama.beside["accelerate.yaml"], axolotl.config["fsdp_config"]
     assert (launcher["num_processes"], launcher["main_process_port"]) == (4, 0)
     assert launcher["fsdp_config"]["fsdp_activation_checkpointing"] is False
-    section = files(AXOLOTL, four).config["fsdp_config"]
     assert (section["activation_checkpointing"], section["offload_params"]) == (True, False)
-    swift = files(MS_SWIFT, four)
     assert swift.config["fsdp"] == "/trial/fsdp.json"
     assert swift.config["ENV"]["NPROC_PER_NODE"] == 4
     assert swift.beside["fsdp.json"]["fsdp_config"]["activation_checkpointing"] is True
@@ -171,31 +155,30 @@ def test_states_are_shared_by_what_is_emitted_for_the_layout():
     assert offloaded["offload_params"] is True
 
 
-def test_one_of_both_recomputes_never_both():
-    for base, setting, expected in (
+@pytest.mark.parametrize(
+    ("base", "recompute", "expected"),
+    [
         ({}, "layer", (False, True)),
         ({"gradient_checkpointing": True}, "layer", (True, False)),
         ({"gradient_checkpointing": False}, "layer", (False, True)),
         ({"gradient_checkpointing": True}, "none", (False, False)),
         ({}, "none", (False, False)),
-    ):
-        spec = trial(recompute=setting)
-        own = files(AXOLOTL, spec, seed=1, **base).config
-        by_fsdp = own["fsdp_config"]["activation_checkpointing"]
-        assert (bool(own.get("gradient_checkpointing")), by_fsdp) == expected
-        swift = files(MS_SWIFT, spec, seed=1, **base)
-        by_fsdp = swift.beside["fsdp.json"]["fsdp_config"]["activation_checkpointing"]
-        assert (swift.config["gradient_checkpointing"], by_fsdp) == expected
+    ],
+)
+def test_one_of_both_recomputes_never_both(base, recompute, expected):
+    spec, own = trial(recompute=recompute), {"seed": 1, **base}
+    axolotl, swift = (files(each, spec, **own) for each in (AXOLOTL, MS_SWIFT))
+    sections = (axolotl.config["fsdp_config"], swift.beside["fsdp.json"]["fsdp_config"])
+    for made, by_fsdp in zip((axolotl, swift), sections, strict=True):
+        own = bool(made.config.get("gradient_checkpointing"))
+        assert (own, by_fsdp["activation_checkpointing"]) == expected
     llama = files(LLAMAFACTORY, trial(recompute="none"), disable_gradient_checkpointing=False)
     assert llama.config["disable_gradient_checkpointing"] is True
 
 
 def test_the_users_section_about_fsdp_stays_but_for_how_states_are_sharded():
-    section = {
-        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
-        "state_dict_type": "FULL_STATE_DICT",
-        "offload_params": True,
-    }
+    section = {"state_dict_type": "FULL_STATE_DICT", "offload_params": True}
+    section |= {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
     own = files(AXOLOTL, trial(), fsdp_config=section).config["fsdp_config"]
     assert own["transformer_layer_cls_to_wrap"] == "Qwen3DecoderLayer"
     assert own["state_dict_type"] == "SHARDED_STATE_DICT"
@@ -211,7 +194,7 @@ def test_a_model_in_four_bits_is_not_loaded_by_one_rank():
     assert llama["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_on_the_cpu_nothing_is_sharded_and_the_trainer_recomputes(trainer):
     base = {"fsdp_version": 2} if trainer is AXOLOTL else {"seed": 1}
     found = files(trainer, trial(device="cpu"), **base)
@@ -246,12 +229,7 @@ def test_sequences_are_shared_as_each_trainer_shares_them():
         (AXOLOTL, {"length_tokens": 1000}, "multiple of 64 ", "--length 1024"),
         (MS_SWIFT, {"recompute": "all-but-attention"}, "whole layers", "--recompute layer"),
         (AXOLOTL, {"optimizer": "adamw-bf16"}, "no adamw-bf16", "leave"),
-        (
-            LLAMAFACTORY,
-            {"objective": "rw", "sequences_per_micro_batch": 2},
-            "not for rw",
-            "--objective sft",
-        ),
+        (LLAMAFACTORY, PAIRS, "not for rw", "--objective sft"),
         (AXOLOTL, {"device": "cpu", "layout": {"gpus": 2}}, "one process", "--gpus 1"),
         (AXOLOTL, {"lora": 8, "lora_alpha": 4.5}, "whole number", "--lora-alpha 4"),
     ],
@@ -288,18 +266,20 @@ def test_a_degree_of_one_shares_nothing_and_stays():
 
 def test_each_is_started_by_its_own_entry_point():
     here, there = trial(device="cpu"), trial(layout={"gpus": 2})
-    starts = {
-        each.name: [each.start(launched(spec), (each.program,)) for spec in (here, there)]
-        for each in TRAINERS
-    }
-    assert starts["llamafactory"][0] == ("llamafactory-cli", "train", "/trial/llamafactory.yaml")
-    assert starts["llamafactory"][1][:2] == ("accelerate", "launch")
-    assert starts["axolotl"][0][:3] == ("axolotl", "train", "/trial/axolotl.yaml")
-    assert "--nproc_per_node=2" in starts["axolotl"][1]
-    assert starts["ms-swift"] == [("swift", "sft", "/trial/ms-swift.yaml")] * 2
+
+    def start(trainer: Finetuner, spec: TrialSpec, *program: str) -> tuple[str, ...]:
+        return trainer.start(launched(spec), program or (trainer.program,))
+
+    llama = ("llamafactory-cli", "train", "/trial/llamafactory.yaml")
+    assert start(LLAMAFACTORY, here) == llama
+    assert start(LLAMAFACTORY, there)[:2] == ("accelerate", "launch")
+    assert start(AXOLOTL, here)[:3] == ("axolotl", "train", "/trial/axolotl.yaml")
+    assert "--nproc_per_node=2" in start(AXOLOTL, there)
+    of_swift = ("swift", "sft", "/trial/ms-swift.yaml")
+    assert start(MS_SWIFT, here) == start(MS_SWIFT, there) == of_swift
     assert MS_SWIFT.environment(launched(there)) == {"NPROC_PER_NODE": "2"}
     conda = ("conda", "run", "-n", "mine", "llamafactory-cli")
-    assert LLAMAFACTORY.start(launched(there), conda)[:5] == (*conda[:4], "accelerate")
+    assert start(LLAMAFACTORY, there, *conda)[:5] == (*conda[:4], "accelerate")
 
 
 def test_the_allocators_variables_are_the_rungs_not_the_users():
@@ -326,7 +306,7 @@ def test_a_step_counts_where_the_trainer_saw_exactly_its_tokens():
     assert steps_of(line % 32768 * 2, step_tokens=32768, **counted) == 1
 
 
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: each.name)
+@EACH
 def test_a_trainer_that_is_not_here_is_said_with_what_installs_it(trainer):
     foreign = trainer_of(trainer.name, command=("/no/such/program",))
     with pytest.raises(HighwaterError, match="is not found") as refused:
@@ -355,9 +335,8 @@ def test_what_has_not_run_on_gpus_says_so_there_alone():
         on_cpu |= {"resolution": 512, "max_length": 2048}
         notes = plan(request_from(on_cpu, keywords=True), machine_with(8)).notes
         assert not any("not been tried on GPUs" in note for note in notes)
-    assert {name for name, traits in FOREIGN.items() if not traits.has_run_on_gpus} == {
-        each.name for each in TRAINERS
-    }
+    untried = {name for name, traits in FOREIGN.items() if not traits.has_run_on_gpus}
+    assert untried == {each.name for each in TRAINERS}
 
 
 def test_every_trainer_that_is_emitted_is_ready_or_by_a_command_and_says_which():

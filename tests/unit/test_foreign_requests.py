@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_declared_settings import value_of
 
 from highwater.cli.config import to_yaml
 from highwater.cli.flags import request_of
@@ -68,11 +69,9 @@ def trial_of(**changes: Any) -> TrialSpec:
 
 def test_the_rungs_of_another_trainer_are_the_allocators():
     cells = question(gpus=[1, 2], ulysses=[1, 2]).cells
-    assert [(c.layout.gpus, c.layout.ulysses_degree, c.settings.allocator) for c in cells] == [
-        (gpus, degree, allocator)
-        for gpus, degree in ((1, 1), (2, 1), (2, 2))
-        for allocator in ("native", "expandable")
-    ]
+    found = [(c.layout.gpus, c.layout.ulysses_degree, c.settings.allocator) for c in cells]
+    layouts, allocators = ((1, 1), (2, 1), (2, 2)), ("native", "expandable")
+    assert found == [(*layout, allocator) for layout in layouts for allocator in allocators]
     (only,) = question(gpus=[1], allocator="expandable").cells
     assert only.settings.label == "Env"
 
@@ -92,8 +91,7 @@ def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "what"),
-    table("foreign_requests", "a_command_that_cannot_be_filled_is_refused"),
+    ("command", "what"), table("foreign_requests", "a_command_that_cannot_be_filled_is_refused")
 )
 def test_a_command_that_cannot_be_filled_is_refused(command, what):
     with pytest.raises(UsageError) as refused:
@@ -132,33 +130,11 @@ def test_one_value_may_stand_in_the_command_itself():
     assert {c.layout.gpus for c in question().cells} == {1, 2, 4, 8}
 
 
-EXAMPLES: dict[str, Any] = {
-    "loss": "chunked",
-    "recompute": "none",
-    "attention": "block_sparse",
-    "offload": True,
-    "objective": "grpo",
-    "kl_estimator": "k1",
-    "entropy": "full",
-    "strategy": "fsdp",
-    "optimizer": "adamw-8bit",
-    "parameters": "bf16",
-    "save_hf": "last",
-    "checkpoint": "sharded",
-    "rope": "yarn",
-    "pattern_type": "random",
-    "lora_base": "nf4",
-}
-
-
 @pytest.mark.parametrize("name", sorted(set(DECLARED) - FOREIGN["command"].settings))
 def test_what_a_command_cannot_be_told_is_refused_by_name(name):
     row = DECLARED[name]
-    value = EXAMPLES.get(name, row.example or (row.kind.example if row.kind else None))
-    if value is None:
-        value = 0.5
     with pytest.raises(UsageError) as refused:
-        asked(**{name: value})
+        asked(**{name: value_of(row)})
     assert row.words in refused.value.problem
     assert refused.value.hint
 
@@ -194,42 +170,33 @@ def test_everything_that_an_outcome_depends_on_is_in_the_keys():
 
 
 def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path):
-    trainers = []
-    for folder in ("a", "b"):
-        path = tmp_path / folder / "base.yaml"
-        path.parent.mkdir()
+    trainers, paths = [], [tmp_path / f"{name}.yaml" for name in "ab"]
+    for path in paths:
         path.write_text("warmup: 3\n")
-        request = msgspec.structs.replace(asked(), trainer_config=str(path))
-        trainers.append(foreign_of(request))
+        trainers.append(foreign_of(msgspec.structs.replace(asked(), trainer_config=str(path))))
     keys = {msgspec.structs.replace(trial_of(), foreign=foreign).key for foreign in trainers}
     assert len(keys) == 1
     assert trainers[0] is not None
     assert base_config(trainers[0]) == b"warmup: 3\n"
-    (tmp_path / "a" / "base.yaml").write_text("warmup: 4\n")
+    paths[0].write_text("warmup: 4\n")
     with pytest.raises(UsageError, match="has changed"):
         base_config(trainers[0])
-    (tmp_path / "a" / "base.yaml").unlink()
+    paths[0].unlink()
     with pytest.raises(UsageError, match="cannot be read"):
         base_config(trainers[0])
 
 
-def test_a_question_and_a_trial_are_asked_again_by_the_commands_that_a_report_has():
-    found = question(
-        gpus=[1, 2], command="python t.py --x 'a b' {{}} {length} {gpus}", done_pattern="step 2"
-    )
-    again = parse(list(find_words(found))[1:])
-    assert plan(request_of(again), MACHINE).question.key == found.key
+def test_a_question_and_a_trial_are_asked_again_by_what_a_report_or_a_file_says(tmp_path):
+    named = {"gpus": [1, 2], "command": "python t.py --x 'a b' {{}} {length} {gpus}"}
+    named["done_pattern"] = "step 2"
+    found, file = question(**named), tmp_path / "study.yaml"
+    file.write_text(to_yaml(asked(**named)))
+    for words in (list(find_words(found))[1:], ["find", "--config", str(file)]):
+        assert plan(request_of(parse(words)), MACHINE).question.key == found.key
     for cell in found.cells:
         spec = found.trial(cell, 8192)
         arguments = parse(list(try_words(spec, found.model))[1:])
         assert plan_trial(request_of(arguments), MACHINE, 8192).key == spec.key
-
-
-def test_the_configuration_that_is_printed_asks_the_same(tmp_path):
-    path = tmp_path / "study.yaml"
-    path.write_text(to_yaml(asked(gpus=[2])))
-    again = request_of(parse(["find", "--config", str(path)]))
-    assert plan(again, MACHINE).question.key == question(gpus=[2]).key
 
 
 SRC = Path(__file__).parents[2] / "src" / "highwater"
@@ -241,11 +208,8 @@ def test_every_trainer_has_each_part_that_the_registry_says():
     for parts in (TRAINERS, MEMORY, FOREIGN, TRIALS, TARGETS):
         assert all(parts.values())
     traced = {path.stem.removesuffix("_step") for path in (SRC / "engine/tracer").glob("*_step.py")}
-    assert traced == {
-        REGISTRY[name].trains_by or name
-        for name, traits in TRAINERS.items()
-        if traits.traces != "none"
-    }
+    traces = [name for name, traits in TRAINERS.items() if traits.traces != "none"]
+    assert traced == {REGISTRY[name].trains_by or name for name in traces}
     assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
 
 
@@ -262,25 +226,18 @@ def test_a_trainers_module_is_imported_when_it_is_asked_for():
         "print(there()); TARGETS['torchtitan']; print(there())"
     )
     said = subprocess.check_output([sys.executable, "-c", asks], text=True).splitlines()
-    assert said == [
-        "['highwater.trainers.targets']",
-        "['highwater.trainers.targets', 'highwater.trainers.torchtitan']",
-    ]
+    before, after = "'highwater.trainers.targets'", "'highwater.trainers.torchtitan'"
+    assert said == [f"[{before}]", f"[{before}, {after}]"]
 
 
 def test_nobody_compares_a_trainer_with_a_name():
     names = set(get_args(TrainerName))
-    compared = [
-        f"{path.relative_to(SRC)}:{node.lineno}"
-        for path in SRC.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Compare)
-        and any(
-            isinstance(each, ast.Constant) and each.value in names
-            for each in (node.left, *node.comparators)
-        )
-    ]
-    assert compared == []
+    for path in SRC.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        compared = [node for node in nodes if isinstance(node, ast.Compare)]
+        sides = [each for node in compared for each in (node.left, *node.comparators)]
+        texts = {each.value for each in sides if isinstance(each, ast.Constant)}
+        assert not texts & names, path
 
 
 def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():

@@ -16,11 +16,7 @@ from highwater.nouns.capacities import study_capacities
 from highwater.nouns.plan import plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Study
-from highwater.nouns.trial import (
-    Outcome,
-    TrialResult,
-    TrialSpec,
-)
+from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.chooser import places
 from highwater.pages.guide import guide
 from highwater.pages.guide_page import guide_markdown
@@ -59,16 +55,8 @@ class Trainer(OneByOne):
 
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
-    request = request_from(
-        {
-            "model": "Qwen3-0.6B",
-            "trainer": "command",
-            "command": COMMAND,
-            "memory": "79GiB",
-            "gpus": [1],
-        },
-        keywords=True,
-    )
+    asked = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}
+    request = request_from({**asked, "memory": "79GiB", "gpus": [1]}, keywords=True)
     question = plan(request, machine_with(8)).question
     path = tmp_path / "study.jsonl"
     with open_journal(path, question) as journal:
@@ -164,7 +152,6 @@ def test_it_says_nothing_about_this_engine_nor_this_engine_about_it(study):
     assert any("--trainer command" in note for note in ours.notes)
     with pytest.raises(UsageError, match="no study"):
         highwater.recommend(length=16_384, trainer="command", **HERE)
+    asked = {"length": 16_384, "trainer": "command", "studies": [study.path]}
     with pytest.raises(UsageError, match="recompute"):
-        highwater.recommend(
-            length=16_384, trainer="command", studies=[study.path], recompute="none", **HERE
-        )
+        highwater.recommend(**asked, recompute="none", **HERE)

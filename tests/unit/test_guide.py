@@ -4,10 +4,11 @@ makes.
 
 import csv
 import json
+import math
 import re
 import shlex
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,24 +39,25 @@ from trial_specs import answer_of
 DATA = Path(__file__).parents[1] / "data"
 FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 TABLE = DATA / "published_capacity_a100_80gb.csv"
+STUDY = FOUND / "qwen3-0.6b-79gib-full.jsonl"
+LONG = FOUND / "long-0.6b-79gib.jsonl"
 COLUMNS = ("gpu", "gpus", "max_model_len", "model", "settings")
 GRID = usual_grid(40960)
+ENV_CHUNKED: dict[str, Any] = {"allocator": "expandable", "loss": "chunked"}
 
 
 def of_rows(*rows: str, folder: Path) -> Guide:
-    """The guide of a table with these rows, after the headings."""
+    """The guide of a table with these rows of A100s, after the headings."""
     path = folder / "table.csv"
-    path.write_text("\n".join(("gpu,settings,gpus,sp,model,max_model_len", *rows)))
+    lines = ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
+    path.write_text("\n".join(lines))
     return guide(path)
 
 
 def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
     """What the only table says of a model."""
-    return {
-        int(row["max_model_len"]): str(row["settings"])
-        for row in guide_rows(made)
-        if row["model"] == model
-    }
+    rows = [row for row in guide_rows(made) if row["model"] == model]
+    return {int(row["max_model_len"]): str(row["settings"]) for row in rows}
 
 
 def test_the_published_guide_follows_from_the_published_table_cell_for_cell():
@@ -68,27 +70,21 @@ def test_the_published_guide_follows_from_the_published_table_cell_for_cell():
 
 
 def test_offload_is_the_best_of_saving_weights_and_not(tmp_path):
-    both = (
-        "A100-80GB,env+offload,1,1,Qwen3-0.6B,8192",
-        "A100-80GB,env+offload+never,1,1,Qwen3-0.6B,12288",
-    )
+    both = ("env+offload,1,1,Qwen3-0.6B,8192", "env+offload+never,1,1,Qwen3-0.6B,12288")
+    offloaded = dict.fromkeys((4096, 8192, 12288), "Env + Offload")
     for rows in (both, both[::-1]):
-        assert labels(of_rows(*rows, folder=tmp_path)) == {
-            **dict.fromkeys((4096, 8192, 12288), "Env + Offload"),
-            16384: "-",
-        }
+        assert labels(of_rows(*rows, folder=tmp_path)) == {**offloaded, 16384: "-"}
 
 
 def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path):
-    made = of_rows(
-        "A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,env,1,1,Qwen3-0.6B,4096", folder=tmp_path
-    )
-    assert ["4,096", "expandable ?"] in markdown_rows(guide_markdown(made))
-    assert "nobody knows" in guide_markdown(made)
-    later = of_rows(
-        "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096", "A100-80GB,env,1,1,Qwen3-0.6B,", folder=tmp_path
-    )
-    assert ["4,096", "nothing set"] in markdown_rows(guide_markdown(later)), "no rung before it"
+    def page(vanilla: str, env: str) -> str:
+        rows = (f"vanilla,1,1,Qwen3-0.6B,{vanilla}", f"env,1,1,Qwen3-0.6B,{env}")
+        return guide_markdown(of_rows(*rows, folder=tmp_path))
+
+    marked, simplest = page("", "4096"), page("4096", "")
+    assert ["4,096", "expandable ?"] in markdown_rows(marked)
+    assert "nobody knows" in marked
+    assert ["4,096", "nothing set"] in markdown_rows(simplest), "no rung before it"
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
@@ -102,7 +98,7 @@ def test_a_table_from_a_spreadsheet_is_read(tmp_path):
 
 
 def test_what_one_file_does_not_know_another_may(tmp_path):
-    rows = ("A100-80GB,vanilla,1,1,Qwen3-0.6B,", "A100-80GB,vanilla,1,1,Qwen3-0.6B,4096")
+    rows = ("vanilla,1,1,Qwen3-0.6B,", "vanilla,1,1,Qwen3-0.6B,4096")
     assert labels(of_rows(*rows, folder=tmp_path)) == {4096: "vanilla", 8192: "-"}
 
 
@@ -113,28 +109,16 @@ LAYOUTS = st.sampled_from([Layout(gpus=4, ulysses_degree=degree) for degree in (
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Capacity, ...]:
     """Capacities of one model on 4 GPUs, with brackets of any width."""
-    cells = draw(
-        st.lists(
-            st.builds(Cell, layout=LAYOUTS, settings=SETTINGS), min_size=1, max_size=8, unique=True
-        )
-    )
+    every = st.builds(Cell, layout=LAYOUTS, settings=SETTINGS)
+    named = {"model_name": "m", "config_digest": "d", "device_name": "g", "found_in": "f"}
+    named |= {"native_length_tokens": 40960, "source": "measured"}
     found = []
-    for cell in cells:
+    for cell in draw(st.lists(every, min_size=1, max_size=8, unique=True)):
         fits = draw(st.integers(0, 8))
         fails = draw(st.none() | st.integers(fits + 1, 12))
-        found.append(
-            Capacity(
-                model_name="m",
-                config_digest="d",
-                native_length_tokens=40960,
-                device_name="g",
-                cell=cell,
-                capacity_tokens=GRID.length(fits) if fits else 0,
-                does_not_fit_tokens=fails and GRID.length(fails),
-                source="measured",
-                found_in="f",
-            )
-        )
+        edge = {"capacity_tokens": GRID.length(fits) if fits else 0}
+        edge["does_not_fit_tokens"] = fails and GRID.length(fails)
+        found.append(Capacity(**named, **edge, cell=cell))
     return tuple(found)
 
 
@@ -144,91 +128,75 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
 ):
     (table,) = guide_tables(capacities)
     longest = max(each.capacity_tokens for each in capacities)
-    assert [tokens for tokens, _ in table.rows] == [
-        GRID.length(index) for index in range(1, GRID.index_at_most(longest) + 2)
-    ]
+    indices = range(1, GRID.index_at_most(longest) + 2)
+    assert [tokens for tokens, _ in table.rows] == [GRID.length(index) for index in indices]
     for tokens, (choice,) in table.rows:
         fitting = [each for each in capacities if each.capacity_tokens >= tokens]
         assert (choice.capacity is None) == (not fitting)
         if choice.capacity is not None:
-            assert simplicity(choice.capacity.cell) == min(
-                simplicity(each.cell) for each in fitting
-            )
+            least = min(simplicity(each.cell) for each in fitting)
+            assert simplicity(choice.capacity.cell) == least
         elif choice.label == "-":
-            assert all(
-                each.does_not_fit_tokens is not None and each.does_not_fit_tokens <= tokens
-                for each in capacities
-            )
+            assert all((each.does_not_fit_tokens or math.inf) <= tokens for each in capacities)
 
 
-@given(tables())
-def test_as_the_length_grows_the_settings_never_become_simpler(capacities):
-    (table,) = guide_tables(capacities)
-    chosen = [choice.capacity.cell for _, (choice,) in table.rows if choice.capacity is not None]
-    assert all(simplicity(one) <= simplicity(other) for one, other in pairwise(chosen))
-
-
-def test_our_own_rungs_are_joined_like_the_published_ones():
-    two = Layout(gpus=2, ulysses_degree=2)
-    env = Settings(allocator="expandable", loss="chunked")
-    assert published_label(Cell(layout=two, settings=Settings())) == "SP=2"
-    assert published_label(Cell(layout=Layout(), settings=Settings())) == "vanilla"
-    assert published_label(Cell(layout=two, settings=env)) == "Env + chunked + SP=2"
-    assert (
-        published_label(Cell(layout=Layout(), settings=msgspec.structs.replace(env, offload=True)))
-        == "Env + Offload + chunked"
-    )
+@pytest.mark.parametrize(
+    ("gpus", "settings", "label"),
+    [
+        (2, {}, "SP=2"),
+        (1, {}, "vanilla"),
+        (2, ENV_CHUNKED, "Env + chunked + SP=2"),
+        (1, {**ENV_CHUNKED, "offload": True}, "Env + Offload + chunked"),
+    ],
+)
+def test_our_own_rungs_are_joined_like_the_published_ones(gpus, settings, label):
+    layout = Layout(gpus=gpus, ulysses_degree=gpus)
+    assert published_label(Cell(layout=layout, settings=Settings(**settings))) == label
 
 
 def answer(
     cell: Cell, fits: int | None, fails: int | None, memory_only: int | None = None
 ) -> CellAnswer:
-    held = memory_only and MemoryOnlyFit(
-        length_tokens=memory_only, peak_reserved_bytes=None, headroom_bytes=None
+    nothing = {"peak_reserved_bytes": None, "headroom_bytes": None}
+    held = memory_only and MemoryOnlyFit(length_tokens=memory_only, **nothing)
+    limit = "memory" if fails else "inconclusive"
+    return answer_of(cell, fits, fails, limit=limit, memory_only=held)
+
+
+def guide_of(*answers: tuple[int | None, ...]) -> Guide:
+    """The guide of studies of one cell on one GPU, one for each of these answers."""
+    question = msgspec.structs.replace(ONE_GPU, cells=ONE_GPU.cells[:1])
+    studies = (
+        Study(question=question, answers=(answer(question.cells[0], *each),)) for each in answers
     )
-    return answer_of(
-        cell, fits, fails, limit="memory" if fails else "inconclusive", memory_only=held
-    )
+    found = [each for study in studies for each in study_capacities(study)]
+    return Guide(tables=guide_tables(found))
+
+
+ONE_GPU = question_of(gpus=[1])
+IN_MEMORY = {4096: "vanilla", 8192: "vanilla", 12288: "vanilla (memory-only)", 16384: "-"}
 
 
 def test_a_study_knows_what_its_trials_told_and_no_more():
-    question = msgspec.structs.replace(
-        question_of(gpus=[1]), simulated=False, device_name="NVIDIA H200"
-    )
+    question = msgspec.structs.replace(ONE_GPU, simulated=False, device_name="NVIDIA H200")
     vanilla, env, chunked = question.cells
-    study = Study(
-        question=question, answers=(answer(vanilla, 8192, 12288), answer(env, None, None))
-    )
-    found = study_capacities(study)
-    assert [(each.cell, each.capacity_tokens, each.does_not_fit_tokens) for each in found] == [
-        (vanilla, 8192, 12288),
-        (env, 0, None),
-        (chunked, 0, None),
-    ]
+    answers = (answer(vanilla, 8192, 12288), answer(env, None, None))
+    found = study_capacities(Study(question=question, answers=answers))
+    known = [(each.cell, each.capacity_tokens, each.does_not_fit_tokens) for each in found]
+    assert known == [(vanilla, 8192, 12288), (env, 0, None), (chunked, 0, None)]
     ((source, device),) = {(each.source, each.device_name) for each in found}
     assert source == "measured"
     assert re.fullmatch(r"H200-141GB .* 80\.00 GiB", device)
-    whole = msgspec.structs.replace(
-        study, question=msgspec.structs.replace(question, memory_budget_bytes=None)
-    )
-    assert {each.device_name for each in study_capacities(whole)} == {"H200-141GB"}
-    assert labels(Guide(tables=guide_tables(found))) == {
-        4096: "vanilla",
-        8192: "vanilla",
-        12288: "?",
-    }
+    whole = msgspec.structs.replace(question, memory_budget_bytes=None)
+    unbounded = study_capacities(Study(question=whole, answers=answers))
+    assert {each.device_name for each in unbounded} == {"H200-141GB"}
+    told = {4096: "vanilla", 8192: "vanilla", 12288: "?"}
+    assert labels(Guide(tables=guide_tables(found))) == told
 
 
 def test_a_memory_only_proof_is_named_as_one():
-    question = question_of(gpus=[1])
-    answers = tuple(answer(cell, 8192, 16384, 12288) for cell in question.cells)
-    made = Guide(tables=guide_tables(study_capacities(Study(question=question, answers=answers))))
-    assert labels(made) == {
-        4096: "vanilla",
-        8192: "vanilla",
-        12288: "vanilla (memory-only)",
-        16384: "-",
-    }
+    made = guide_of((8192, 16384, 12288))
+    assert labels(made) == IN_MEMORY
     page = guide_markdown(made)
     told = "8,192, 12,288 memory-only"
     assert f"Qwen3-0.6B {told}" in page, "in a summary"
@@ -238,50 +206,26 @@ def test_a_memory_only_proof_is_named_as_one():
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order):
-    question = question_of(gpus=[1])
-    cell = question.cells[0]
-    one = msgspec.structs.replace(question, cells=(cell,))
-    answers = (answer(cell, 4096, 16384, 12288), answer(cell, 8192, 16384))[::order]
-    found = [
-        each for own in answers for each in study_capacities(Study(question=one, answers=(own,)))
-    ]
-    made = Guide(tables=guide_tables(found))
-    assert labels(made) == {
-        4096: "vanilla",
-        8192: "vanilla",
-        12288: "vanilla (memory-only)",
-        16384: "-",
-    }
+    answers = ((4096, 16384, 12288), (8192, 16384))[::order]
+    assert labels(guide_of(*answers)) == IN_MEMORY
 
 
 def test_what_was_simulated_is_not_said_to_be_measured():
-    question = question_of(gpus=[1])
-    study = Study(
-        question=question, answers=tuple(answer(cell, 8192, 12288) for cell in question.cells)
-    )
-    page = guide_markdown(Guide(tables=guide_tables(study_capacities(study))))
+    page = guide_markdown(guide_of((8192, 12288)))
     assert "simulated" in page
     assert "measured" not in page
 
 
 def test_predicted_measured_and_published_stand_in_tables_of_their_own():
-    made = guide(
-        TABLE, FOUND / "qwen3-0.6b-79gib-full.jsonl", predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"]
-    )
-    ones = [
-        (table.device_name.split()[0], table.source) for table in made.tables if table.gpus == 1
-    ]
+    made = guide(TABLE, STUDY, predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
+    ones = [(each.device_name.split()[0], each.source) for each in made.tables if each.gpus == 1]
     assert ones == [
-        ("A100-80GB", "published"),
-        ("H200-141GB", "measured"),
-        ("A100-80GB", "predicted"),
+        *(("A100-80GB", "published"), ("H200-141GB", "measured"), ("A100-80GB", "predicted"))
     ]
     for table in made.tables:
         assert {each.source for each in table.capacities} == {table.source}
-    headings = re.findall(
-        r"^## .*: (published|measured|predicted) \(", guide_markdown(made), re.MULTILINE
-    )
-    assert headings == ["published", "measured", "predicted"]
+    sections = r"(?m)^## .*: (published|measured|predicted) \("
+    assert re.findall(sections, guide_markdown(made)) == ["published", "measured", "predicted"]
 
 
 def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
@@ -298,26 +242,18 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
     path = tmp_path / "p.json"
     path.write_text(to_json(predict(other, gpus="1xA100-80GB")))
     with pytest.raises(UsageError, match="two models"):
-        guide(FOUND / "qwen3-0.6b-79gib-full.jsonl", path)
+        guide(STUDY, path)
 
 
 def test_what_speaks_against_an_answer_is_said_too(tmp_path):
-    lines = [
-        json.loads(line)
-        for line in (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines()
-    ]
-    answered = next(line for line in lines if line["kind"] == "cell_answered")
-    answered["answer"] |= {
-        "monotone": False,
-        "contradictions": ["6,000 tokens did not fit, 7,000 tokens did"],
-    }
+    lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
+    answered = next(line["answer"] for line in lines if line["kind"] == "cell_answered")
+    against = "6,000 tokens did not fit, 7,000 tokens did"
+    answered |= {"monotone": False, "contradictions": [against]}
     path = tmp_path / "s.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     made = guide(path)
-    said = (
-        f"{path}: {open_study(path).answers[0].cell.label}: not monotone: 6,000 tokens did "
-        f"not fit, 7,000 tokens did"
-    )
+    said = f"{path}: {open_study(path).answers[0].cell.label}: not monotone: {against}"
     assert said in made.notes
     assert escaped(said) in guide_markdown(made)
 
@@ -325,7 +261,7 @@ def test_what_speaks_against_an_answer_is_said_too(tmp_path):
 def test_another_trainer_and_another_objective_stand_in_tables_of_their_own():
     ours = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"])
     theirs = guide(predict=["Qwen3-0.6B"], gpus=["1xA100-80GB"], trainer="trinity")
-    sources = [FOUND / "qwen3-0.6b-79gib-full.jsonl", FOUND / "grpo-0.6b-1.jsonl"]
+    sources = [STUDY, FOUND / "grpo-0.6b-1.jsonl"]
     trained = [table.training.split(", ")[:2] for table in (ours.tables[0], theirs.tables[0])]
     assert trained == [["highwater", "sft"], ["Trinity-RFT", "grpo with entropy"]]
     assert len({table.training for table in guide(*sources).tables}) == 2
@@ -345,43 +281,29 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
     model = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])["model"]
     assert model["model_path"] == "${oc.env:MODEL_PATH,Qwen/Qwen3-0.6B}"
     assert {"max_prompt_tokens", "max_model_len"} < set(model)
-    assert model["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": "${oc.decode:${oc.env:FACTOR}}",
-        "original_max_position_embeddings": 40960,
-    }
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 40960}
+    assert model["rope_scaling"] == yarn | {"factor": "${oc.decode:${oc.env:FACTOR}}"}
     assert "51,200: 1.25, 61,440: 1.5" in page
     assert "reaches the rollout alone" in page
 
 
 def test_token_budgets_are_said_where_they_begin_and_where_they_end():
     page = guide_markdown(guide(TABLE))
-    for name in (
-        "ppo_max_token_len_per_gpu",
-        "log_prob_max_token_len_per_gpu",
-        "use_dynamic_bsz",
-        "trainer.max_token_len_per_gpu",
-    ):
-        assert name in page
+    for name in ("ppo_max_token_len", "log_prob_max_token_len", "trainer.max_token_len"):
+        assert f"{name}_per_gpu" in page
+    assert "use_dynamic_bsz" in page
     assert ["4", "61,440", "30,720"] in markdown_rows(page), "of 122,880 tokens"
 
 
 @pytest.mark.parametrize(
     ("fits", "fails", "shown"),
     [
-        (0, None, "?"),
-        (0, 4096, "-"),
-        (0, 16384, "&lt; 16,384"),
-        (8192, None, "≥8,192"),
-        (8192, 9000, "8,192"),
+        *((0, None, "?"), (0, 4096, "-"), (0, 16384, "&lt; 16,384")),
+        *((8192, None, "≥8,192"), (8192, 9000, "8,192")),
     ],
 )
 def test_a_capacity_says_how_much_is_known(fits, fails, shown):
-    question = question_of(gpus=[1])
-    capacity = study_capacities(
-        Study(question=question, answers=(answer(question.cells[0], fits, fails),))
-    )[0]
-    page = guide_markdown(Guide(tables=guide_tables([capacity]))).partition("## Capacities")[2]
+    page = guide_markdown(guide_of((fits, fails))).partition("## Capacities")[2]
     assert ["1", "1", shown] in markdown_rows(page)
 
 
@@ -399,13 +321,9 @@ def test_a_guide_of_other_trainings_is_asked_for(tmp_path):
         guide(known, trained={"lora": 16})
 
 
-PAGE_TABLE = Path(__file__).parents[1] / "data" / "published_capacity_a100_80gb.csv"
-STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
-
-
 @pytest.fixture(scope="module")
 def made() -> Guide:
-    return guide(PAGE_TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
+    return guide(TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=["4xH200-141GB"])
 
 
 def test_a_page_has_every_row_of_the_guide(made):
@@ -418,33 +336,27 @@ def test_a_page_has_every_row_of_the_guide(made):
             length, *cells = next(rows)
             seen.append((table.gpus, length, cells))
             assert length == f"{tokens:,}"
-            assert [cell.removesuffix(" ?") for cell in cells] == [
-                choice.label for choice in choices
-            ]
+            shown = [cell.removesuffix(" ?") for cell in cells]
+            assert shown == [choice.label for choice in choices]
     assert not any(row[0] == "max_model_len" for row in rows)
     nothing, env, host = "nothing set", "expandable", "expandable, states on host"
     assert (2, "16,384", [nothing, nothing, env, host, host]) in seen
 
 
 def test_the_longest_bar_is_the_longest_length(made):
-    text = guide_page(guide(PAGE_TABLE))
+    text = guide_page(guide(TABLE))
     assert '<td class="figure">122,880*</td>' in text
     (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
     assert 'style="width:100.0%"' in bar
 
 
 def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full():
-    text = guide_page(
-        guide(STUDIES / "long-0.6b-79gib.jsonl", STUDIES / "qwen3-0.6b-79gib-chunked.jsonl")
-    )
+    text = guide_page(guide(LONG, FOUND / "qwen3-0.6b-79gib-chunked.jsonl"))
     trained = round(262144 / 671744 * 100, 1)
-    bar = (
-        f'<span style="width:{trained}%"></span><span class="memory-only" '
-        f'style="width:{round(100 - trained, 1)}%"></span>'
-    )
+    held = f'<span class="memory-only" style="width:{round(100 - trained, 1)}%"></span>'
     said = "Qwen3-0.6B: 262,144, 671,744 memory-only"
-    drawn = f'<span>1 GPU, {said}</span><span class="bar">{bar}</span>'
-    assert drawn in text
+    bar = f'<span class="bar"><span style="width:{trained}%"></span>{held}</span>'
+    assert f"<span>1 GPU, {said}</span>{bar}" in text
     (summary,) = re.findall("<summary>(.* memory-only)</summary>", text)
     assert summary.endswith(f", measured: {said.replace(': ', ' ')}")
 
@@ -473,89 +385,63 @@ def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made):
     assert "Tokens a second, predicted" in Page(text).text("caption")
 
 
-LONG = FOUND / "long-0.6b-79gib.jsonl"
-
-
 def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost():
-    (table,) = guide(LONG, FOUND / "qwen3-0.6b-79gib-full.jsonl").tables
-    rows = guide_parts.choice_table(table).rows
-    joined = guide_parts.joined(guide_parts.choice_table(table)).rows
-    lengths = [row[0] for row in rows]
-    told = {}
-    for row in joined:
-        first, _, last = row[0].partition(" – ")
-        told |= dict.fromkeys(
-            lengths[lengths.index(first) : lengths.index(last or first) + 1], row[1:]
-        )
-    assert len(rows) > 60
+    (table,) = guide(LONG, STUDY).tables
+    whole = guide_parts.choice_table(table)
+    joined = guide_parts.joined(whole).rows
+    lengths, told = [row[0] for row in whole.rows], {}
+    for name, *row in joined:
+        first, _, last = name.partition(" – ")
+        start, end = lengths.index(first), lengths.index(last or first)
+        told |= dict.fromkeys(lengths[start : end + 1], tuple(row))
+    assert len(whole.rows) > 60
     assert len(joined) < 10
-    assert [(name, *told[name]) for name in lengths] == list(rows)
+    assert [(name, *told[name]) for name in lengths] == list(whole.rows)
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order):
-    sources = [FOUND / name for name in ("edge-0.6b-1-full.jsonl", "qwen3-0.6b-79gib-full.jsonl")][
-        ::order
-    ]
-    page = guide_markdown(guide(*sources)).partition("## Capacities")[2]
-    env = page.partition("**expandable (")[2]
+    made = guide(*(FOUND / "edge-0.6b-1-full.jsonl", STUDY)[::order])
+    env = guide_markdown(made).partition("## Capacities")[2].partition("**expandable (")[2]
     told = ["1", "1", r"196,608\*"]
     assert told in markdown_rows(env), "the other is not finished, at no longer length"
 
 
 def test_how_far_each_model_gets_is_told_at_a_glance():
-    made = guide(DATA / "published_capacity_a100_80gb.csv", LONG)
+    made = guide(TABLE, LONG)
     published, measured = guide_parts.glance_tables(made)
     assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
-    for table in made.tables:
-        at_a_glance = (
-            next(row for row in published.rows if row[0] == str(table.gpus))
-            if table.source == "published"
-            else measured.rows[0]
-        )
-        reached = "; ".join(
-            f"{name} {figure.replace('*', '')}"
-            for name, figure in zip(table.models, at_a_glance[1:], strict=True)
-        )
-        assert guide_parts.summary(table).endswith(f" {table.source}: {reached}")
     assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
     ((gpus, reached),) = measured.rows
+    by_gpus = {row[0]: row[1:] for row in published.rows}
+    for table in made.tables:
+        row = by_gpus[str(table.gpus)] if table.source == "published" else (reached,)
+        told = zip(table.models, row, strict=True)
+        said = "; ".join(f"{name} {figure.replace('*', '')}" for name, figure in told)
+        assert guide_parts.summary(table).endswith(f" {table.source}: {said}")
     assert (gpus, *reached.split()) == ("1", "131,072*,", "671,744*", "memory-only")
     opening = guide_markdown(made).partition("## How to read it")[0]
     assert ["1", reached.replace("*", r"\*")] in markdown_rows(opening)
 
 
 def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
-    made = guide(
-        FOUND / "edge-4b-2-full-native.jsonl",
-        FOUND / "edge-4b-2-full.jsonl",
-        FOUND / "qwen3-0.6b-79gib-full.jsonl",
-    )
+    edges = (FOUND / f"edge-4b-2-{name}.jsonl" for name in ("full-native", "full"))
+    made = guide(*edges, STUDY)
     one, two = sorted(made.tables, key=lambda table: table.gpus)
     said = guide_parts.only_tried(two)
     assert guide_parts.only_tried(one) == ""
     assert ": Qwen3-4B with Ulysses 2, or with expandable, Ulysses 2. " in said
     assert guide_markdown(made).count(said) == 1
-    assert all(
-        "Tried" not in str(row["settings"]) and "?" not in str(row["settings"])
-        for row in guide_rows(made)
-        if row["max_model_len"] == 4096
-    )
-    assert "Tried here" not in guide_markdown(guide(DATA / "published_capacity_a100_80gb.csv"))
-    path = tmp_path / "t.csv"
+    shortest = [row["settings"] for row in guide_rows(made) if row["max_model_len"] == 4096]
+    assert not any("Tried" in str(each) or "?" in str(each) for each in shortest)
+    assert "Tried here" not in guide_markdown(guide(TABLE))
     rows = ("vanilla,2,1,Qwen3-8B,4096", "env,2,2,Qwen3-4B,8192", "env,2,2,Qwen3-14B,4096")
-    path.write_text(
-        "\n".join(
-            ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
-        )
-    )
-    said = guide_parts.only_tried(guide(path).tables[0])
+    said = guide_parts.only_tried(of_rows(*rows, folder=tmp_path).tables[0])
     assert "Qwen3-4B, Qwen3-14B with expandable, Ulysses 2" in said
 
 
 def test_text_from_outside_begins_no_heading_and_no_list():
-    page = MarkdownIt().render(
-        "\n".join(f"- {escaped(each)}" for each in ("# a", "- b", "+ c", "#d"))
-    )
+    lines = [f"- {escaped(each)}" for each in ("# a", "- b", "+ c", "#d")]
+    page = MarkdownIt().render("\n".join(lines))
     assert (page.count("<ul>"), page.count("<li>"), page.count("<h1>")) == (1, 4, 0)
     assert escaped("-") == "-", "nothing fits, in a table"

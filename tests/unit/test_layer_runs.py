@@ -27,28 +27,22 @@ from highwater.model.footprint import (
     step_flops,
 )
 from highwater.model.layer_kind import AttentionKind, LayerKind, LayerRun, MlpKind, runs_of
-from highwater.model.model import ModelShape, load_model
+from highwater.model.model import Model, ModelShape, load_model
 from highwater.model.model_place import catalog_names
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.settings import Settings
-from tiny_models import write_model
+from tiny_models import written_model
 
 HIDDEN = 512
 FULL = AttentionKind(query_heads=16, kv_heads=4, head_dim=64)
 WINDOWED = msgspec.structs.replace(FULL, window_tokens=1024)
 DENSE = MlpKind(width=4096)
 EXPERTS = MlpKind(width=256, experts=64, experts_per_token=8)
-MIXTURE = {
-    "model_type": "glm4_moe",
-    "num_hidden_layers": 6,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-}
+MIXTURE = {"model_type": "glm4_moe", "num_hidden_layers": 6, "n_routed_experts": 8}
+MIXTURE |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32}
 
 
 def kind(attention: AttentionKind = FULL, mlp: MlpKind = DENSE) -> LayerKind:
@@ -59,45 +53,33 @@ def run(count: int, of: LayerKind) -> LayerRun:
     return LayerRun(count=count, kind=of)
 
 
-def shape_with(*runs: LayerRun, **changes: Any) -> ModelShape:
+def shape_with(*runs: LayerRun) -> ModelShape:
     """A shape of these runs; what its own fields say of layers is nobody's size."""
-    sizes: dict[str, Any] = {
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "layers": sum(each.count for each in runs),
-        "query_heads": 1,
-        "kv_heads": 1,
-        "head_dim": 1,
-        "intermediate_size": 1,
-        "vocab_size": 1000,
-        "native_length_tokens": 32_768,
-        "tied_embeddings": False,
-        "layer_runs": runs,
-    }
-    return ModelShape(**{**sizes, **changes})
+    nobodys = {"query_heads": 1, "kv_heads": 1, "head_dim": 1, "intermediate_size": 1}
+    return ModelShape(
+        **nobodys,
+        model_type="qwen3",
+        hidden_size=HIDDEN,
+        layers=sum(each.count for each in runs),
+        vocab_size=1000,
+        native_length_tokens=32_768,
+        tied_embeddings=False,
+        layer_runs=runs,
+    )
 
 
 @st.composite
 def kinds(draw: st.DrawFn, hidden_size: int) -> LayerKind:
     kv_heads = 2 ** draw(st.integers(0, 5))
     experts = draw(st.sampled_from([1, 1, 8, 64]))
-    return LayerKind(
-        hidden_size=hidden_size,
-        attention=AttentionKind(
-            query_heads=kv_heads * draw(st.integers(1, 8)),
-            kv_heads=kv_heads,
-            head_dim=2 ** draw(st.integers(4, 8)),
-            window_tokens=draw(st.none() | st.integers(1, 2**20)),
-            has_sinks=draw(st.booleans()),
-        ),
-        mlp=MlpKind(
-            width=64 * draw(st.integers(1, 512)),
-            matrices=draw(st.sampled_from([2, 3])),
-            experts=experts,
-            experts_per_token=min(experts, draw(st.integers(1, 8))),
-            shared_width=64 * draw(st.integers(0, 8)),
-        ),
-    )
+    heads = {"query_heads": kv_heads * draw(st.integers(1, 8)), "kv_heads": kv_heads}
+    window, has_sinks = draw(st.none() | st.integers(1, 2**20)), draw(st.booleans())
+    reads = {"window_tokens": window, "has_sinks": has_sinks}
+    attention = AttentionKind(**heads, head_dim=2 ** draw(st.integers(4, 8)), **reads)
+    widths = {"width": 64 * draw(st.integers(1, 512)), "shared_width": 64 * draw(st.integers(0, 8))}
+    routed = {"experts": experts, "experts_per_token": min(experts, draw(st.integers(1, 8)))}
+    mlp = MlpKind(**widths, matrices=draw(st.sampled_from([2, 3])), **routed)
+    return LayerKind(hidden_size=hidden_size, attention=attention, mlp=mlp)
 
 
 @st.composite
@@ -135,9 +117,8 @@ def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
     place = data.draw(st.integers(0, shape.layers))
     parts = with_runs(shape, cut(shape.runs, place))
     assert len(parts.runs) - len(shape.runs) in (0, 1)
-    assert figures(parts, rung, layout, device, length) == figures(
-        shape, rung, layout, device, length
-    )
+    asked = (rung, layout, device, length)
+    assert figures(parts, *asked) == figures(shape, *asked)
 
 
 def figures(
@@ -191,9 +172,8 @@ def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair):
     table, rest = block_bytes(head), block_bytes(outside)
     for strategy, of_outside in (("fsdp2", 2 * table), ("fsdp", 2 * rest)):
         offload = Settings(strategy=strategy, offload=True)  # type: ignore[arg-type]
-        of_both, *of_parts = (
-            pinned_state_bytes(each, offload, layout=Layout(gpus=1)) for each in (both, *parts)
-        )
+        shapes = (both, *parts)
+        of_both, *of_parts = (pinned_state_bytes(each, offload, layout=Layout()) for each in shapes)
         assert of_both - of_outside == sum(each - of_outside for each in of_parts) > 0
 
 
@@ -204,22 +184,17 @@ def block_bytes(parameters: int) -> int:
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
     """What all layers keep when the loss is computed."""
-    loss, *_ = footprint(
-        Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
-    ).phases
-    (kept,) = (
-        term.bytes
-        for term in loss.terms
-        if term.name in ("activations of all layers", "kept by recompute")
-    )
+    step = Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
+    loss, *_ = footprint(step).phases
+    names = ("activations of all layers", "kept by recompute")
+    (kept,) = (term.bytes for term in loss.terms if term.name in names)
     return kept
 
 
 def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks():
     def staged(*runs: LayerRun) -> int:
-        return staged_gradient_bytes(
-            shape_with(*runs), Settings(offload=True), layout=Layout(gpus=2)
-        )
+        offload = Settings(offload=True)
+        return staged_gradient_bytes(shape_with(*runs), offload, layout=Layout(gpus=2))
 
     windowed, full, experts = kind(attention=WINDOWED), kind(), kind(mlp=EXPERTS)
     assert staged(run(4, windowed), run(4, full)) == staged(run(8, full)) == staged(run(3, full))
@@ -268,10 +243,8 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
 
 @pytest.mark.parametrize("length", [1, 2, 1023, 1024, 1025, 4096, 100_000])
 def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read_each_other(length):
-    windowed, full = (
-        attention_flops(shape_with(run(3, kind(attention=each))), length)
-        for each in (WINDOWED, FULL)
-    )
+    shapes = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
+    windowed, full = (attention_flops(shape, length) for shape in shapes)
     window = WINDOWED.window_tokens
     assert window is not None
     per_pair = 3 * 3 * 2 * 2 * FULL.head_dim * FULL.query_heads  # 3 layers, 3 passes, 2 products
@@ -296,42 +269,41 @@ def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones():
 
 def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, int]]:
     """Of each run its layers, its window, its experts and the width of its MLP."""
-    shape = load_model(str(write_model(folder, **config))).shape
+    shape = written_model(folder, **config).shape
     assert sum(each.count for each in shape.runs) == shape.layers
-    return [
-        (each.count, each.kind.attention.window_tokens, each.kind.mlp.experts, each.kind.mlp.width)
-        for each in shape.runs
-    ]
+    kinds = [(each.count, each.kind.attention, each.kind.mlp) for each in shape.runs]
+    return [(count, one.window_tokens, mlp.experts, mlp.width) for count, one, mlp in kinds]
 
 
-def test_a_mixture_with_dense_first_layers_is_two_runs(tmp_path):
-    found = layers_of(tmp_path, **MIXTURE, first_k_dense_replace=2)
-    assert found == [(2, None, 1, 192), (4, None, 8, 32)]
-    assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=0) == [(6, None, 8, 32)]
-    assert layers_of(tmp_path, **MIXTURE, first_k_dense_replace=9) == [(6, None, 1, 192)]
+EXAONE = MIXTURE | {"model_type": "exaone_moe"}
+SPARSE, DENSE_ONES = "sparse", ["dense", "dense"]
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 8, "sliding_window": 512}
 
 
-def test_so_is_one_whose_dense_layers_stand_elsewhere_in_their_order(tmp_path):
-    kinds = ["sparse", "dense", "dense", "sparse", "sparse", "dense"]
-    config = {**MIXTURE, "model_type": "exaone_moe", "mlp_layer_types": kinds}
-    found = layers_of(tmp_path, **config, sliding_window_pattern=1)
-    assert [(count, experts) for count, _, experts, _ in found] == [(1, 8), (2, 1), (2, 8), (1, 1)]
-
-
-def test_a_family_that_alternates_windows_is_runs_of_two_kinds(tmp_path):
-    config = {"model_type": "gemma3_text", "num_hidden_layers": 8, "sliding_window": 512}
-    found = layers_of(tmp_path, **config, sliding_window_pattern=3)
-    assert [(count, window) for count, window, _, _ in found] == [
-        *[(2, 512), (1, None)] * 2,
-        (2, 512),
-    ]
-    mixed = {**MIXTURE, "model_type": "exaone_moe", "first_k_dense_replace": 1}
-    assert layers_of(tmp_path, **mixed, sliding_window=512) == [
-        (1, 512, 1, 192),
-        (2, 512, 8, 32),
-        (1, None, 8, 32),
-        (2, 512, 8, 32),
-    ]
+@pytest.mark.parametrize(
+    ("config", "runs"),
+    [
+        (MIXTURE | {"first_k_dense_replace": 2}, [(2, None, 1, 192), (4, None, 8, 32)]),
+        (MIXTURE | {"first_k_dense_replace": 0}, [(6, None, 8, 32)]),
+        (MIXTURE | {"first_k_dense_replace": 9}, [(6, None, 1, 192)]),
+        (
+            EXAONE
+            | {"mlp_layer_types": [SPARSE, *DENSE_ONES, SPARSE, SPARSE, "dense"]}
+            | {"sliding_window_pattern": 1},
+            [(1, None, 8, 32), (2, None, 1, 192), (2, None, 8, 32), (1, None, 1, 192)],
+        ),
+        (
+            GEMMA | {"sliding_window_pattern": 3},
+            [*[(2, 512, 1, 192), (1, None, 1, 192)] * 2, (2, 512, 1, 192)],
+        ),
+        (
+            EXAONE | {"first_k_dense_replace": 1, "sliding_window": 512},
+            [(1, 512, 1, 192), (2, 512, 8, 32), (1, None, 8, 32), (2, 512, 8, 32)],
+        ),
+    ],
+)
+def test_layers_of_unlike_mlps_or_windows_are_runs_of_their_own(tmp_path, config, runs):
+    assert layers_of(tmp_path, **config) == runs
 
 
 WITH_WINDOWS = {
@@ -376,20 +348,20 @@ def test_runs_that_are_not_the_layers_of_their_shape_are_refused():
 
 def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path):
     with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
-        load_model(str(write_model(tmp_path, num_hidden_layers=2**31 - 1)))
+        written_model(tmp_path, num_hidden_layers=2**31 - 1)
     assert refusal.value.hint == "check its num_hidden_layers"
 
 
-def linear_model(folder: Path, **fields: Any) -> ModelShape:
+def linear_model(folder: Path, **fields: Any) -> Model:
     """A Qwen3.5 of its class's usual sizes, which are those of the 9B, but for some fields."""
     text = {"model_type": "qwen3_5_text", **fields}
     config = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
-    return load_model(str(folder)).shape
+    return load_model(str(folder))
 
 
 def test_layers_with_a_state_are_read_as_runs_between_those_that_attend(tmp_path):
-    shape = linear_model(tmp_path)
+    shape = linear_model(tmp_path).shape
     assert shape.parameters == 8_953_803_264
     assert [run.count for run in shape.runs] == [3, 1] * 8
     state, softmax = (run.kind.attention for run in shape.runs[:2])
@@ -397,15 +369,14 @@ def test_layers_with_a_state_are_read_as_runs_between_those_that_attend(tmp_path
     assert (state.channels, state.query_heads, state.kv_heads) == (8192, 32, 16)
     assert (softmax.is_gated, softmax.delta, softmax.query_size) == (True, None, 4096)
     assert not shape.reads_everything
-    named = linear_model(
-        tmp_path, num_hidden_layers=2, layer_types=["full_attention", "linear_attention"]
-    )
+    kinds = ["full_attention", "linear_attention"]
+    named = linear_model(tmp_path, num_hidden_layers=2, layer_types=kinds).shape
     assert [run.kind.attention.delta is None for run in named.runs] == [True, False]
     assert from_json(to_json(named), ModelShape) == named
 
 
 def test_a_state_costs_flops_that_grow_with_the_length_alone(tmp_path):
-    shape, settings = linear_model(tmp_path), Settings()
+    shape, settings = linear_model(tmp_path).shape, Settings()
     length, twice = (
         step_flops(shape, length_tokens=tokens, sequences=1, settings=settings)
         for tokens in (4096, 8192)
@@ -415,7 +386,7 @@ def test_a_state_costs_flops_that_grow_with_the_length_alone(tmp_path):
 
 
 def test_gpus_share_a_state_by_its_key_heads_and_no_ring_passes_it_on(tmp_path):
-    shape = linear_model(tmp_path, linear_num_key_heads=4)
+    shape = linear_model(tmp_path, linear_num_key_heads=4).shape
     assert heads_obstacle(shape, 4) is None
     said = heads_obstacle(shape, 8)
     assert said is not None
@@ -439,10 +410,7 @@ def test_a_state_of_which_no_layer_can_be_built_is_refused_by_its_field(tmp_path
 
 
 def test_linear_attention_is_refused_to_trainers_that_nobody_has_compared(tmp_path):
-    text = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = {"model_type": "qwen3_5_text", **text, "max_position_embeddings": 512}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model = load_model(str(tmp_path))
+    model = linear_model(tmp_path)
     refuse_other_class(model, "highwater")
     with pytest.raises(UsageError, match="nobody has compared how trl trains them"):
         refuse_other_class(model, "trl")

@@ -19,8 +19,9 @@ from highwater.pages.profile import advice, answer, category_table, profile_page
 from highwater.units import MIB, format_bytes
 from write_snapshots import ENGINE, LINEAR, MAIN, SITE, STEP, Program, megatron, trainer
 
-DATA = Path(__file__).parents[1] / "data"
-
+SNAPSHOTS = Path(__file__).parents[1] / "data" / "snapshots"
+OF_MEGATRON = SNAPSHOTS / "snapshot_rank00_p0d1c0t0.pickle"
+OF_A_TRAINER = SNAPSHOTS / "trainer_out_of_memory.pickle"
 FREED = ("??", 0, "c10::StorageImpl::release_resources()")
 
 
@@ -35,41 +36,27 @@ def sizes(profile: MemoryProfile) -> dict[str, int]:
 
 
 def test_the_recorded_snapshots_are_what_their_programs_write():
-    for name, program in (
-        ("snapshot_rank00_p0d1c0t0", megatron()),
-        ("trainer_out_of_memory", trainer()),
-    ):
-        path = DATA / "snapshots" / f"{name}.pickle"
+    for path, program in ((OF_MEGATRON, megatron()), (OF_A_TRAINER, trainer())):
         assert pickle.loads(path.read_bytes()) == program.snapshot()  # noqa: S301 -- ours
 
 
 def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak():
-    profile = memory_profile(DATA / "snapshots" / "snapshot_rank00_p0d1c0t0.pickle")
+    profile = memory_profile(OF_MEGATRON)
     assert (profile.rank, profile.coordinates) == (0, ("p0", "d1", "c0", "t0"))
     assert (profile.moment, profile.allocated_bytes) == ("peak", 162 * MIB)
-    assert sizes(profile) == {
-        "parameters": 48,
-        "gradients": 48,
-        "activations": 20,
-        "logits": 40,
-        "communication": 6,
-    }
+    held = {"parameters": 48, "gradients": 48, "activations": 20, "logits": 40}
+    assert sizes(profile) == held | {"communication": 6}
     assert profile.places[0].place == "distributed/param_and_grad_buffer.py:640 __init__"
     assert profile.places[0].bytes == 48 * MIB
     assert "MiB" in answer(profile)
 
 
 def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps():
-    profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
+    profile = memory_profile(OF_A_TRAINER)
     assert (profile.moment, profile.requested_bytes) == ("out of memory", 128 * MIB)
     assert profile.device_free_bytes == 5 * MIB
-    assert sizes(profile) == {
-        "parameters": 30,
-        "gradients": 30,
-        "optimizer_states": 60,
-        "activations": 8,
-        "logits": 128,
-    }
+    states = {"parameters": 30, "gradients": 30, "optimizer_states": 60}
+    assert sizes(profile) == states | {"activations": 8, "logits": 128}
     assert profile.reserved_bytes == 266 * MIB
     assert (profile.free_bytes, profile.largest_free_bytes) == (10 * MIB, 10 * MIB)
     assert advice(profile) == "chunked loss"
@@ -145,13 +132,9 @@ def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pa
         program.allocate(MIB, *(() if is_phase else ((f"{SITE}/torch/optim/adam.py", 1, "step"),)))
     if ends == "after it":
         program.free(made, *ZERO_GRAD)
-    lasting = "gradients" if ends == "after it" else "backward_pass"
+    gradients = {"gradients": 30, "backward_pass": 100}
     found = sizes(memory_profile(written(tmp_path, program)))
-    assert found == (
-        {"gradients": 30, "backward_pass": 100}
-        if lasting == "gradients"
-        else {"backward_pass": 130}
-    )
+    assert found == (gradients if ends == "after it" else {"backward_pass": 130})
 
 
 def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_path):
@@ -244,64 +227,49 @@ def test_a_prediction_is_read_like_a_snapshot_and_has_the_replays_peak(tmp_path)
     assert profile.is_traced
     assert profile.allocated_bytes == replayed.peak_allocated_bytes
     # of the backward pass: a gradient that stays, a layer that is recomputed, and one on the way
-    assert sizes(profile) == {
-        "parameters": 100,
-        "logits": 60,
-        "gradients": 10,
-        "activations": 50,
-        "backward_pass": 20,
-    }
+    held = {"parameters": 100, "logits": 60, "gradients": 10, "activations": 50}
+    assert sizes(profile) == held | {"backward_pass": 20}
     assert profile.places[2].place == "model.layers.* aten.add.Tensor"
-    measured = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
+    measured = memory_profile(OF_A_TRAINER)
     beside = category_table([profile, measured])
-    predicted_logits, measured_logits = (each.bytes_of("logits") for each in (profile, measured))
+    ours, theirs = (each.bytes_of("logits") for each in (profile, measured))
     row = next(row for row in beside.rows if row[0].startswith("logits"))
-    assert row[1:] == (
-        format_bytes(predicted_logits),
-        format_bytes(measured_logits),
-        f"+{format_bytes(measured_logits - predicted_logits)}",
-    )
+    more = format_bytes(theirs - ours)
+    assert row[1:] == (format_bytes(ours), format_bytes(theirs), f"+{more}")
     assert len(Page(profile_page([profile, measured])).all("svg")) >= 4
 
 
 def test_the_rules_for_this_engine_name_files_and_functions_that_are_there():
     source = Path(__file__).parents[2] / "src"
-    files = {
-        str(path.relative_to(source)): path.read_text() for path in source.glob("highwater/**/*.py")
-    }
+    files = list(source.glob("highwater/**/*.py"))
     for rule in _RULES_OF["ours"]:
-        found = [text for name, text in files.items() if re.search(rule.file, name)]
+        named = [path for path in files if re.search(rule.file, str(path.relative_to(source)))]
+        found = [path.read_text() for path in named]
         assert found, rule
         defined = {name for text in found for name in re.findall(r"def (\w+)\(", text)}
         assert any(re.search(rule.name, name) for name in defined), rule
 
 
 def test_a_page_draws_every_category():
-    profiles = [memory_profile(path) for path in sorted((DATA / "snapshots").glob("*.pickle"))]
+    profiles = [memory_profile(path) for path in sorted(SNAPSHOTS.glob("*.pickle"))]
     for shown in (profiles, profiles[:1], profiles[1:]):
         text = profile_page(shown)
         page = Page(text)
         drawn = {attributes.get("class") for attributes in page.all("polygon")}
-        assert drawn == {category for profile in shown for category in sizes(profile)} | {
-            "optimizer_states"  # of Megatron's, after the peak
-        }
+        alive = {category for profile in shown for category in sizes(profile)}
+        assert drawn == alive | {"optimizer_states"}, "of Megatron's, after the peak"
         boxes = [each for each in page.all("rect") if "box" in (each.get("class") or "")]
         assert len(boxes) == sum(len(profile.flame_graph) for profile in shown)
 
 
-def test_a_flame_graph_holds_each_frame_inside_its_caller(tmp_path):
-    profile = memory_profile(DATA / "snapshots" / "trainer_out_of_memory.pickle")
-    boxes = profile.flame_graph
-    bottom = [each for each in boxes if each.depth == 0]
-    assert sum(each.bytes for each in bottom) == profile.allocated_bytes
-    for each in boxes:
-        if each.depth:
-            assert any(
-                caller.depth == each.depth - 1
-                and caller.start_bytes <= each.start_bytes
-                and each.start_bytes + each.bytes <= caller.start_bytes + caller.bytes
-                for caller in boxes
-            )
+def test_a_flame_graph_holds_each_frame_inside_its_caller():
+    profile = memory_profile(OF_A_TRAINER)
+    ends = {(b.depth, b.start_bytes, b.start_bytes + b.bytes) for b in profile.flame_graph}
+    bottom = sum(end - start for depth, start, end in ends if depth == 0)
+    assert bottom == profile.allocated_bytes
+    for depth, start, end in ends:
+        callers = [(first, last) for level, first, last in ends if level == depth - 1]
+        assert not depth or any(first <= start and end <= last for first, last in callers)
 
 
 RECORDED = Path(__file__).parents[2] / "docs/results/profiler/trainer/snapshot_rank00.pickle"

@@ -1,6 +1,8 @@
-"""A user's own studies of trainers that step by transformers teach the intervals of predictions."""
+"""Trainers that compose another's step answer by its law; a user's own studies of them teach the
+intervals of predictions.
+"""
 
-import re
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,23 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.formula.layers import Step
 from highwater.memory.interval.calibration import COVERAGE, factors_of, interval
 from highwater.memory.interval.residuals import Residual
-from highwater.memory.trainers import MEMORY
+from highwater.memory.trainers import MEMORY, predictor_of
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import ForeignName, TrainerName
+from highwater.nouns.trainer import REGISTRY, TRAINERS, ForeignName, TrainerName, predicted_as
 from highwater.nouns.trial import Outcome, RankReport, TrialResult
-from highwater.pages.prediction_tables import prediction_answer, prediction_table
+from highwater.pages.prediction_tables import (
+    prediction_answer,
+    prediction_table,
+    recommendation_answer,
+)
 from highwater.pages.table import plain_table
-from highwater.store.journal import open_journal
-from highwater.trainers.hugging_face import footprint
+from highwater.store.journal import open_journal, read_study
+from highwater.trainers.emitted import LIGER as LIGER_FUSES
+from highwater.trainers.hugging_face import FILE, footprint
+from highwater.trainers.llamafactory import FUSED as LLAMAFACTORY_FUSES
 from highwater.trainers.user_file import study_as_told
 from highwater.units import GIB
 from trial_specs import grid_of, question_on, rank_that_used
@@ -37,25 +45,17 @@ SHAPE = load_model("Qwen3-0.6B").shape
 LENGTHS = tuple(range(2048, 40_960, 1024))
 PLAIN: dict[str, Any] = {"finetuning_type": "full", "bf16": True}
 LIGER = PLAIN | {"enable_liger_kernel": True}
+OURS, BY_ACCELERATE = {"trainer": "highwater"}, {"trainer": "accelerate"}
 FULL = Settings(allocator="expandable")
 CHUNKED = Settings(allocator="expandable", loss="chunked")
-ASKED: dict[str, Any] = {
-    "gpus": "1xH100-80GB",
-    "trainer": "llamafactory",
-    "allocator": "expandable",
-    "micro_batches": 2,
-}
+ASKED: dict[str, Any] = {"gpus": "1xH100-80GB", "trainer": "llamafactory"}
+ASKED |= {"allocator": "expandable", "micro_batches": 2}
 
 
 def study_of(
-    shares: list[float],
-    *,
-    trainer: ForeignName = "llamafactory",
-    config: Path | None = None,
-    told: Settings = FULL,
-    layout: Layout | None = None,
-    recorded: Settings = FULL,
-) -> Study:
+    shares: list[float], *, trainer: ForeignName = "llamafactory", config: Path | None = None,
+    told: Settings = FULL, layout: Layout | None = None, recorded: Settings = FULL,
+) -> Study:  # fmt: skip
     """Trials on an H100 that fit, each of which took a share of what the law says of it where its
     settings are as ``told``; the study has them as ``recorded``.
     """
@@ -201,17 +201,18 @@ def test_a_file_with_ligers_loss_and_a_plain_one_teach_different_predictions(tmp
 
 
 def test_adapters_and_optimizer_are_the_files_unless_the_search_named_them(tmp_path):
-    config = config_in(
-        tmp_path, {"lora_rank": 4, "lora_target": "q_proj", "optim": "adamw_torch_8bit"}
-    )
-    (said,) = study_as_told(study_of([1.0], config=config), "llamafactory", {}).question.cells
-    assert (said.settings.lora, said.settings.lora_targets) == (4, "q_proj")
-    assert said.settings.optimizer == "adamw-8bit"
-    typed = Settings(allocator="expandable", lora=16)
-    named = study_of([1.0], config=config, recorded=typed)
-    (kept,) = study_as_told(named, "llamafactory", {}).question.cells
-    assert (kept.settings.lora, kept.settings.lora_targets) == (16, "all-linear")
-    assert kept.settings.sequences_per_micro_batch == 1
+    own = {"lora_rank": 4, "lora_target": "q_proj", "optim": "adamw_torch_8bit"}
+    config = config_in(tmp_path, own)
+
+    def told(**recorded: Any) -> Settings:
+        study = study_of([1.0], config=config, **recorded)
+        return study_as_told(study, "llamafactory", {}).question.cells[0].settings
+
+    said = told()
+    assert (said.lora, said.lora_targets, said.optimizer) == (4, "q_proj", "adamw-8bit")
+    kept = told(recorded=Settings(allocator="expandable", lora=16))
+    assert (kept.lora, kept.lora_targets) == (16, "all-linear")
+    assert kept.sequences_per_micro_batch == 1
 
 
 @pytest.mark.parametrize(
@@ -236,13 +237,15 @@ def test_layers_that_the_file_keeps_whole_teach_nothing_and_fsdp_recomputes_the_
 
 def test_accelerates_own_copies_are_copies(tmp_path):
     config = config_in(tmp_path, {"distributed_type": "MULTI_GPU"})
-    copies = Layout(gpus=2, replicate_degree=2)
-    study = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
-    (cell,) = study_as_told(study, "accelerate", {}).question.cells
-    assert cell.layout == copies
+    two = Layout(gpus=2)
+
+    def layout() -> Layout:
+        study = study_of([1.0], trainer="accelerate", config=config, layout=two)
+        return study_as_told(study, "accelerate", {}).question.cells[0].layout
+
+    assert layout() == Layout(gpus=2, replicate_degree=2)
     config.write_text("mixed_precision: bf16\n")  # a trial shares by FSDP then
-    again = study_of([1.0], trainer="accelerate", config=config, layout=Layout(gpus=2))
-    assert study_as_told(again, "accelerate", {}).question.cells == again.question.cells
+    assert layout() == two
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -260,9 +263,8 @@ def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_g
     assert str(config) in refused.value.problem
     assert f"put {config} back as it was" in (refused.value.hint or "")
     config.write_bytes(before)
-    found = highwater.predict(
-        "Qwen3-0.6B", **ASKED, **asked, calibrate_with=[tmp_path / "own.jsonl"]
-    )
+    again = {**ASKED, **asked, "calibrate_with": [tmp_path / "own.jsonl"]}
+    found = highwater.predict("Qwen3-0.6B", **again)
     assert found.calibration is not None
     assert found.calibration.own_trials == 1
 
@@ -294,47 +296,26 @@ def test_a_study_without_a_reading_teaches_nothing():
 
 
 @pytest.mark.parametrize(
-    ("study", "trainer", "problem"),
+    ("study", "asked", "problem"),
     [
-        (
-            "accelerate-one-gpu",
-            "llamafactory",
-            "accelerate: predictions are about LLaMA-Factory",
-        ),
-        ("one-gpu-trl", "axolotl", "of TRL: predictions are about Axolotl"),
-        ("one-gpu-highwater", "accelerate", "of highwater: predictions are about accelerate"),
-        ("accelerate-one-gpu", "highwater", "of accelerate: predictions are about highwater"),
-        ("accelerate-one-gpu", "transformers", "say nothing about the step that Hugging Face"),
-        ("one-gpu-highwater", "trl", "of highwater: predictions are about TRL"),
-        ("one-gpu-trl", "highwater", "of TRL: predictions are about highwater"),
-        ("../../find/qwen3-0.6b-79gib-full", "trinity", "trials of this engine"),
+        ("accelerate-one-gpu", {}, "accelerate: predictions are about LLaMA-Factory"),
+        ("one-gpu-trl", {"trainer": "axolotl"}, "of TRL: predictions are about Axolotl"),
+        ("one-gpu-highwater", BY_ACCELERATE, "of highwater: predictions are about accelerate"),
+        ("accelerate-one-gpu", OURS, "of accelerate: predictions are about highwater"),
+        ("accelerate-one-gpu", {"trainer": "transformers"}, "nothing about the step that Hugging"),
+        ("one-gpu-highwater", {"trainer": "trl"}, "of highwater: predictions are about TRL"),
+        ("one-gpu-trl", OURS, "of TRL: predictions are about highwater"),
+        ("../../find/qwen3-0.6b-79gib-full", {"trainer": "trinity"}, "trials of this engine"),
+        ("accelerate-one-gpu", {"model": "gemma-2-2b"}, "its step is not predicted"),
+        ("accelerate-one-gpu", BY_ACCELERATE | {"exact": True}, "without `--calibrate`"),
     ],
 )
-def test_a_study_of_another_trainer_is_refused(study, trainer, problem):
-    with pytest.raises(UsageError, match=re.escape(problem)):
-        highwater.predict(
-            *("Qwen3-0.6B",),
-            gpus="1xH100-80GB",
-            trainer=trainer,
-            calibrate_with=[OTHERS / f"{study}.jsonl"],
-        )
-
-
-def test_what_nobody_predicts_is_refused_with_trials_of_its_trainer_too():
-    with pytest.raises(UsageError, match="its step is not predicted"):
-        highwater.predict(
-            *("gemma-2-2b",), **ASKED, calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"]
-        )
-
-
-def test_a_trace_learns_nothing_from_them():
-    with pytest.raises(UsageError, match="without `--calibrate`"):
-        highwater.predict(
-            *("Qwen3-0.6B",),
-            **ASKED | {"trainer": "accelerate"},
-            exact=True,
-            calibrate_with=[OTHERS / "accelerate-one-gpu.jsonl"],
-        )
+def test_a_study_that_says_nothing_of_what_is_asked_is_refused(study, asked, problem):
+    """Of another trainer, of what nobody predicts, and beside a trace, which learns nothing."""
+    usual = {"model": "Qwen3-0.6B", "gpus": "1xH100-80GB", "trainer": "llamafactory"}
+    with pytest.raises(UsageError) as refused:
+        highwater.predict(**usual | asked, calibrate_with=[OTHERS / f"{study}.jsonl"])
+    assert problem in f"{refused.value.problem} {refused.value.hint}"
 
 
 def test_accelerates_recorded_search_is_held_by_the_interval_of_the_one_before_it():
@@ -352,7 +333,71 @@ def test_accelerates_recorded_search_is_held_by_the_interval_of_the_one_before_i
 
 
 def test_the_loss_of_a_script_is_said_to_be_taken(tmp_path):
-    found = answered(
-        tmp_path, study_of([1.0], trainer="accelerate"), trainer="accelerate", length="8k"
-    )
+    study = study_of([1.0], trainer="accelerate")
+    found = answered(tmp_path, study, trainer="accelerate", length="8k")
     assert any("the script has the loss" in note for note in found.notes)
+
+
+STUDIES = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "studies"
+COMPOSED = [name for name, row in REGISTRY.items() if row.trains_by]
+COMPOSED_ASKED = {"gpus": "2xH100-80GB", "length": "16k", "lora": 16}
+
+
+def on_host(answer):
+    return answer.cell.settings.activations == "host"
+
+
+def step_of(answer):
+    """All but whether another of the same document is better."""
+    return msgspec.structs.replace(answer, is_on_frontier=True)
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_it_is_predicted_as_the_step_that_it_composes_and_says_so(name):
+    own, theirs = (
+        highwater.predict("Qwen3-0.6B", trainer=trainer, **COMPOSED_ASKED)
+        for trainer in (name, REGISTRY[name].trains_by)
+    )
+    lacks_host = "activations" in REGISTRY[name].lacks
+    shared = [each for each in theirs.cells if not lacks_host or not on_host(each)]
+    assert [step_of(each) for each in own.cells] == [step_of(each) for each in shared]
+    assert any(map(on_host, own.cells)) is not lacks_host
+    assert (own.trainer, theirs.trainer) == (name, "transformers")
+    said = f"Predicted as Hugging Face's step; {predicted_as(name).partition('; ')[2]}."
+    assert prediction_answer(own).endswith(said)
+    assert "measured" not in prediction_answer(theirs)
+    found = highwater.recommend("Qwen3-0.6B", trainer=name, **COMPOSED_ASKED)
+    assert recommendation_answer(found).endswith(said)
+    nothing = highwater.recommend("Qwen3-32B", trainer=name, gpus="1xH100-80GB", length="64k")
+    assert predicted_as(name) in recommendation_answer(nothing)
+    assert own.accuracy.startswith(predicted_as(name).partition("; ")[2])
+
+
+def test_only_the_registry_names_whose_law_it_is():
+    assert set(COMPOSED) == {"accelerate", "llamafactory", "axolotl", "ms-swift"}
+    assert all(MEMORY[name].formula is MEMORY["transformers"].formula for name in COMPOSED)
+    assert all(TRAINERS[name].targets == (name,) for name in COMPOSED)
+
+
+def test_each_fuses_the_loss_of_every_family_that_the_law_knows():
+    """Where a chunked loss is predicted, Liger's is emitted."""
+    learned = json.loads(FILE.read_bytes())
+    families = {name for rows in learned.values() for name in rows} | {"qwen2", "mistral"}
+    assert len(families) >= 4
+    assert families <= LIGER_FUSES & LLAMAFACTORY_FUSES
+
+
+def test_its_studies_are_taken_beside_the_prediction():
+    path = STUDIES / "accelerate-one-gpu-again.jsonl"
+    asked = {"gpus": "1xH100-80GB", "gpu_memory": "24GiB", "trainer": "accelerate", "length": "8k"}
+    predicted = highwater.recommend("Qwen3-0.6B", **asked)
+    found = highwater.recommend("Qwen3-0.6B", **asked, studies=[path])
+    assert predicted.chosen.cell.settings.loss == "chunked"
+    assert (found.chosen.source, found.chosen.cell.settings.loss) == ("measured", "full")
+    taught = highwater.predict("Qwen3-0.6B", **asked, calibrate_with=[path])
+    assert taught.calibration.own_trials == 2
+
+
+def test_its_searches_start_without_the_law_for_their_loss_is_in_a_file():
+    question = read_study(STUDIES / "accelerate-one-gpu-again.jsonl").question
+    assert predictor_of(question, question.cells[0], 24 * 2**30) is None

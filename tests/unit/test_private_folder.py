@@ -85,26 +85,28 @@ def test_the_folder_of_somebody_who_still_runs_stays(tmp_path):
     process.wait(10)
 
 
-def test_what_nobody_of_ours_made_stays_whatever_it_is_called(tmp_path):
-    target = tmp_path / "target"
-    process, left = making(tmp_path, "and wait")
+def left_by_a_killed_maker(parent: Path) -> Path:
+    process, left = making(parent, "and wait")
     process.kill()
     process.wait(10)
-    left.rename(target)
+    return left
+
+
+def test_what_nobody_of_ours_made_stays_whatever_it_is_called(tmp_path):
+    target, study = tmp_path / "target", tmp_path / "highwater-study"
+    left_by_a_killed_maker(tmp_path).rename(target)
     (tmp_path / "highwater-link").symlink_to(target)
     (tmp_path / "highwater-file").write_text("a user's")
-    (tmp_path / "highwater-study").mkdir()
-    (tmp_path / "highwater-study" / "notes").write_text("a user's")
+    study.mkdir()
+    (study / "notes").write_text("a user's")
     before = sorted(tmp_path.rglob("*"))
     making(tmp_path)[0].wait(10)
     assert sorted(tmp_path.rglob("*")) == before
-    assert (tmp_path / "highwater-study" / "notes").read_text() == "a user's"
+    assert (study / "notes").read_text() == "a user's"
 
 
 def test_a_folder_of_another_user_stays(tmp_path):
-    process, left = making(tmp_path, "and wait")
-    process.kill()
-    process.wait(10)
+    left = left_by_a_killed_maker(tmp_path)
     if os.getuid() != 0:
         pytest.skip("only root can give a folder away")
     os.chown(left, 65534, 65534)
@@ -113,6 +115,10 @@ def test_a_folder_of_another_user_stays(tmp_path):
 
 
 FILES = {"trl.yaml": "a: 1\n", "launch.sh": "#!/usr/bin/env bash\n"}
+PRINTS = """#!/bin/sh
+for each in "$@"; do printf "%s\\n" "$each"; done
+echo "alloc=$PYTORCH_ALLOC_CONF at=$(pwd)"
+"""
 PROGRAMS = ("torchrun", "trl", "accelerate", "swift", "python3", "trinity", "ray")
 
 
@@ -171,21 +177,17 @@ def launched(
     programs = folder.parent / "bin"
     programs.mkdir(exist_ok=True)
     for name in PROGRAMS:
-        program = programs / name
-        program.write_text(
-            '#!/bin/sh\nfor each in "$@"; do printf "%s\\n" "$each"; done\n'
-            'echo "alloc=$PYTORCH_ALLOC_CONF at=$(pwd)"\n'
-        )
-        program.chmod(0o755)
+        (programs / name).write_text(PRINTS)
+        (programs / name).chmod(0o755)
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", **variables}
-    return subprocess.run(
-        [folder / "launch.sh", "--more", "a b"],
-        cwd="/",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words, asked = [folder / "launch.sh", "--more", "a b"], {"cwd": "/", "env": environment}
+    return subprocess.run(words, **asked, capture_output=True, text=True, check=False)
+
+
+def made_for(target: str, model: str, **filled: bool) -> Emitted:
+    """The configuration of a target, of a model by its name or path."""
+    ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
+    return configured(target, *goal(target, "16k", **ulysses), model=model, **filled)
 
 
 @pytest.mark.timeout(60)
@@ -195,10 +197,8 @@ def launched(
 )
 def test_the_path_of_a_model_runs_nothing(name, target, tmp_path):
     model = str(write_model(tmp_path / "models" / name))
-    ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
-    found, chosen = goal(target, "16k", **ulysses)
-    emitted = configured(target, found, chosen, model=model)
-    done = launched(emitted, target, tmp_path / "it", {"MODEL_PATH": model, "DATASET": model})
+    variables = {"MODEL_PATH": model, "DATASET": model}
+    done = launched(made_for(target, model), target, tmp_path / "it", variables)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("RAN"))
 
@@ -207,32 +207,27 @@ def test_the_path_of_a_model_runs_nothing(name, target, tmp_path):
 def test_the_script_starts_the_training_in_its_folder_with_the_words_that_are_typed(
     target, tmp_path
 ):
-    ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
-    found, chosen = goal(target, "16k", **ulysses)
-    emitted = configured(target, found, chosen, model="Qwen3-4B", is_filled_in=True)
+    emitted = made_for(target, "Qwen3-4B", is_filled_in=True)
     folder = tmp_path / "it's here"
-    variables = {"MODEL_PATH": "/m", "DATASET": "/d"}
-    done = launched(emitted, target, folder, variables)
+    done = launched(emitted, target, folder, {"MODEL_PATH": "/m", "DATASET": "/d"})
     assert done.returncode == 0, done.stderr
     *words, last = done.stdout.splitlines()
     assert words[-2:] == ["--more", "a b"]
-    assert last.endswith(f" at={folder}")
     is_set = emitted.environment.get("PYTORCH_ALLOC_CONF", "")
-    assert last.startswith(f"alloc={is_set} ")
+    assert last == f"alloc={is_set} at={folder}"
     named = any("Qwen/Qwen3-4B" in text for text in (emitted.text, *words))
-    assert named or target in ("torchtitan",)
+    assert named or target == "torchtitan"
 
 
 @pytest.mark.parametrize("target", ["trl", "verl", "areal", "axolotl", "ms-swift"])
 def test_a_script_without_its_model_says_what_to_export(target, tmp_path):
-    ulysses = {} if target in ("verl", "areal") else {"ulysses": [1]}
-    emitted = configured(target, *goal(target, "16k", **ulysses), model="Qwen3-4B")
+    emitted = made_for(target, "Qwen3-4B")
     without = launched(emitted, target, tmp_path / "a", {"DATASET": "/d"})
     assert without.returncode != 0
     assert "export MODEL_PATH=the directory of the model" in without.stderr
     given = launched(emitted, target, tmp_path / "a", {"DATASET": "/d", "MODEL_PATH": "/m m"})
     assert given.returncode == 0, given.stderr
-    if target not in ("areal",):  # its file reads the variable itself
+    if target != "areal":  # its file reads the variable itself
         assert any("/m m" in word for word in given.stdout.splitlines())
 
 
@@ -282,39 +277,34 @@ def test_a_trial_saves_12_bytes_a_parameter_of_shards_and_2_on_a_gpu_4_on_the_cp
     assert checkpoint_bytes(shape, both, "cuda") == (12 * parameters, 2 * parameters)
     assert checkpoint_bytes(shape, both, "cpu") == (12 * parameters, 4 * parameters)
     assert checkpoint_bytes(shape, Settings(), "cuda") == NOTHING
-    assert checkpoint_bytes(shape, Settings(save_hf="always"), "cuda").hf_bytes == 2 * parameters, (
-        "each overwrites the last"
-    )
+    always = checkpoint_bytes(shape, Settings(save_hf="always"), "cuda").hf_bytes
+    assert always == 2 * parameters, "each overwrites the last"
+
+
+def needing(**sizes: int) -> CheckpointBytes:
+    return NOTHING._replace(**{"sharded_bytes": MIB, "hf_bytes": MIB} | sizes)
 
 
 def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
-    check_checkpoint_directory(
-        tmp_path / "a" / "b", CheckpointBytes(sharded_bytes=MIB, hf_bytes=MIB)
-    )
+    check_checkpoint_directory(tmp_path / "a" / "b", needing())
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("huge", "flags"),
     [
-        (("sharded_bytes",), ["--checkpoint none"]),
-        (("hf_bytes",), ["--save-hf never"]),
-        (("sharded_bytes", "hf_bytes"), ["--checkpoint none --save-hf never"]),
+        (["sharded_bytes"], "--checkpoint none"),
+        (["hf_bytes"], "--save-hf never"),
+        (["sharded_bytes", "hf_bytes"], "--checkpoint none --save-hf never"),
     ],
 )
 def test_a_disk_without_room_is_refused_with_the_flags_that_are_enough(tmp_path, huge, flags):
-    needed = NOTHING._replace(sharded_bytes=MIB, hf_bytes=MIB)._replace(
-        **dict.fromkeys(huge, 2 * shutil.disk_usage(tmp_path).total)
-    )
-    with pytest.raises(MachineError) as refused:
-        check_checkpoint_directory(tmp_path, needed)
-    assert "of shards and " in refused.value.problem
-    ways = [
-        way
-        for way in refused.value.hint.split("`")[1::2]
-        if not way.startswith("--checkpoint-dir ")
-    ]
-    assert ways == [f"df -h {tmp_path}", *flags]
+    twice_the_disk = 2 * shutil.disk_usage(tmp_path).total
+    with pytest.raises(MachineError, match="of shards and ") as refused:
+        check_checkpoint_directory(tmp_path, needing(**dict.fromkeys(huge, twice_the_disk)))
+    ways = refused.value.hint.split("`")[1::2]
+    ways = [way for way in ways if not way.startswith("--checkpoint-dir ")]
+    assert ways == [f"df -h {tmp_path}", flags]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,10 +312,7 @@ def test_a_directory_that_cannot_be_written_is_refused_and_the_hint_works(tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="Not a directory") as refused:
-        check_checkpoint_directory(
-            tmp_path / "file" / "checkpoints", CheckpointBytes(sharded_bytes=MIB, hf_bytes=0)
-        )
-    assert refused.value.hint == f"use `--checkpoint-dir {tmp_path / 'highwater-checkpoints'}`"
-    check_checkpoint_directory(
-        tmp_path / "highwater-checkpoints", CheckpointBytes(sharded_bytes=MIB, hf_bytes=0)
-    )
+        check_checkpoint_directory(tmp_path / "file" / "checkpoints", needing())
+    offered = tmp_path / "highwater-checkpoints"
+    assert refused.value.hint == f"use `--checkpoint-dir {offered}`"
+    check_checkpoint_directory(offered, needing())

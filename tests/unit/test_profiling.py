@@ -3,6 +3,7 @@ refused; and where the snapshots of a trial lie.
 """
 
 import re
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,8 @@ SPEC = trial_of("Qwen3-0.6B", layout=Layout(gpus=2, ulysses_degree=2))
 
 def test_a_file_a_command_line_and_python_ask_for_the_same(tmp_path):
     path = tmp_path / "study.yaml"
-    path.write_text(
-        "model: Qwen3-0.6B\n"
-        "memory_profiler: {profile_steps: [0, 1], max_entries: 100000, ranks: all}\n"
-    )
+    asked = "{profile_steps: [0, 1], max_entries: 100000, ranks: all}"
+    path.write_text(f"model: Qwen3-0.6B\nmemory_profiler: {asked}\n")
     from_file = request_of(parse(["find", "--config", str(path)]))
     assert from_file.memory_profiler == Profiling()
     typed = request_of(parse(["find", "Qwen3-0.6B", "--memory-profiler", "0,1"]))
@@ -62,9 +61,8 @@ def test_what_cannot_be_recorded_is_refused_with_what_can(asked):
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"device": "cuda", "dry_run": True}])
 def test_where_there_is_no_history_to_record_it_is_refused_by_name(changes):
-    request = request_from(
-        {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}, keywords=True
-    )
+    values = {"model": "Qwen3-0.6B", "memory_profiler": "0", **changes}
+    request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match="memory_profiler records the history of a GPU's memory"):
         check_request(request, NO_GPU, steps=2)
 
@@ -75,10 +73,9 @@ def test_a_step_that_there_is_not_is_refused_by_its_number(asked, steps):
     request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match=f"and the last one is {steps - 1}") as refused:
         check_request(request, machine_with(1), steps=steps)
-    hinted = re.findall("`--memory-profiler (.*)`", refused.value.hint)
-    check_request(
-        request_from({**values, "memory_profiler": hinted[0]}), machine_with(1), steps=steps
-    )
+    (hinted,) = re.findall("`--memory-profiler (.*)`", refused.value.hint)
+    mended = request_from({**values, "memory_profiler": hinted})
+    check_request(mended, machine_with(1), steps=steps)
     check_request(request, machine_with(1), steps=101)
 
 
@@ -109,30 +106,23 @@ def test_every_rank_has_coordinates_of_its_own_which_a_profile_reads_again(data,
     layout = Layout(gpus=data * ring * ulysses, ring_degree=ring, ulysses_degree=ulysses)
     places = [coordinates(layout, rank) for rank in range(layout.gpus)]
     # ranks that exchange heads are neighbours (docs/decisions/040)
-    assert places == [
-        f"d{d}r{r}u{u}" for d in range(data) for r in range(ring) for u in range(ulysses)
-    ]
+    every = product(range(data), range(ring), range(ulysses))
+    assert places == [f"d{d}r{r}u{u}" for d, r, u in every]
     for rank, place in enumerate(places):
         name = snapshot_name(rank, place)
         assert _coordinates(Path(name).stem) == (rank, (place[:2], place[2:4], place[4:]))
 
 
 @pytest.mark.parametrize(
-    ("layout", "places"),
+    ("ulysses", "ring", "places"),
     [
-        (Layout(gpus=4, replicate_degree=2), "c0d0r0u0 c0d1r0u0 c1d2r0u0 c1d3r0u0"),
-        (
-            Layout(gpus=4, ulysses_degree=2, replicate_degree=2),
-            "c0d0r0u0 c0d0r0u1 c1d1r0u0 c1d1r0u1",
-        ),
-        # one sequence, shared by both copies
-        (
-            Layout(gpus=4, ulysses_degree=2, ring_degree=2, replicate_degree=2),
-            "c0d0r0u0 c0d0r0u1 c1d0r1u0 c1d0r1u1",
-        ),
+        (1, 1, "c0d0r0u0 c0d1r0u0 c1d2r0u0 c1d3r0u0"),
+        (2, 1, "c0d0r0u0 c0d0r0u1 c1d1r0u0 c1d1r0u1"),
+        (2, 2, "c0d0r0u0 c0d0r0u1 c1d0r1u0 c1d0r1u1"),  # one sequence, shared by both copies
     ],
 )
-def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(layout, places):
+def test_where_states_have_copies_a_ranks_place_begins_with_its_copy(ulysses, ring, places):
+    layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=2)
     found = [coordinates(layout, rank) for rank in range(layout.gpus)]
     assert found == places.split()
     name = snapshot_name(3, found[3])
@@ -164,29 +154,22 @@ def test_ranks_that_left_no_snapshot_are_named(tmp_path):
 
 def test_a_search_names_the_ranks_that_were_ended_in_each_of_its_recorded_trials(tmp_path):
     both, first = (RankReport(rank=0), RankReport(rank=1)), (RankReport(rank=0),)
-    trials = tuple(
-        RecordedTrial(
-            spec=msgspec.structs.replace(SPEC, length_tokens=length),
-            result=TrialResult(
-                outcome=outcome, reason="", ranks=ranks, log_path=str(tmp_path / f"{length}.log")
-            ),
-        )
-        for length, outcome, ranks in (
-            (4096, Outcome.FIT, both),
-            (8192, Outcome.CRASHED, first),
-            (12_288, Outcome.OUT_OF_MEMORY, first),
-            (16_384, Outcome.CRASHED, first),
-        )
-    )
-    for trial in trials[:3]:  # the last one is of a search that recorded nothing
-        assert trial.result is not None
-        snapshot_folder(Path(str(trial.result.log_path))).mkdir(parents=True)
+
+    def ended(length: int, outcome: Outcome, ranks: tuple[RankReport, ...]) -> RecordedTrial:
+        log = tmp_path / f"{length}.log"
+        if length < 16_384:  # the last one is of a search that recorded nothing
+            snapshot_folder(log).mkdir(parents=True)
+        result = TrialResult(outcome=outcome, reason="", ranks=ranks, log_path=str(log))
+        spec = msgspec.structs.replace(SPEC, length_tokens=length)
+        return RecordedTrial(spec=spec, result=result)
+
+    crashed = (ended(length, Outcome.CRASHED, first) for length in (8192, 16_384))
+    others = (ended(4096, Outcome.FIT, both), ended(12_288, Outcome.OUT_OF_MEMORY, first))
+    trials = sorted((*crashed, *others), key=lambda each: each.spec.length_tokens)
     study = study_of(*trials, RecordedTrial(spec=SPEC))
     where, *lines = study_snapshot_lines(study, Profiling())
     assert "beside its log" in where
-    assert [line.split(": ")[0].split(", ")[-1] for line in lines] == [
-        "8,192 tokens",
-        "12,288 tokens",
-    ]
+    told = [line.split(": ")[0].split(", ")[-1] for line in lines]
+    assert told == ["8,192 tokens", "12,288 tokens"]
     assert all("rank 1 was ended" in line for line in lines)
     assert len(list(study_snapshot_lines(study, Profiling(ranks=(0,))))) == 1

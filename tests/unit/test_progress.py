@@ -1,8 +1,9 @@
 """Progress: what is told while a search runs."""
 
-import dataclasses
+from typing import Any
 
 import msgspec
+import pytest
 
 from highwater.cli.progress import Progress
 from highwater.nouns.trial import AliveMemory, Failure, Outcome, RankReport, TrialResult
@@ -16,34 +17,23 @@ QUESTION = question_of(loss="full")
 CELL = QUESTION.cells[0]
 
 
-def started(
-    length_tokens: int, *, trials_left: int, attempt: int = 1, repeat: int = 0
-) -> TrialStarted:
-    """A trial of the first cell begins."""
-    spec = QUESTION.trial(CELL, length_tokens)
-    return TrialStarted(
-        cell=CELL, spec=spec, attempt=attempt, repeat=repeat, trials_left=trials_left
-    )
+def started(length_tokens: int, *, trials_left: int, **fields: Any) -> TrialStarted:
+    """A trial of the first cell begins, of QUESTION unless another is named."""
+    question = fields.pop("question", QUESTION)
+    spec = question.trial(CELL, length_tokens, memory_only=fields.pop("memory_only", False))
+    launch = {"attempt": 1, "repeat": 0, **fields}
+    return TrialStarted(cell=CELL, spec=spec, trials_left=trials_left, **launch)
 
 
 def finished(
-    length_tokens: int,
-    outcome: Outcome,
-    *,
-    wall_s: float,
-    reason: str = "",
-    is_recorded: bool = False,
+    length_tokens: int, outcome: Outcome, *, wall_s: float, **fields: Any
 ) -> TrialFinished:
-    """A trial of the first cell has ended."""
-    result = TrialResult(outcome=outcome, reason=reason, wall_s=wall_s)
-    return TrialFinished(
-        cell=CELL,
-        spec=QUESTION.trial(CELL, length_tokens),
-        attempt=1,
-        repeat=0,
-        result=result,
-        is_recorded=is_recorded,
-    )
+    """A trial of the first cell has ended; ``fields`` are of its result, but for a few."""
+    is_recorded = fields.pop("is_recorded", False)
+    spec = QUESTION.trial(CELL, length_tokens, memory_only=fields.pop("memory_only", False))
+    result = TrialResult(**{"outcome": outcome, "reason": "", "wall_s": wall_s, **fields})
+    ended = {"attempt": 1, "repeat": 0, "result": result, "is_recorded": is_recorded}
+    return TrialFinished(cell=CELL, spec=spec, **ended)
 
 
 def test_the_time_left_comes_from_the_trials_so_far_and_runs_down_with_the_clock():
@@ -110,26 +100,21 @@ def test_a_line_is_told_for_every_event_and_a_workers_words_are_cut_and_cleaned(
     assert len(line) < 160
 
 
-def test_a_memory_only_trial_is_named_in_every_line():
-    (cell, *_) = QUESTION.cells
-    progress = Progress(QUESTION)
-    spec = QUESTION.trial(cell, 8192, memory_only=True)
-    started = TrialStarted(cell=cell, spec=spec, attempt=1, repeat=0, trials_left=3)
-    progress.hear(started)
-    assert "memory-only" in progress.line(started)
-    for outcome, said in (
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
         (Outcome.MEMORY_ONLY_FIT, "8,192 tokens fit, memory-only"),
         (Outcome.TIMEOUT, "8,192 tokens (memory-only) timed out"),
-    ):
-        finished = TrialFinished(
-            cell=cell,
-            spec=spec,
-            attempt=1,
-            repeat=0,
-            result=TrialResult(outcome=outcome, reason="x"),
-        )
-        progress.hear(finished)
-        assert said in progress.line(finished)
+    ],
+)
+def test_a_memory_only_trial_is_named_in_every_line(outcome, said):
+    progress, memory_only = Progress(QUESTION), {"memory_only": True}
+    begun = started(8192, trials_left=3, **memory_only)
+    progress.hear(begun)
+    assert "memory-only" in progress.line(begun)
+    ended = finished(8192, outcome, wall_s=1, **memory_only)
+    progress.hear(ended)
+    assert said in progress.line(ended)
     assert progress.table().rows[0][4] == "-", "nothing was trained"
 
 
@@ -141,16 +126,14 @@ H200 = msgspec.structs.replace(
 def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does():
     now_s = [0.0]
     progress = Progress(H200, clock=lambda: now_s[0])
-    spec = H200.trial(CELL, 65_536)
-    begun = TrialStarted(cell=CELL, spec=spec, attempt=1, repeat=0, trials_left=2)
+    begun = started(65_536, trials_left=2, question=H200)
     progress.hear(begun)
-    expected_s = trial_s(H200, spec)
+    expected_s = trial_s(H200, begun.spec)
     assert expected_s is not None
     assert f"(about {format_seconds(expected_s)}, about " in progress.line(begun)
     assert progress.running == (), "nothing is said of a trial that has only just begun"
-    runs = TrialRuns(cell=CELL, spec=spec, phase="step 1 of 2\x1b[31m")
     now_s[0] = 35.0
-    progress.hear(runs)
+    progress.hear(TrialRuns(cell=CELL, spec=begun.spec, phase="step 1 of 2\x1b[31m"))
     told = f"65,536 tokens: 35 s of about {format_seconds(expected_s)}, step 1 of 2\\x1b[31m"
     assert progress.running == (told,)
     assert progress.table().footnotes[0] == told
@@ -163,9 +146,9 @@ def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does(
 def test_a_pipe_gets_a_line_a_minute_of_a_trial_that_runs():
     now_s = [0.0]
     progress = Progress(H200, clock=lambda: now_s[0])
-    spec = H200.trial(CELL, 65_536)
-    progress.hear(TrialStarted(cell=CELL, spec=spec, attempt=1, repeat=0, trials_left=2))
-    runs = TrialRuns(cell=CELL, spec=spec, phase="step 1 of 2")
+    begun = started(65_536, trials_left=2, question=H200)
+    progress.hear(begun)
+    runs = TrialRuns(cell=CELL, spec=begun.spec, phase="step 1 of 2")
     said: list[float] = []
     for half_seconds in range(1, 400):
         now_s[0] = half_seconds / 2
@@ -183,43 +166,30 @@ def test_what_a_dry_run_takes_is_not_foretold():
 
 
 def test_out_of_memory_is_told_shortly_and_the_log_with_the_whole_message_once():
-    progress = Progress(QUESTION)
+    progress, short = Progress(QUESTION), "no room for 17.97 GiB"
     whole = (
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 17.97 GiB. GPU 0 has a total "
         "capacity of 79.18 GiB of which 3.21 GiB is free. Including non-PyTorch memory " * 3
     )
     lines: list[str] = []
     for length in (8192, 12_288):
-        event = finished(length, Outcome.OUT_OF_MEMORY, wall_s=20, reason=whole)
-        result = msgspec.structs.replace(event.result, log_path=f"logs/model_len-{length}.log")
-        event = dataclasses.replace(event, result=result)
+        said = {"reason": whole, "log_path": f"logs/model_len-{length}.log"}
+        event = finished(length, Outcome.OUT_OF_MEMORY, wall_s=20, **said)
         progress.hear(event)
         lines.append(progress.line(event))
     first, second = (line.partition(" tokens ran out of memory in 20 s: ")[2] for line in lines)
-    assert first.startswith("no room for 17.97 GiB; ")
+    assert first.startswith(f"{short}; ")
     assert first.endswith("logs/model_len-8192.log, others beside it")
-    assert second == "no room for 17.97 GiB"
+    assert second == short
 
 
 def test_out_of_memory_says_what_had_no_room_where_that_is_known():
-    failure = Failure(
-        kind="device_memory",
-        phase="forward",
-        text="CUDA out of memory",
-        alive=AliveMemory(
-            requested_bytes=2**30,
-            parameters_bytes=2**31,
-            gradients_bytes=0,
-            optimizer_states_bytes=0,
-        ),
+    alive = AliveMemory(
+        requested_bytes=2**30, parameters_bytes=2**31, gradients_bytes=0, optimizer_states_bytes=0
     )
-    result = TrialResult(
-        outcome=Outcome.OUT_OF_MEMORY,
-        reason="CUDA out of memory",
-        ranks=(RankReport(rank=0, failure=failure),),
-        wall_s=20,
-    )
-    event = dataclasses.replace(finished(8192, Outcome.OUT_OF_MEMORY, wall_s=20), result=result)
+    failure = Failure(kind="device_memory", phase="forward", text="CUDA out of memory", alive=alive)
+    ranks = (RankReport(rank=0, failure=failure),)
+    event = finished(8192, Outcome.OUT_OF_MEMORY, wall_s=20, reason=failure.text, ranks=ranks)
     progress = Progress(QUESTION)
     progress.hear(event)
     assert progress.line(event).endswith("in 20 s: forward: no room for 1.00 GiB")

@@ -22,7 +22,7 @@ from highwater.pages.study_answer import (
 )
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
-from highwater.search.proof import FULL_SHARE, TOLD_WITHIN, FullTrials
+from highwater.search.proof import FULL_SHARE, FullTrials
 from highwater.search.scheduler import search_cells
 from highwater.search.start_length import MemoryLine
 from highwater.trials.simulated import OneByOne
@@ -48,10 +48,9 @@ def steps_at(flops_per_s: float) -> TimeLaw:
     """
 
     def seconds(spec: TrialSpec) -> float:
-        whole = step_flops(
-            MODEL.shape, length_tokens=spec.length_tokens, sequences=1, settings=Settings()
-        )
-        linear = 6 * MODEL.shape.matmul_parameters * spec.length_tokens
+        tokens = spec.length_tokens
+        whole = step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings())
+        linear = 6 * MODEL.shape.matmul_parameters * tokens
         depth = MODEL.shape.layers if spec.attention_depth is None else spec.attention_depth
         return OVERHEAD_S + (linear + (whole - linear) * depth / MODEL.shape.layers) / flops_per_s
 
@@ -59,9 +58,8 @@ def steps_at(flops_per_s: float) -> TimeLaw:
 
 
 def runner(capacity: int, flops_per_s: float) -> TimedRunner:
-    return TimedRunner(
-        fits_up_to(capacity * STEP), step_time=steps_at(flops_per_s), timeout_s=LIMIT_S
-    )
+    law, time = fits_up_to(capacity * STEP), steps_at(flops_per_s)
+    return TimedRunner(law, step_time=time, timeout_s=LIMIT_S)
 
 
 def events_of(question: Question, by: Runner) -> list[SearchEvent]:
@@ -87,23 +85,18 @@ def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(
 ):
     events = events_of(ask(method=method), runner(capacity, flops_per_s))
     answer, trials = answer_of(events), finished(events)
+    lengths: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
     for spec, result in trials:
-        assert result.outcome is not (
-            Outcome.FIT if spec.is_memory_only else Outcome.MEMORY_ONLY_FIT
-        )
-    full = {spec.length_tokens for spec, result in trials if result.outcome is Outcome.FIT}
-    memory_only = {
-        spec.length_tokens for spec, result in trials if result.outcome is Outcome.MEMORY_ONLY_FIT
-    }
+        is_mixed = result.outcome.is_fit and spec.is_memory_only == (result.outcome is Outcome.FIT)
+        assert not is_mixed
+        lengths[result.outcome].add(spec.length_tokens)
+    full, memory_only = lengths[Outcome.FIT], lengths[Outcome.MEMORY_ONLY_FIT]
     if answer.limit == "time":  # even one layer takes too long: the longest that told stands
         assert answer.does_not_fit_tokens is None
     else:
         assert (answer.reach_tokens or 0) == capacity * STEP
         assert answer.does_not_fit_tokens == (capacity + 1) * STEP
-        assert any(
-            s.length_tokens == answer.does_not_fit_tokens and r.outcome is Outcome.OUT_OF_MEMORY
-            for s, r in trials
-        )
+        assert answer.does_not_fit_tokens in lengths[Outcome.OUT_OF_MEMORY]
     assert (answer.capacity_tokens or 0) == max(full, default=0)
     if answer.memory_only is not None:
         assert answer.memory_only.length_tokens == max(memory_only) > max(full, default=0)
@@ -127,14 +120,11 @@ def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
     answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
     seconds = steps_at(flops_per_s)
     question = ask()
-    in_time = [
-        index
-        for index in range(1, capacity + 1)
-        if 2 * seconds(question.trial(question.cells[0], index * STEP))
-        <= 0.8 * FULL_SHARE * LIMIT_S
-    ]
+    trials = [question.trial(question.cells[0], i * STEP) for i in range(1, capacity + 1)]
+    limit_s = 0.8 * FULL_SHARE * LIMIT_S
+    in_time = [trial.length_tokens for trial in trials if 2 * seconds(trial) <= limit_s]
     if in_time and answer.capacity_tokens is not None:
-        assert answer.capacity_tokens >= 0.75 * max(in_time) * STEP
+        assert answer.capacity_tokens >= 0.75 * max(in_time)
 
 
 def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_again_in_full():
@@ -142,10 +132,9 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
         """Full trials past 20 steps of the grid hang, whatever their forecast says."""
 
         def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
-            hangs = spec.length_tokens > 20 * STEP and not spec.is_memory_only
-            return TimedRunner(
-                fits_up_to(50 * STEP), step_time=lambda _: 1e9 if hangs else 0.01, timeout_s=LIMIT_S
-            ).run(spec)
+            hangs, law = spec.length_tokens > 20 * STEP, fits_up_to(50 * STEP)
+            taken_s = 1e9 if hangs and not spec.is_memory_only else 0.01
+            return TimedRunner(law, step_time=lambda _: taken_s, timeout_s=LIMIT_S).run(spec)
 
     events = events_of(ask(), Slow())
     trials, answer = finished(events), answer_of(events)
@@ -185,9 +174,8 @@ def test_a_full_trial_that_runs_out_of_memory_where_a_memory_only_one_did_not_is
             return TimedRunner(law, step_time=steps_at(1e14), timeout_s=LIMIT_S).run(spec)
 
     def hint(question: Question, cell: Cell, usable_bytes: int) -> MemoryLine:
-        return MemoryLine(
-            0, (usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters) / (100 * STEP)
-        )
+        left_bytes = usable_bytes - STATE_BYTES_PER_PARAMETER * MODEL.shape.parameters
+        return MemoryLine(0, left_bytes / (100 * STEP))
 
     answer = answer_of(list(search_cells(ask(device_total_bytes=100 * GIB), Leaky(), line_of=hint)))
     assert answer.reach_tokens == 100 * STEP
@@ -205,42 +193,18 @@ def test_confirmation_repeats_the_kind_of_trial_that_it_confirms(confirm):
     assert answer.memory_only is not None
 
 
-def test_a_forecast_scales_the_steps_and_leaves_the_rest():
-    trials = FullTrials(ask(), ask().cells[0], LIMIT_S)
-    assert trials.expected_s(STEP) is None
-    result = TimedRunner(fits_up_to(9 * STEP), step_time=lambda _: 10.0, timeout_s=LIMIT_S).run(
-        ask().trial(ask().cells[0], STEP)
-    )
-    trials.tell(STEP, result)
-    longer, shorter = (
-        step_flops(MODEL.shape, length_tokens=tokens, sequences=1, settings=Settings())
-        for tokens in (4 * STEP, STEP)
-    )
-    growth = longer / shorter
-    assert trials.expected_s(4 * STEP) == pytest.approx(20 * growth)
-    assert trials.expected_s(STEP) == 0
-    index = trials.next_index(GRID_SIZE, lambda i: i * STEP)
-    assert index is not None
-    assert index <= TOLD_WITHIN
-    assert not trials.exceeds(index * STEP)
-
-
 def test_no_full_trial_is_made_above_one_that_ran_out_of_memory():
     trials, spec = FullTrials(ask(), ask().cells[0], LIMIT_S), ask().trial(ask().cells[0], STEP)
     gpu = TimedRunner(fits_up_to(40 * STEP), step_time=lambda _: 0.01, timeout_s=LIMIT_S)
     for index in (20, 60, 50):
-        length_tokens = index * STEP
-        trials.tell(
-            length_tokens, gpu.run(msgspec.structs.replace(spec, length_tokens=length_tokens))
-        )
+        longer = msgspec.structs.replace(spec, length_tokens=index * STEP)
+        trials.tell(longer.length_tokens, gpu.run(longer))
     assert trials.next_index(100, lambda i: i * STEP) == 49
 
 
 def study_of(capacity: int, flops_per_s: float) -> Study:
-    question = ask()
-    return Study(
-        question=question, answers=(answer_of(events_of(question, runner(capacity, flops_per_s))),)
-    )
+    answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
+    return Study(question=ask(), answers=(answer,))
 
 
 def test_tables_lines_and_json_keep_the_two_apart():
@@ -254,12 +218,10 @@ def test_tables_lines_and_json_keep_the_two_apart():
     assert f"{answer.capacity_tokens:,}* " in row
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
-    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in (
-        published_line(study.question, answer.cell, answer) or ""
-    )
-    assert f"{answer.capacity_tokens}* (409600* memory-only)" in "".join(
-        map(published_text, published_tables([study]))
-    )
+    line = published_line(study.question, answer.cell, answer) or ""
+    assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in line
+    published = "".join(map(published_text, published_tables([study])))
+    assert f"{answer.capacity_tokens}* (409600* memory-only)" in published
 
 
 def test_the_exit_code_of_a_memory_only_answer_is_that_of_an_answer():

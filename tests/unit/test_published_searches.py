@@ -56,14 +56,10 @@ def test_the_order_of_the_cells_hardly_matters(table, reordering):
     runner = simulated(table)
     trials = 0
     for question in table.questions:
-        by_layout = [
-            cell
-            for layout in dict.fromkeys(c.layout for c in question.cells)
-            for cell in question.cells
-            if cell.layout == layout
-        ]
-        cells = tuple(reversed(question.cells)) if reordering is reversed else tuple(by_layout)
-        asked = msgspec.structs.replace(question, cells=cells)
+        layouts = list(dict.fromkeys(cell.layout for cell in question.cells))
+        by_layout = sorted(question.cells, key=lambda cell: layouts.index(cell.layout))
+        cells = reversed(question.cells) if reordering is reversed else by_layout
+        asked = msgspec.structs.replace(question, cells=tuple(cells))
         events = search_cells(asked, runner, line_of=unknown_trainer_line)
         trials += sum(answer.trials for answer in answers_among(events))
     assert trials <= 280
@@ -78,21 +74,6 @@ def test_a_cell_that_is_unknown_is_left_out(tmp_path):
     )
     [question] = read_capacity_table(path).questions
     assert [cell.layout.gpus for cell in question.cells] == [2]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "model,length\n",
-        "gpu,settings,gpus,sp,model,max_model_len\nA100-80GB,warp,1,1,Qwen3-4B,4096\n",
-    ],
-)
-def test_a_file_that_is_no_capacity_table_is_refused(tmp_path, text):
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=r"table\.csv is not a"):
-        read_capacity_table(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
@@ -115,10 +96,8 @@ def test_the_same_cells_of_two_kinds_of_gpu_have_their_own_answers(tmp_path):
         "A100-80GB,env,1,1,Qwen3-0.6B,4096\nB200,env,1,1,Qwen3-0.6B,8192\n"
     )
     table = read_capacity_table(path)
-    assert [table.known_tokens(question, question.cells[0]) for question in table.questions] == [
-        4096,
-        8192,
-    ]
+    known = [table.known_tokens(question, question.cells[0]) for question in table.questions]
+    assert known == [4096, 8192]
 
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 """Placement on a Ray cluster: which nodes a search runs on, and which of them holds a trial."""
 
 import socket
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from highwater.trials.inputs import ModelFiles, model_files
 from highwater.trials.ray_job import Demand, Needs, Node, loss_reason, read_node
 from highwater.trials.ray_runner import Placement, choose, cluster_at, demand_of
 from highwater.units import GIB
-from places import machine_with, question_of
+from places import H200, machine_with, question_of
 from tiny_models import write_model
 
 QUESTION = question_of(gpus=[1, 2, 4])
@@ -25,36 +26,18 @@ L4 = "NVIDIA L4"
 ANYTHING = Needs(on_gpus=False, model=ModelFiles(directory="model", sizes={}))
 
 
-def node(
-    name: str,
-    *,
-    gpus: int = 0,
-    cpus: float = 8.0,
-    memory_bytes: int = 64 * GIB,
-    kind: str | None = None,
-    torch: str = "2.13.0",
-    problem: str | None = None,
-) -> Node:
-    machine = machine_with(gpus)
-    if kind is not None:
-        machine = msgspec.structs.replace(
-            machine, gpus=tuple(msgspec.structs.replace(gpu, name=kind) for gpu in machine.gpus)
-        )
-    machine = msgspec.structs.replace(machine, versions={"torch": torch})
-    return Node(
-        node_id=name,
-        cpus=cpus,
-        gpus=gpus,
-        memory_bytes=memory_bytes,
-        machine=None if problem else machine,
-        problem=problem,
-    )
+def node(name: str, *, gpus: int = 0, kind: str = H200.name, **fields: Any) -> Node:
+    """A node of a cluster; ``fields`` are its own, but for the version of its torch."""
+    versions = {"torch": fields.pop("torch", "2.13.0")}
+    machine = msgspec.structs.replace(machine_with(gpus, name=kind), versions=versions)
+    usual = {"cpus": 8.0, "memory_bytes": 64 * GIB, "problem": None}
+    seen = None if fields.get("problem") else machine
+    return Node(**{"node_id": name, "gpus": gpus, "machine": seen, **usual, **fields})
 
 
 def demand(gpus: int = 1, *, whole_node: bool = False, memory_bytes: int = GIB) -> Demand:
-    return Demand(
-        gpus=gpus, cpus=float(gpus or 1), memory_bytes=memory_bytes, whole_node=whole_node
-    )
+    kept = {"memory_bytes": memory_bytes, "whole_node": whole_node}
+    return Demand(gpus=gpus, cpus=float(gpus or 1), **kept)
 
 
 def names(nodes: tuple[Node, ...]) -> list[str]:
@@ -85,17 +68,15 @@ def test_two_versions_of_torch_are_not_in_one_study():
     assert any("torch 2.12.0 left out" in note for note in chosen.notes)
 
 
-def test_a_cluster_without_a_node_for_trials_says_what_each_lacks():
-    nodes = [node("a", problem="torch is not installed"), node("b", cpus=0)]
-    with pytest.raises(MachineError, match=r"torch is not installed.*Ray hands out no CPU"):
-        choose(nodes, "cpu", None)
-
-
 def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu():
+    """Where no node is left, each says what it lacks."""
     nodes = [node("a", gpus=8, problem="torch is built without CUDA"), node("b")]
     with pytest.raises(MachineError, match=r"built without CUDA.*node b is left out: it has no"):
         choose(nodes, None, None)
     assert names(choose(nodes, "cpu", None).nodes) == ["b"]
+    nodes = [node("a", problem="torch is not installed"), node("b", cpus=0)]
+    with pytest.raises(MachineError, match=r"torch is not installed.*Ray hands out no CPU"):
+        choose(nodes, "cpu", None)
 
 
 def test_small_trials_share_a_node_so_that_another_stays_free():

@@ -2,7 +2,10 @@
 what would do where none does.
 """
 
+import itertools
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,19 +16,23 @@ from hypothesis import strategies as st
 import highwater
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.memory.question import memory_limit_of
-from highwater.memory.trainers import predict_by_formula
+from highwater.memory.capacity import CellPrediction, MemoryLimit
+from highwater.memory.question import memory_limit_of, predicted_question
+from highwater.memory.trainers import calibration_of, predict_by_formula
 from highwater.nouns.cells import simplicity
-from highwater.nouns.recommendation import Candidate
-from highwater.nouns.study import default_headroom_bytes
+from highwater.nouns.cluster import cluster
+from highwater.nouns.recommendation import Aim, Candidate, Recommendation
+from highwater.nouns.study import Cell, default_headroom_bytes
+from highwater.nouns.trainer import OURS
 from highwater.pages.recommendation_tables import next_rungs, recommendation_tables, rung_list
 from highwater.pages.table import plain_table
-from highwater.recommendation.candidates import Goal, first_fit, predicted_candidates
+from highwater.recommendation.candidates import Goal, predicted_candidates
 from highwater.recommendation.recommend import recommend
 from highwater.trainers import trinity as trinity
 from highwater.trials.probe import gpus_meant
-from highwater.units import GIB, format_bytes, format_tokens
+from highwater.units import GIB, MIB, format_bytes, format_tokens
 from places import examples
+from tiny_models import WIDE_HEADS, write_model
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
 H20S = {"model": "Qwen3-8B", "gpus": "4xH20-96GB"}
@@ -49,20 +56,15 @@ def place(candidate: Candidate) -> tuple[str, int, bool]:
 
 def test_every_rung_has_every_degree_that_divides_gpus_and_heads_with_either_budget():
     found = recommend(length="64k", **H20S, **TWO)
-    rungs = ("vanilla", "Env", "Env + chunked")
-    rungs += ("Env + Offload-states", "Env + Offload-states + chunked")
-    rungs += ("Env + Offload", "Env + Offload + chunked")
-    on_host = ("Env", "Env + Offload-states", "Env + Offload")
-    rungs += tuple(
-        f"{each} + activations-on-host{loss}" for each in on_host for loss in ("", " + chunked")
-    )
-    assert {place(each) for each in found.candidates} == {
-        (r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)
-    }
+    offloaded = ("Env", "Env + Offload-states", "Env + Offload")
+    losses = ("", " + chunked")
+    rungs = ["vanilla", *(f"{each}{loss}" for each in offloaded for loss in losses)]
+    rungs += [f"{each} + activations-on-host{loss}" for each in offloaded for loss in losses]
+    every = {(r, d, low) for r in rungs for d in (1, 2, 4) for low in (False, True)}
+    assert {place(each) for each in found.candidates} == every
     six = recommend("Qwen3-8B", gpus="6xH20-96GB", length="8k")
-    assert {each.cell.layout.ulysses_degree for each in six.candidates} == {1, 2}, (
-        "3 and 6 do not divide 32 heads"
-    )
+    degrees = {each.cell.layout.ulysses_degree for each in six.candidates}
+    assert degrees == {1, 2}, "3 and 6 do not divide 32 heads"
 
 
 def test_candidates_are_in_the_order_of_simplicity_and_a_lowered_budget_comes_before_offload():
@@ -85,11 +87,8 @@ def test_the_chosen_rung_is_the_first_in_order_that_fits(where, length):
     fitting = [each for each in found.candidates if each.fits]
     assert found.chosen == (fitting[0] if fitting else None)
     assert not any(each.fits for each in found.earlier)
-    assert (
-        *found.earlier,
-        *([found.chosen] if found.chosen else []),
-        *found.later,
-    ) == found.candidates
+    chosen = [found.chosen] if found.chosen else []
+    assert (*found.earlier, *chosen, *found.later) == found.candidates
     assert (found.alternatives == ()) == bool(fitting)
 
 
@@ -104,39 +103,25 @@ def test_a_shorter_length_never_needs_a_less_simple_rung(where, one, other):
 
 
 def test_the_upper_end_decides_where_the_prediction_itself_would_fit():
-    edge = next(
-        each
-        for each in highwater.predict("Qwen3-4B", gpus="H200-141GB").cells
-        if each.likely_tokens > each.capacity_tokens
-    )
-    found = recommend(
-        "Qwen3-4B", gpus="H200-141GB", length=edge.likely_tokens, sequences_per_micro_batch=1
-    )
+    cells = highwater.predict("Qwen3-4B", gpus="H200-141GB").cells
+    edge = next(each for each in cells if each.likely_tokens > each.capacity_tokens)
+    asked = {"gpus": "H200-141GB", "sequences_per_micro_batch": 1}
+    found = recommend("Qwen3-4B", length=edge.likely_tokens, **asked)
     assert not next(each for each in found.candidates if each.cell == edge.cell).fits
 
 
 def test_the_command_that_is_named_predicts_that_cell():
     here = {"gpu_memory": "60GiB", "headroom": "2GiB", "reserved": "5GiB", "host_memory": "200GiB"}
     asked = [{**H20S, **here, "strategy": strategy} for strategy in ("fsdp", "fsdp2")]
+    named = ("length", "gpu_memory", "host_memory", "reserved", "allocator", "loss", "headroom")
+    usual = {"offload": False, "strategy": "fsdp2", "sequences_per_micro_batch": 1}
     offloads = set()
     for one in [one for each in asked for one in recommend(length="32k", **each).candidates[::7]]:
         offloads.add(one.cell.settings.offload)
-        words = parse(shlex.split(one.found_in)[1:])
-        again = highwater.predict(
-            words.model,
-            gpus=words.cluster,
-            length=words.length,
-            gpu_memory=words.gpu_memory,
-            host_memory=words.host_memory,
-            reserved=words.reserved,
-            allocator=words.allocator,
-            loss=words.loss,
-            offload=getattr(words, "offload", False),
-            strategy=getattr(words, "strategy", "fsdp2"),
-            headroom=words.headroom,
-            ulysses=words.ulysses,
-            sequences_per_micro_batch=getattr(words, "sequences_per_micro_batch", 1),
-        )
+        words = vars(parse(shlex.split(one.found_in)[1:]))
+        typed = {name: words[name] for name in (*named, "ulysses")}
+        typed |= {name: words.get(name, value) for name, value in usual.items()}
+        again = highwater.predict(words["model"], gpus=words["cluster"], **typed)
         predicted = next(each for each in again.cells if each.cell == one.cell)
         assert predicted.headroom_bytes == one.headroom_bytes
     assert offloads == {False, "states", True}
@@ -148,21 +133,19 @@ def test_a_token_budget_of_two_sequences_is_lowered_to_a_single_one(length):
         degree, count = each.cell.layout.ulysses_degree, 1 if each.is_lowered else 2
         assert each.token_budget_tokens == -(-count * length // degree)
         assert each.cell.settings.sequences_per_micro_batch == count
-        by_budget = msgspec.structs.replace(
-            each.cell.settings, token_budget_tokens=each.token_budget_tokens
-        )
+        budget = {"token_budget_tokens": each.token_budget_tokens}
+        by_budget = msgspec.structs.replace(each.cell.settings, **budget)
         assert by_budget.sequences(length, context_degree=degree) >= count
 
 
 def test_a_budget_of_one_sequence_and_of_one_pair_cannot_be_lowered():
-    assert not any(
-        each.is_lowered
-        for each in recommend(length="8k", sequences_per_micro_batch=1, **H20S).candidates
-    )
-    pairs = recommend(length="8k", objective="rw", **H20S)
-    assert {each.cell.settings.sequences_per_micro_batch for each in pairs.candidates} == {2}
-    four = recommend(length="8k", objective="rw", sequences_per_micro_batch=4, **H20S)
-    assert {each.cell.settings.sequences_per_micro_batch for each in four.candidates} == {2, 4}
+    def sequences(**settings: object) -> set[int]:
+        found = recommend(length="8k", **settings, **H20S).candidates
+        return {each.cell.settings.sequences_per_micro_batch for each in found}
+
+    assert sequences(sequences_per_micro_batch=1) == {1}
+    assert sequences(objective="rw") == {2}
+    assert sequences(objective="rw", sequences_per_micro_batch=4) == {2, 4}
 
 
 def test_each_earlier_rung_says_what_it_lacks():
@@ -202,30 +185,25 @@ def test_the_next_rungs_are_those_that_train_longer():
 
 
 def test_gpus_for_rollout_are_not_the_trainers():
-    found, alone = (
-        recommend(length="16k", rollout_gpus=2, **H20S),
-        recommend("Qwen3-8B", gpus="2xH20-96GB", length="16k"),
-    )
+    found = recommend(length="16k", rollout_gpus=2, **H20S)
     assert (found.gpus, found.rollout_gpus) == (2, 2)
+    alone = recommend("Qwen3-8B", gpus="2xH20-96GB", length="16k")
     assert found.candidates == alone.candidates
     text = plain_table(rung_list(found, is_explained=True))
-    assert " 2 x H20-96GB, " in text.splitlines()[0]
-    assert " 2 for rollout" in text.splitlines()[0]
+    assert re.search(r"^.* 2 x H20-96GB, .* 2 for rollout", text)
     assert "2 of 4 roll out" in text
 
 
 def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
     """At the length that nothing set only just holds, expandable segments are taken."""
-    longest = {
-        each.cell.settings.label: each
-        for each in highwater.predict(**H20S, ulysses=[1], headroom=0).cells
-    }
-    tokens = longest["vanilla"].capacity_tokens
-    found = recommend(length=tokens, **H20S, ulysses=[1])
+    cells = highwater.predict(**H20S, ulysses=[1], headroom=0).cells
+    (vanilla,) = (each for each in cells if each.cell.settings.label == "vanilla")
+    at_its_edge = {"length": vanilla.capacity_tokens, "ulysses": [1], **H20S}
+    found = recommend(**at_its_edge)
     assert found.chosen is not None
     assert found.chosen.risk == "safe"
     assert found.chosen.headroom_bytes >= default_headroom_bytes(found.device_bytes)
-    asked = recommend(length=tokens, **H20S, ulysses=[1], headroom=0).chosen
+    asked = recommend(**at_its_edge, headroom=0).chosen
     assert asked is not None
     assert asked.cell.settings.label == "vanilla"
 
@@ -248,12 +226,8 @@ def test_yarn_begins_past_the_native_length_and_comes_with_a_warning():
     assert recommend(length=40_960, **H20S).yarn is None
     found = recommend(length=65_536, **H20S)
     assert found.yarn.factor == 65_536 / 40_960
-    assert found.yarn.rope_parameters == {
-        "rope_theta": 1_000_000,
-        "rope_type": "yarn",
-        "factor": 1.6,
-        "original_max_position_embeddings": 40_960,
-    }
+    yarn = {"rope_type": "yarn", "factor": 1.6, "original_max_position_embeddings": 40_960}
+    assert found.yarn.rope_parameters == yarn | {"rope_theta": 1_000_000}
     assert found.yarn.max_position_embeddings == 65_536
 
     def explained(what):
@@ -290,14 +264,8 @@ at their longest."""
 def goal_of(model: str, gpus: str, length_tokens: int) -> Goal:
     where = gpus_meant(gpus, None)
     limit = memory_limit_of(where, host_memory="1TiB", reserved=0)
-    return Goal(
-        model=model,
-        where=where,
-        trainer="trinity",
-        length_tokens=length_tokens,
-        memory_limit=limit,
-        settings={},
-    )
+    asked = {"model": model, "length_tokens": length_tokens, "settings": {}}
+    return Goal(**asked, where=where, trainer="trinity", memory_limit=limit)
 
 
 @pytest.mark.parametrize(("model", "gpus", "length_tokens"), ASKED)
@@ -320,17 +288,6 @@ def test_what_is_recommended_is_what_is_predicted(model, gpus, length_tokens):
             assert candidate.lacks_bytes == at.lacks_bytes
 
 
-@pytest.mark.parametrize(("model", "gpus", "length_tokens"), ASKED)
-def test_the_first_that_fits_is_the_simplest_of_all_that_do(model, gpus, length_tokens):
-    goal = goal_of(model, gpus, length_tokens)
-    simplest = next((each for each in predicted_candidates(goal) if each.fits), None)
-    first = first_fit(goal)
-    assert (first is None) == (simplest is None)
-    if first is not None and simplest is not None:
-        assert first.cell == simplest.cell
-        assert first.headroom_bytes == simplest.headroom_bytes
-
-
 def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     replays: list[tuple[object, ...]] = []
     replay_trace = trinity.replay_trace
@@ -343,14 +300,114 @@ def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     monkeypatch.setattr(trinity, "replay_trace", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
-    # what was recommended when every cell was replayed for all that a prediction tells
-    chosen = found.chosen
-    assert chosen is not None
-    assert (chosen.cell.layout.ulysses_degree, chosen.is_lowered) == (4, True)
-    assert chosen.headroom_bytes == 2_967_050_649
-    assert [(each.capacity_tokens, each.headroom_bytes) for each in found.candidates[:12]] == [
-        *((12_288, -187_534_042_727), (12_288, -172_315_010_663), (20_480, -84_786_177_639)),
-        *((24_576, -71_119_038_055), (51_200, -27_265_492_583), (51_200, -19_717_842_535)),
-        *((24_576, -82_101_823_079), (28_672, -69_508_425_319), (51_200, -27_265_492_583)),
-        *((51_200, -19_717_842_535), (102_400, 2_967_050_649), (102_400, 5_955_492_249)),
-    ]
+    assert found.chosen is not None
+    assert found.chosen.headroom_bytes == 2_967_050_649
+
+
+LAYERS = 5
+QUESTIONS = (
+    (1, 8, 2.5, 1),
+    (2, 8, 3.0, 4),
+    (2, 32, 4.5, 16),
+    (1, 32, 7.0, 1),
+    (4, 128, 7.5, 64),
+    (4, 512, 3.0, 64),
+)
+"""GPUs, thousands of tokens, GiB of each GPU and of the host: often only some plans fit."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {"num_hidden_layers": LAYERS, "max_position_embeddings": 1_000_000}
+    return str(write_model(tmp_path_factory.mktemp("model"), WIDE_HEADS, **sizes))
+
+
+def every_plan(cells: tuple[Cell, ...], kv_heads: int) -> Iterator[Cell]:
+    """Each cell with each recomputation, number of head groups and of last layers on the GPU."""
+    for cell in cells:
+        heads = kv_heads // cell.layout.ulysses_degree
+        groups = [each for each in range(1, heads + 1) if heads % each == 0]
+        counts = range(1, LAYERS + 1) if cell.settings.activations == "host" else (1,)
+        kinds = itertools.product(("layer", "all-but-attention"), groups, counts)
+        for recompute, number, layers in kinds:
+            yield cell.changed(
+                recompute=recompute, attention_head_groups=number, layers_on_gpu=layers
+            )
+
+
+def all_that_fit(
+    model: str, gpus: int, length: int, gpu_bytes: int, host_bytes: int
+) -> list[CellPrediction]:
+    where = cluster(f"{gpus}xH100", gpu_memory_bytes=gpu_bytes, machine=None)
+    question, _ = predicted_question(model, where, OURS, length, {"sequences_per_micro_batch": 1})
+    cells = tuple(every_plan(question.cells, question.model.shape.kv_heads))
+    question = msgspec.structs.replace(question, cells=cells)
+    limit = MemoryLimit(device_bytes=gpu_bytes, host_bytes=host_bytes)
+    known = calibration_of(question, OURS)
+    found = predict_by_formula(question, limit, OURS, known, asked="fit")
+    return [each for each in found if each.capacity_tokens]
+
+
+def test_the_best_plan_is_the_best_of_all_plans(model: str):
+    seen: set[str] = set()
+    for gpus, thousands, gpu_gib, host_gib in QUESTIONS:
+        length, gpu_bytes = thousands * 1024, round(gpu_gib * GIB)
+        host_bytes = host_gib * GIB + 300 * MIB
+        plans = all_that_fit(model, gpus, length, gpu_bytes, host_bytes)
+        aims: tuple[Aim, ...] = ("fastest", "lightest")
+        where = {"gpus": f"{gpus}xH100", "gpu_memory": gpu_bytes, "host_memory": host_bytes}
+        asked = {"length": length, "sequences_per_micro_batch": 1, **where}
+        found: dict[Aim, Recommendation] = {
+            aim: highwater.recommend(model, **asked, aim=aim) for aim in aims
+        }
+        if not plans:
+            assert not any(each.chosen and each.chosen.risk == "safe" for each in found.values())
+            seen.add("nothing")
+            continue
+        fastest, lightest = found["fastest"].chosen, found["lightest"].chosen
+        assert fastest is not None
+        assert fastest.step_time is not None
+        assert lightest is not None
+        rates = [plan.step.tokens_per_s for plan in plans if plan.step]
+        assert fastest.step_time.tokens_per_s == pytest.approx(max(rates), rel=1e-9)
+        by_cell = {plan.cell: plan.device_used_bytes for plan in plans}
+        assert by_cell[lightest.cell] == min(by_cell.values())
+        assert fastest.cell in by_cell
+        seen |= {fastest.cell.settings.recompute, fastest.cell.settings.activations}
+        seen |= {"groups"} if lightest.cell.settings.attention_head_groups > 1 else set()
+    assert seen >= {"all-but-attention", "gpu", "host", "groups", "nothing"}
+
+
+def test_what_is_named_stays(model: str):
+    found = highwater.recommend(
+        model, length="32k", gpus="2xH100", aim="lightest", recompute="layer", activations="gpu"
+    )
+    assert {c.cell.settings.recompute for c in found.candidates} == {"layer"}
+    assert {c.cell.settings.activations for c in found.candidates} == {"gpu"}
+
+
+@pytest.mark.parametrize("aim", ["fastest", "lightest"])
+def test_candidates_are_sorted_by_what_is_aimed_at(aim: Aim):
+    found = highwater.recommend("Qwen3-8B", length="128k", gpus="4xH100", aim=aim)
+    fitting = [each for each in found.candidates if each.fits]
+    assert len(fitting) > 4
+    assert found.chosen is not None
+    assert found.chosen is fitting[0]
+    every = [(each.cell.settings, each.cell.layout) for each in found.candidates]
+    kinds = {(it.offload, it.activations, it.recompute, layout) for it, layout in every}
+    assert len(kinds) == len(every)
+    if aim == "fastest":
+        rates = [each.step_time.tokens_per_s for each in fitting if each.step_time]
+        assert rates == sorted(rates, reverse=True)
+        assert found.chosen.cell.settings.recompute == "all-but-attention"
+
+
+def test_what_nobody_knows_is_refused(tmp_path: Path):
+    asked = {"length": "8k", "gpus": "4xH100"}
+    for problem, more in (
+        ("nobody knows how fast", {"gpu_memory": "70GiB", "gpus": "2", "aim": "fastest"}),
+        ("plans are of our own step", {"trainer": "trl", "aim": "lightest"}),
+        ("studies tell of a few", {"studies": [tmp_path / "study.json"], "aim": "fastest"}),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            highwater.recommend("Qwen3-8B", **asked | more)

@@ -24,12 +24,8 @@ from highwater.units import GIB, MIB
 from tables import table
 
 STUDY = Path(__file__).parents[2] / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
-HERE = {
-    "model": "Qwen3-0.6B",
-    "gpus": "H200-141GB",
-    "gpu_memory": "79.15GiB",
-    "sequences_per_micro_batch": 1,
-}
+HERE = {"model": "Qwen3-0.6B", "gpus": "H200-141GB", "gpu_memory": "79.15GiB"}
+HERE |= {"sequences_per_micro_batch": 1}
 """What the study's trials were about."""
 
 
@@ -37,15 +33,18 @@ def by_label(found: Recommendation) -> dict[str, Candidate]:
     return {each.label: each for each in found.candidates}
 
 
+def with_study(length: int, label: str = "nothing set, 1 GPU", **asked: str) -> Candidate:
+    """A rung as it is recommended beside the study."""
+    return by_label(recommend(length=length, studies=[STUDY], **asked, **HERE))[label]
+
+
 def test_what_a_study_measured_is_taken_and_the_rest_predicted():
     found = recommend(length=150_000, studies=[STUDY], **HERE)
     each = by_label(found)
     for label in ("nothing set, 1 GPU", "expandable, 1 GPU"):
-        assert each[label].source == "measured"
-        assert each[label].capacity_source == "measured"
-        assert each[label].capacity_tokens == 196_608
-        assert each[label].found_in == str(STUDY)
-        assert each[label].fits
+        rung = each[label]
+        assert (rung.source, rung.capacity_source, rung.fits) == ("measured", "measured", True)
+        assert (rung.capacity_tokens, rung.found_in) == (196_608, str(STUDY))
     assert each["expandable, chunked loss, 1 GPU"].source == "predicted"
     assert found.chosen == each["nothing set, 1 GPU"]
     text = plain_table(rung_list(found, is_explained=True))
@@ -56,45 +55,33 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
 def test_a_measured_answer_overrules_a_prediction_both_ways():
     predicted = by_label(recommend(length=190_000, **HERE))["nothing set, 1 GPU"]
     assert not predicted.fits, "the upper end is above what the GPU has"
-    found = by_label(recommend(length=190_000, studies=[STUDY], **HERE))["nothing set, 1 GPU"]
+    found = with_study(190_000)
     assert found.fits
-    assert found.headroom_bytes == 1_244_371_353, (
-        "what the longest trial left: less than this length leaves"
-    )
-    shown = plain_table(
-        recommendation_tables(recommend(length=190_000, studies=[STUDY], **HERE))[0]
-    )
-    assert re.search(r"1\.16 GiB .* 196,608 tokens", shown)
-    beyond = by_label(recommend(length=204_800, studies=[STUDY], **HERE))["nothing set, 1 GPU"]
-    assert beyond.fits is False
-    assert beyond.source == "measured"
-    assert beyond.lacks_bytes is None
+    left = found.headroom_bytes
+    assert left == 1_244_371_353, "what the longest trial left: less than this length leaves"
+    first, *_ = recommendation_tables(recommend(length=190_000, studies=[STUDY], **HERE))
+    assert re.search(r"1\.16 GiB .* 196,608 tokens", plain_table(first))
+    beyond = with_study(204_800)
+    assert (beyond.fits, beyond.source, beyond.lacks_bytes) == (False, "measured", None)
     assert beyond.capacity_tokens == 196_608
     tables = recommendation_tables(recommend(length=204_800, studies=[STUDY], **HERE))
-    assert any(
-        "out of memory" in row and "196,608*" in row for table in tables for row in table.rows
-    )
-
-
-def test_between_the_two_trials_of_an_edge_nobody_measured_so_it_is_predicted():
-    found = by_label(recommend(length=200_000, studies=[STUDY], **HERE))["expandable, 1 GPU"]
-    assert found.source == "predicted"
+    rows = [row for table in tables for row in table.rows]
+    assert any("out of memory" in row and "196,608*" in row for row in rows)
+    between = with_study(200_000, "expandable, 1 GPU")
+    assert between.source == "predicted", "nobody measured between the trials of an edge"
 
 
 def changed(**fields) -> Study:
     """The study with another answer for Env."""
     study = highwater.open_study(STUDY)
-    answers = tuple(
-        msgspec.structs.replace(answer, **fields) if answer.cell.settings.label == "Env" else answer
-        for answer in study.answers
-    )
+    vanilla, env = study.answers
+    answers = (vanilla, msgspec.structs.replace(env, **fields))
     return msgspec.structs.replace(study, answers=answers, trials=())
 
 
 def told(study: Study, length: int) -> Candidate | None:
-    return as_measured(
-        by_label(recommend(length=length, **HERE))["expandable, 1 GPU"], study, length
-    )
+    rung = by_label(recommend(length=length, **HERE))["expandable, 1 GPU"]
+    return as_measured(rung, study, length)
 
 
 @pytest.mark.parametrize("limit", ["ceiling", "time", "inconclusive"])
@@ -105,12 +92,8 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
 
 
 def test_what_is_proven_of_memory_alone_is_labelled():
-    study = changed(
-        memory_only=MemoryOnlyFit(
-            length_tokens=300_000, peak_reserved_bytes=None, headroom_bytes=7
-        ),
-        does_not_fit_tokens=304_000,
-    )
+    proof = MemoryOnlyFit(length_tokens=300_000, peak_reserved_bytes=None, headroom_bytes=7)
+    study = changed(memory_only=proof, does_not_fit_tokens=304_000)
     found = told(study, 250_000)
     assert (found.fits, found.is_memory_only, found.headroom_bytes) == (True, True, 7)
     assert not told(study, 196_608).is_memory_only
@@ -123,16 +106,12 @@ def test_host_memory_that_ran_out_is_named():
 
 def test_a_trial_of_the_very_length_counts_before_the_bracket():
     study = highwater.open_study(STUDY)
-    failed = next(
-        t
-        for t in study.trials
-        if t.spec.settings.label == "Env" and t.result.outcome is Outcome.OUT_OF_MEMORY
-    )
+    of_env = [each for each in study.trials if each.spec.settings.label == "Env"]
+    failed = next(t for t in of_env if t.result.outcome is Outcome.OUT_OF_MEMORY)
     spec = msgspec.structs.replace(failed.spec, length_tokens=100_000)
-    again = msgspec.structs.replace(
-        study, trials=(*study.trials, msgspec.structs.replace(failed, spec=spec))
-    )
+    shorter = msgspec.structs.replace(failed, spec=spec)
     assert told(study, 100_000).fits
+    again = msgspec.structs.replace(study, trials=(*study.trials, shorter))
     assert not told(again, 100_000).fits
 
 
@@ -142,15 +121,12 @@ def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconcl
     for length in (8_192, 196_608, 200_000, 204_800):
         assert told(unfinished, length) == told(study, length)
     assert told(msgspec.structs.replace(unfinished, trials=()), 8_192) is None
-    assert (
-        told(changed(capacity_tokens=None, does_not_fit_tokens=None, limit="inconclusive"), 8192)
-        is None
-    )
+    unknown = {"capacity_tokens": None, "does_not_fit_tokens": None, "limit": "inconclusive"}
+    assert told(changed(**unknown), 8192) is None
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
-    table("recommendation_from_studies", "a_study_of_something_else"),
+    ("asked", "why"), table("recommendation_from_studies", "a_study_of_something_else")
 )
 def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
     found = recommend(length="8k", studies=[STUDY], **(HERE | asked))
@@ -159,31 +135,24 @@ def test_a_study_of_something_else_is_not_used_and_a_note_says_why(asked, why):
 
 
 def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_left():
-    found = recommend(length=196_608, studies=[STUDY], headroom="1200MiB", **HERE)
+    asked = {"studies": [STUDY], "headroom": "1200MiB", **HERE}
+    found = recommend(length=196_608, **asked)
     vanilla, env = (by_label(found)[label] for label in ("nothing set, 1 GPU", "expandable, 1 GPU"))
     assert (vanilla.fits, vanilla.source, vanilla.capacity_tokens) == (False, "measured", 188_416)
     assert vanilla.lacks_bytes == 1200 * MIB - 1_244_371_353
-    assert env.fits is True
-    assert env.source == "measured"
-    assert env.capacity_tokens == 196_608
+    assert (env.fits, env.source, env.capacity_tokens) == (True, "measured", 196_608)
     assert env.headroom_bytes == 1_328_257_433
     assert found.chosen == env
     rows = [row for table in recommendation_tables(found) for row in table.rows]
     assert any(re.search(r"at least 13\.3 MiB", " ".join(row)) for row in rows)
-    beyond = by_label(recommend(length=204_800, studies=[STUDY], headroom="1200MiB", **HERE))[
-        "nothing set, 1 GPU"
-    ]
-    assert (beyond.fits, beyond.source, beyond.lacks_bytes) == (False, "measured", None), (
-        "it ran out of memory"
-    )
-    between = by_label(recommend(length=192_512, studies=[STUDY], headroom="1200MiB", **HERE))[
-        "nothing set, 1 GPU"
-    ]
+    beyond = with_study(204_800, headroom="1200MiB")
+    ran_out = (beyond.fits, beyond.source, beyond.lacks_bytes)
+    assert ran_out == (False, "measured", None), "it ran out of memory"
+    between = with_study(192_512, headroom="1200MiB")
     assert between.source == "predicted", "nobody tried it"
-    none = recommend(length=150_000, studies=[STUDY], headroom="60GiB", **HERE)
-    assert {each.source for each in none.candidates} == {"predicted"}, (
-        "no trial left so much: shorter ones were not tried"
-    )
+    none = recommend(length=150_000, **asked | {"headroom": "60GiB"})
+    sources = {each.source for each in none.candidates}
+    assert sources == {"predicted"}, "no trial left so much: shorter ones were not tried"
 
 
 @pytest.mark.corpus
@@ -191,43 +160,39 @@ def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_lef
 @pytest.mark.parametrize("margin", [0, GIB // 2, 4 * GIB])
 def test_with_any_margin_a_study_says_of_its_own_lengths_what_its_trials_said(path, margin):
     study = with_margin(highwater.open_study(path), margin)
-    told = [
-        trial for trial in study.trials if trial.result is not None and trial.result.outcome.tells
-    ]
+    told = [t for t in study.trials if t.result is not None and t.result.outcome.tells]
     for cell in study.question.cells:
-        own = [t for t in told if (t.spec.layout, t.spec.settings) == (cell.layout, cell.settings)]
+        fits: dict[int, bool] = {}
+        for trial in told:
+            spec, counts = trial.spec, study.question.counts_as_fit(trial.result)
+            if (spec.layout, spec.settings) == (cell.layout, cell.settings):
+                fits[spec.length_tokens] = fits.get(spec.length_tokens, True) and counts
         for each in cell_capacities(study, cell):
-            for length in {trial.spec.length_tokens for trial in own}:
-                fit = all(
-                    study.question.counts_as_fit(trial.result)
-                    for trial in own
-                    if trial.spec.length_tokens == length
-                )
-                assert each.fits(length) in (fit, None)
+            assert all(each.fits(length) in (fit, None) for length, fit in fits.items())
             assert each.capacity_tokens == 0 or each.fits(each.capacity_tokens)
 
 
 def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
-    assert {
-        each.source
-        for each in recommend(length="8k", studies=[STUDY], host_memory="1MiB", **HERE).candidates
-    } == {"predicted"}
+    found = recommend(length="8k", studies=[STUDY], host_memory="1MiB", **HERE)
+    assert {each.source for each in found.candidates} == {"predicted"}
 
 
-def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing():
-    study, memory_limit = highwater.open_study(STUDY), MemoryLimit(device_bytes=84_986_665_369)
-    changes = (
-        ({"simulated": True}, "simulated"),
-        ({"device": "cpu"}, "on the CPU"),
-        ({"data": "texts.py:read"}, "of their own"),
-    )
-    for change, why in changes:
-        other = msgspec.structs.replace(
-            study, question=msgspec.structs.replace(study.question, **change)
-        )
-        assert why in obstacle(
-            other, model=study.question.model, device_name="H200-141GB", memory_limit=memory_limit
-        )
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("simulated", True, "simulated"),
+        ("device", "cpu", "on the CPU"),
+        ("data", "a:b", "their own"),
+    ],
+)
+def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing(
+    name, value, why
+):
+    study, limit = highwater.open_study(STUDY), MemoryLimit(device_bytes=84_986_665_369)
+    question = msgspec.structs.replace(study.question, **{name: value})
+    other = msgspec.structs.replace(study, question=question)
+    asked = {"model": question.model, "device_name": "H200-141GB", "memory_limit": limit}
+    assert why in obstacle(other, **asked)
 
 
 def test_a_step_is_timed_by_a_trial_and_predicted_without_one():
@@ -247,11 +212,8 @@ def test_a_step_of_another_length_is_predicted_at_the_same_flops_a_second_and_sa
     found = recommend(length=100_000, studies=[STUDY], **HERE)
     step = by_label(found)["expandable, 1 GPU"].step_time
     shape, cell = load_model("Qwen3-0.6B").shape, by_label(found)["expandable, 1 GPU"].cell
-    measured = step.measured_length_tokens
-    here, there = (
-        step_flops(shape, length_tokens=n, sequences=2, settings=cell.settings)
-        for n in (100_000, measured)
-    )
+    measured, two = step.measured_length_tokens, {"sequences": 2, "settings": cell.settings}
+    here, there = (step_flops(shape, length_tokens=n, **two) for n in (100_000, measured))
     assert step.source == "predicted"
     assert here / step.time_s == pytest.approx(there * step.tokens_per_s / (2 * measured))
     assert "tokens/s, measured at" in "\n".join(map(plain_table, recommendation_tables(found)))

@@ -1,47 +1,49 @@
-"""Requests: flags, files and keywords are read in one place, and every mistake is answered with
-what works.
+"""Requests: flags, files and keywords are read in one place, numbers of the loss and words of
+others among them, and every mistake is answered with what works.
 """
 
 import ast
 import re
+from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
+from studies import report_of
 
 import highwater
 from highwater.cli.flags import typed_values
-from highwater.cli.grammar import parse
+from highwater.cli.grammar import commands, foreign_words, parse
 from highwater.errors import UsageError
-from highwater.nouns.request import DECLARED, Request, request_from
+from highwater.model.footprint import host_state_bytes, step_flops
+from highwater.model.model import load_model
+from highwater.nouns.hyperparameters import DEFAULTS, NAMES, Hyperparameters
+from highwater.nouns.layout import Layout
+from highwater.nouns.objective import TRAITS, without_reference
+from highwater.nouns.request import TOPICS, Request, request_from, taken_by
 from highwater.nouns.settings import Settings
+from highwater.nouns.study import Study
 from highwater.pages.study_commands import find_words, try_words
+from highwater.pages.study_page import question_table
 from highwater.recommendation.candidates import query_of_prediction
 from highwater.search.cell_outcomes import SearchEvent, TrialFinished
 from places import question_of
 from tables import table
 from trial_specs import answers_among
 
+SOLD_BY = "memory size '80GB' is what cards are sold by, and their drivers report less"
+
 
 def test_typed_text_becomes_numbers():
-    request = request_from(
-        {
-            "model": "Qwen3-0.6B",
-            "gpus": ["1", "2"],
-            "confirm": "2",
-            "memory": "79.15GiB",
-            "timeout": "90s",
-        }
-    )
-    assert request.gpus == (1, 2)
-    assert request.confirm == 2
-    assert request.memory_bytes == 84986665369
-    assert request.timeout_s == 90.0
+    typed = {"gpus": ["1", "2"], "confirm": "2", "memory": "79.15GiB", "timeout": "90s"}
+    request = request_from({"model": "Qwen3-0.6B", **typed})
+    assert (request.gpus, request.confirm) == ((1, 2), 2)
+    assert (request.memory_bytes, request.timeout_s) == (84986665369, 90.0)
 
 
 @pytest.mark.parametrize(
-    ("values", "said", "hint"),
-    table("request", "a_mistake_is_told_in_the_users_words"),
+    ("values", "said", "hint"), table("request", "a_mistake_is_told_in_the_users_words")
 )
 def test_a_mistake_is_told_in_the_users_words_with_the_nearest_thing_that_works(values, said, hint):
     with pytest.raises(UsageError, match=re.escape(said)) as refusal:
@@ -67,21 +69,17 @@ def test_a_wrong_type_of_any_setting_is_answered_with_a_line_or_a_keyword_that_w
 
 
 @pytest.mark.parametrize("value", [1, [1], (1,)])
-def test_one_number_is_a_list_of_one(value):
-    assert request_from({"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}).gpus == (1,)
-    assert request_from(
-        {"model": "Qwen3-0.6B", "gpus": 1, "ulysses": 1}, config_file="study.yaml"
-    ).ulysses == (1,)
+@pytest.mark.parametrize("origin", [{}, {"config_file": "study.yaml"}], ids=str)
+def test_one_number_is_a_list_of_one(value, origin):
+    named = {"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}
+    request = request_from(named, **origin)
+    assert (request.gpus, request.ulysses) == ((1,), (1,))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (
-            "memory",
-            "80GB",
-            "memory size '80GB' is what cards are sold by, and their drivers report less",
-        ),
+        ("memory", "80GB", SOLD_BY),
         ("headroom", "some", "headroom: 'some' is not a memory size"),
         ("start_length", "1", "start_length: a start length of 1 token"),
         ("timeout", "soon", "timeout: 'soon' is not a time"),
@@ -135,19 +133,6 @@ def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone
         request_from({key: value for key, value in both.items() if key != name}, **origin)
 
 
-def test_a_request_names_a_model():
-    with pytest.raises(UsageError, match="no model is named"):
-        request_from({"gpus": ["1"]})
-
-
-@pytest.mark.parametrize(
-    ("name", "allowed"),
-    [("loss", {"full", "chunked"}), ("device", {"cuda", "cpu"}), ("memory", set())],
-)
-def test_the_choices_of_a_setting_are_known(name, allowed):
-    assert set(DECLARED[name].choices) == allowed
-
-
 def test_the_question_of_one_micro_batch_is_another_one_whose_rungs_say_so():
     one, several = question_of(micro_batches=1), question_of()
     assert one.key != several.key
@@ -175,41 +160,252 @@ def test_settings_that_say_otherwise_than_the_count_are_refused():
             msgspec.structs.replace(spec, **wrong).__post_init__()
 
 
-def test_an_interval_says_that_no_trial_had_one_micro_batch():
-    asked = {"gpus": "1xH200-141GB", "length": "32k", "loss": "chunked"}
-    one = highwater.predict("Qwen3-1.7B", micro_batches=1, **asked)
-    several = highwater.predict("Qwen3-1.7B", micro_batches=3, **asked)
-    assert one.calibration is not None
-    assert several.calibration is not None
-    assert set(one.calibration.unlike) - set(several.calibration.unlike) == {
-        "one micro-batch a step"
-    }
-    assert one.calibration.factors == several.calibration.factors
-
-
 def test_what_a_guide_asks_again_of_a_prediction_has_one_micro_batch():
     found = highwater.predict("Qwen3-1.7B", gpus="1xH200-141GB", micro_batches=1)
     query = query_of_prediction(found)
     assert query is not None
     assert ("micro_batches", 1) in query.settings
-    assert ("--micro-batches", "1") in zip(
-        *(query.words(gpus=1, length_tokens=8192)[start:] for start in (0, 1)), strict=False
-    )
+    words = query.words(gpus=1, length_tokens=8192)
+    assert ("--micro-batches", "1") in pairwise(words)
 
 
 def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path):
     heard: list[SearchEvent] = []
-    study = highwater.find(
-        "Qwen3-0.6B",
-        gpus=[1, 2],
-        memory="80GiB",
-        device="cuda",
-        dry_run=True,
-        study=str(tmp_path / "s.jsonl"),
-        on_event=heard.append,
-    )
+    asked = {"gpus": [1, 2], "memory": "80GiB", "device": "cuda", "dry_run": True}
+    asked["study"] = str(tmp_path / "s.jsonl")
+    study = highwater.find("Qwen3-0.6B", **asked, on_event=heard.append)
     assert study.complete
     assert answers_among(heard) == list(study.answers)
     assert sum(isinstance(event, TrialFinished) for event in heard) == len(study.trials)
     recorded = highwater.open_study(tmp_path / "s.jsonl")
     assert msgspec.structs.replace(recorded, notes=study.notes) == study
+
+
+NUMBERS = [name for name in NAMES if name != "kl_estimator"]
+CRITIC = {"objective": "ppo", "critic": True, "entropy": "full"}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.1])
+def test_a_number_out_of_its_range_is_refused_with_one_that_works(name, value):
+    said = f"{name.replace('_', ' ')} is {value}, and has to be"
+    with pytest.raises(UsageError, match=said) as refused:
+        request_from({"model": "tiny", name: str(value)})
+    flag, works = refused.value.hint.removeprefix("for example ").strip("`").split()
+    assert flag == f"--{name.replace('_', '-')}"
+    assert getattr(request_from({"model": "tiny", name: works}), name) == DEFAULTS[name]
+    with pytest.raises(UsageError):
+        Hyperparameters(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("adam_beta1", 1.0), ("adam_beta2", 1.5), ("adam_epsilon", 0.0), ("dual_clip", 1.0)),
+        *(("clip_ratio_low", 1.01), ("value_clip", 0.0), ("discount", 1.01), ("gae_lambda", 2.0)),
+        *(("dpo_beta", 0.0), ("dual_clip", 0.5)),
+    ],
+)
+def test_the_ends_of_ranges_are_as_what_uses_them_needs(name, value):
+    """0 switches off what can be."""
+    with pytest.raises(UsageError, match="has to be"):
+        Hyperparameters(**{name: value})
+    off = ("weight_decay", "max_grad_norm", "dual_clip", "kl_coefficient", "learning_rate")
+    assert Hyperparameters(**dict.fromkeys(off, 0.0)).weight_decay == 0
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001"])
+def test_a_file_may_write_an_exponent_without_a_dot(text):
+    said = {"model": "tiny", **yaml.safe_load(f"learning_rate: {text}")}
+    assert request_from(said, config_file="study.yaml").learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "has_it"), table("hyperparameters", "a_number_that_the_loss_does_not_have")
+)
+def test_a_number_that_the_loss_does_not_have_is_refused(name, value, has_it):
+    flag = f"--{name.replace('_', '-')}"
+    for settings in ({}, {"objective": "rw", "sequences_per_micro_batch": 2}):
+        with pytest.raises(UsageError, match="would change nothing") as refused:
+            question_of(**{name: value}, **settings)
+        assert refused.value.hint == f"leave `{flag}` out"
+    assert getattr(question_of(**{name: value}, **has_it).hyperparameters, name) == value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_number_is_another_question_of_the_same_cells(name):
+    changed = {name: "k3" if name == "kl_estimator" else DEFAULTS[name] / 2 or 0.5}
+    if name == "dual_clip":
+        changed = {name: 0.0}
+    settings = CRITIC if not name.startswith("kl") else {"objective": "grpo"}
+    if name == "dpo_beta":
+        settings = {"objective": "dpo", "sequences_per_micro_batch": 2}
+    usual, other = question_of(**settings), question_of(**settings, **changed)
+    assert usual.key != other.key
+    assert usual.cells == other.cells
+    trials = [each.trial(each.cells[0], 4096) for each in (usual, other)]
+    assert trials[0].key != trials[1].key
+    flag = f"--{name.replace('_', '-')}"
+    for words in (find_words(other), try_words(trials[1], other.model)):
+        value = words[words.index(flag) + 1]
+        assert getattr(request_from({"model": "tiny", name: value}), name) == changed[name]
+    assert not {flag} & {*find_words(usual), *try_words(trials[0], usual.model)}
+
+
+def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory():
+    rows = (*TOPICS["optimizer"], *TOPICS["objective"])
+    assert {row.name for row in rows} == set(NAMES)
+    assert {row.commands for row in rows} == {("find", "try", "train")}
+    for command in ("predict", "recommend", "emit"):
+        assert not set(NAMES) & {row.name for row in taken_by(command)}
+    assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
+
+
+def test_a_report_says_which_were_changed():
+    def rows(**changes: float) -> dict[str, str]:
+        report = report_of(Study(question=question_of(**changes)))
+        return dict(question_table(report).rows)
+
+    told = rows(learning_rate=1e-6, weight_decay=0)["hyperparameters"]
+    assert told.split() == ["--learning-rate", "1e-06", "--weight-decay", "0.0"]
+    assert "hyperparameters" not in rows()
+
+
+SOURCE = Path(__file__).parents[2] / "src" / "highwater"
+FORMULAS = SOURCE / "engine/training/step.py"
+"""Where each objective's own formula is chosen."""
+
+
+def settings_of(objective, **changes):
+    together = TRAITS[objective].documents_together
+    return Settings(objective=objective, sequences_per_micro_batch=2 * together, **changes)
+
+
+def compared(path):
+    """Constants that something is compared with in a file, by ``==``, ``in`` or ``case``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Compare):
+            within = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            within = [node.value]
+        else:
+            continue
+        for each in within:
+            yield from (leaf.value for leaf in ast.walk(each) if isinstance(leaf, ast.Constant))
+
+
+def test_an_objective_is_asked_for_by_its_name_where_its_formula_is_chosen_alone():
+    for path in set(SOURCE.rglob("*.py")) - {FORMULAS}:
+        names = {each for each in compared(path) if isinstance(each, str)}
+        assert not names & set(TRAITS), path
+    assert set(TRAITS) <= set(compared(FORMULAS))
+
+
+@pytest.mark.parametrize("objective", TRAITS)
+def test_a_row_says_what_settings_hold(objective):
+    traits, settings = TRAITS[objective], settings_of(objective)
+    shape = load_model("Qwen3-0.6B").shape
+    assert settings.holds_logits is not traits.gives_scalars
+    assert (host_state_bytes(shape, settings, layout=Layout(gpus=1)) > 0) is traits.has_reference
+    once = step_flops(shape, length_tokens=8192, sequences=2, settings=Settings())
+    asked = step_flops(shape, length_tokens=8192, sequences=2, settings=settings)
+    assert asked * 3 == once * (4 if traits.has_reference else 3)
+
+
+@pytest.mark.parametrize(("objective", "other"), [("grpo", "ppo"), ("dpo", "rw")])
+def test_what_is_named_in_the_place_of_a_reference_has_the_same_data_and_none(objective, other):
+    assert without_reference(objective) == other
+    assert not TRAITS[other].has_reference
+    assert TRAITS[other].pairs == TRAITS[objective].pairs
+    assert {name for name in TRAITS if TRAITS[name].has_reference} == {"grpo", "dpo"}
+
+
+FLAGS = {command: set(parser.flags()) for command, parser in commands().items()}
+LENGTH = {"try": ("--length", "4k")}
+
+
+def hint_of(*words: str) -> str:
+    with pytest.raises(UsageError) as error:
+        parse(words)
+    return error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "ours"),
+    [
+        ("find", "--batch-size 4", "--sequences-per-micro-batch 4"),
+        ("train", "--lr 2e-5", "--learning-rate 2e-5"),
+        ("predict", "--lora-rank 16", "--lora 16"),
+        ("predict", "--qlora", "--lora 16 --lora-base nf4"),
+        ("try", "--load-in-4bit", "--lora 16 --lora-base nf4"),
+        ("train", "--per_device_train_batch_size=2", "--sequences-per-micro-batch 2"),
+        ("predict", "--max_seq_length 8192", "--length 8192"),
+        ("find", "--gradient-accumulation-steps 8", "--micro-batches 8"),
+        ("find", "--max-seq-length 8192", "--max-length 8192"),
+        ("train", "--max-length 8192", "--length 8192"),
+        ("find", "--optim adamw_8bit", "--optimizer adamw-8bit"),
+        ("predict", "--gpus 2x8xH100 --qlora", "--lora 16 --lora-base nf4 --copies 16"),
+        ("try", "--use-liger-kernel", "--loss chunked"),
+        ("train", "--kl-coef 0.1", "--kl-coefficient 0.1"),
+        ("find", "--ulysses-sequence-parallel-size 4", "--ulysses 4"),
+        ("recommend", "--cpu-offload", "--offload"),
+    ],
+)
+def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, ours):
+    beside = LENGTH.get(command, ())
+    assert hint_of(command, "Qwen3-8B", *beside, *typed.split()) == f"use `{ours}`"
+    if command not in ("train",):
+        assert parse([command, "Qwen3-8B", *beside, *ours.split()])
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "said"),
+    [
+        ("predict", "--lr 1e-5", "--learning-rate 1e-5"),
+        ("recommend", "--max-steps 9", "--steps 9"),
+        ("predict", "--weight-decay 0", "--weight-decay 0"),
+    ],
+)
+def test_a_flag_of_other_commands_names_them(command, typed, said):
+    hint = hint_of(command, "Qwen3-8B", *typed.split())
+    assert hint == f"leave `{typed.split()[0]}` out: {said} is for find, try and train"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("rollout-n", "beta", "tp", "zero", "fp16", "lora-dropout", "logging-steps"),
+        *("num-generations", "attn-implementation", "max-completion-length"),
+        *("gradient-accumulation-steps",),
+    ],
+)
+def test_a_word_of_others_without_a_flag_is_never_taken_for_another_one(word):
+    said = foreign_words()[word].split(" | ")[-1]
+    assert hint_of("train", f"--{word}", "5") == said
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["model", "dtype", "wandb", "tensorboard", "epochs", "packing", "zero3", "fsdp", "deepspeed"],
+)
+def test_what_has_no_flag_says_who_does_it(word):
+    hint = hint_of("train", "--" + word, "x")
+    assert "did you mean" not in hint
+    assert hint == foreign_words()[word]
+    for flag in re.findall(r"`(--[\w-]+)", hint):
+        assert flag in FLAGS["train"]
+
+
+@pytest.mark.parametrize("word", ["--foo", "--loader", "--epsilon-greedy", "--x"])
+def test_no_flag_is_guessed_from_another_word(word):
+    assert hint_of("find", "Qwen3-8B", word, "1") == "`highwater find --help-all` lists every flag"
+
+
+def test_no_word_of_others_is_a_flag_of_ours_and_every_flag_told_is_one():
+    known = set().union(*FLAGS.values())
+    assert len(foreign_words()) >= 35
+    for word, said in foreign_words().items():
+        told = {command for command, flags in FLAGS.items() if said.split()[0] in flags}
+        own = {command for command in told or ("find", "train") if f"--{word}" in FLAGS[command]}
+        assert not own or (word in ("length", "max-length") and own == {"predict"}), word
+        assert set(re.findall(r"--[a-z][\w-]*", said)) <= known, word

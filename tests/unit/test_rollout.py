@@ -24,6 +24,7 @@ from highwater.memory.formula.rollout import (
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
+from highwater.nouns.study import Cell
 from highwater.pages.prediction_tables import (
     prediction_answer,
     recommendation_answer,
@@ -34,13 +35,10 @@ from highwater.units import GIB, MIB
 
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2
 WEIGHT_BYTES = 2 * 8_190_735_360
+ALWAYS = {"CUDA graphs of vLLM": GRAPHS_BYTES, "libraries of vLLM": LIBRARIES_BYTES}
 STATES = "states without gradients"
 ASKED: dict[str, Any] = {"gpus": "8xH100-80GB", "trainer": "trl", "objective": "grpo"}
-HALF: dict[str, Any] = {
-    "gpu_memory_utilization": 0.5,
-    "sleep_level": 2,
-    "rollout_sequences": 64,
-}
+HALF: dict[str, Any] = {"gpu_memory_utilization": 0.5, "sleep_level": 2, "rollout_sequences": 64}
 
 
 def predicted(length: int | None = 32_768, **more: Any) -> Prediction:
@@ -89,27 +87,19 @@ def test_the_cache_has_what_the_share_leaves_and_holds_whole_sequences():
     computed = 2 * 4096 * (2 * 4096 + 3 * 12_288)
     assert computed > 18 * 64 * 151_936
     cache = math.ceil(total / 2) - WEIGHT_BYTES - computed - GRAPHS_BYTES - LIBRARIES_BYTES
-    assert terms(cell, "awake") == {
-        "CUDA graphs of vLLM": GRAPHS_BYTES,
-        "libraries of vLLM": LIBRARIES_BYTES,
-        "weights of vLLM": WEIGHT_BYTES,
-        "profile run of vLLM": computed,
-        "KV cache": cache,
-    }
+    kept = {"weights of vLLM": WEIGHT_BYTES, "profile run of vLLM": computed, "KV cache": cache}
+    assert terms(cell, "awake") == ALWAYS | kept
     blocks = cache // (BLOCK_TOKENS * TOKEN_BYTES)
     assert at_once(cell) == blocks // (32_768 // BLOCK_TOKENS) == 5
     assert beside(cell).engines == 8
 
 
-def test_many_sequences_are_sampled_by_more_memory_than_a_batch_is_computed_with():
-    cell = simplest(gpu_memory_utilization=0.5, rollout_sequences=1024)
-    assert terms(cell, "awake")["profile run of vLLM"] == 18 * 1024 * 151_936
-
-
-def test_no_more_sequences_run_than_were_asked_for():
+def test_no_more_sequences_run_than_were_asked_for_and_many_take_more_than_a_batch():
     assert at_once(simplest(gpu_memory_utilization=0.5, rollout_sequences=3)) == 3
     of_a_step = simplest(gpu_memory_utilization=0.5)  # 8 completions on 8 GPUs, as TRL shares them
     assert at_once(of_a_step) == 1
+    many = simplest(gpu_memory_utilization=0.5, rollout_sequences=1024)
+    assert terms(many, "awake")["profile run of vLLM"] == 18 * 1024 * 151_936
 
 
 def test_the_larger_bar_decides_and_the_two_are_never_added():
@@ -130,10 +120,7 @@ def test_training_keeps_parameters_and_moments_while_vllm_generates():
 def test_asleep_it_leaves_its_share_and_awake_it_does_not():
     awake, asleep = simplest(sleep_level=0), simplest(sleep_level=2)
     assert terms(awake, "asleep") == terms(awake, "awake")
-    assert terms(asleep, "asleep") == {
-        "CUDA graphs of vLLM": GRAPHS_BYTES,
-        "libraries of vLLM": LIBRARIES_BYTES,
-    }
+    assert terms(asleep, "asleep") == ALWAYS
     alone, found = simplest(rollout=None).footprint, asleep.footprint
     phases = [each.bytes for each in alone.phases if each.name != "generation of completions"]
     training = round(max(phases) / alone.filled_share) + alone.outside_bytes
@@ -186,20 +173,14 @@ def test_a_recommendation_says_that_vllm_has_no_room():
     assert {reason(each) for each in with_room} == {"vLLM's share holds no such sequence"}
 
 
-def test_the_command_of_a_recommendation_has_the_rollout():
-    found = highwater.recommend("Qwen3-8B", length="32k", **ASKED, rollout="vllm", **HALF)
-    typed = found.chosen.found_in
-    assert "--rollout vllm --gpu-memory-utilization 0.5 --sleep-level 2" in typed
-    assert "--rollout-sequences 64" in typed
-
-
 def test_on_gpus_of_its_own_it_changes_no_training():
+    def headroom(found: Prediction) -> dict[Cell, int]:
+        return {each.cell: each.headroom_bytes for each in found.cells if each.capacity_tokens}
+
     found = predicted(65_536, trainer="highwater", rollout_gpus=4, rollout_sequences=1)
     alone = predicted(65_536, trainer="highwater", gpus="4xH100-80GB", rollout=None)
     assert found.gpus == 4
-    assert {each.cell: each.headroom_bytes for each in found.cells if each.capacity_tokens} == {
-        each.cell: each.headroom_bytes for each in alone.cells if each.capacity_tokens
-    }
+    assert headroom(found) == headroom(alone)
     cell = found.explained
     assert share(cell) == math.ceil(0.92 * found.device_bytes)
     assert (beside(cell).asleep, beside(cell).resting, beside(cell).engines) == ((), (), 4)
@@ -211,6 +192,9 @@ def test_the_first_sentence_says_what_trains_and_what_the_rollout_holds_there():
     assert "vLLM holds 40 such sequences at once" in said
     assert said.endswith(ON_PAPER)
     found = highwater.recommend("Qwen3-8B", length="32k", **ASKED, rollout="vllm", **HALF)
+    typed = found.chosen.found_in
+    assert "--rollout vllm --gpu-memory-utilization 0.5 --sleep-level 2" in typed
+    assert "--rollout-sequences 64" in typed
     said = recommendation_answer(found)
     assert "vLLM holds 40 such sequences at once" in said
     assert said.endswith(ON_PAPER)

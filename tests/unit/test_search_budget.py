@@ -12,14 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from highwater.cli.search_context_length_capacity import parse, request_of, settings_of
-from highwater.errors import UsageError
 from highwater.nouns.plan import Plan, plan
 from highwater.nouns.request import request_from
 from highwater.nouns.study import Cell, CellAnswer, Question
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_answer import study_answer
 from highwater.search.budget import Budget, outlook, time_notes
-from highwater.search.cell_outcomes import SearchEvent, TrialFinished, TrialStarted
+from highwater.search.cell_outcomes import TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, ran_out_s, trial_s
 from highwater.search.scheduler import BudgetSpentError, recorded_search, search_cells
 from highwater.search.start_length import first_index
@@ -96,89 +95,63 @@ def test_a_search_without_flags_ends_in_about_15_minutes_with_something_found(mo
 
 def test_more_time_trains_more_in_full():
     usual, longer = (
-        trials.whole_search("Qwen3-0.6B", "H100-80GB", slower=1.0, **named)
+        trials.whole_search("Qwen3-0.6B", "H100-80GB", slower=1.0, **named).answers
         for named in ({}, {"budget": "2h"})
     )
-    assert len(usual.answers) == len(longer.answers) == 3
-    for less in usual.answers:
-        more = next(each for each in longer.answers if each.cell == less.cell)
+    assert len(usual) == len(longer) == 3
+    by_cell = {each.cell: each for each in longer}
+    for less in usual:
+        more = by_cell[less.cell]
         assert less.reach_tokens == more.reach_tokens
         assert less.does_not_fit_tokens == more.does_not_fit_tokens
         assert less.capacity_tokens <= more.capacity_tokens
-    assert max(each.capacity_tokens for each in usual.answers) < max(
-        each.capacity_tokens for each in longer.answers
-    )
+    in_full = [max(each.capacity_tokens for each in answers) for answers in (usual, longer)]
+    assert in_full[0] < in_full[1]
 
 
-def test_a_budget_is_no_part_of_the_question():
+def test_a_budget_is_no_part_of_the_question_and_several_layouts_have_as_much_each():
     usual, longer, named = planned(), planned(budget="2h"), planned(budget="2h", timeout="5m")
     assert usual.question.key == longer.question.key == named.question.key
     assert (usual.budget_s, longer.budget_s, named.budget_s) == (900, 7200, 7200)
     assert (usual.timeout_s, longer.timeout_s, named.timeout_s) == (100, 800, 300)
     assert usual.question.timeout_s == usual.timeout_s
+    two = request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}, keywords=True)
+    both = plan(two, machine_with(2))
+    assert (both.budget_s, both.timeout_s) == (2 * 900, 100)
 
 
 @pytest.mark.parametrize(
-    ("named", "proof", "budget_s"),
-    table("search_budget", "who_names_a_proof_or_a_limit_alone"),
+    ("named", "proof", "budget_s"), table("search_budget", "who_names_a_proof_or_a_limit_alone")
 )
 def test_who_names_a_proof_or_a_limit_alone_gets_what_they_always_did(named, proof, budget_s):
     found = planned(**named)
     assert (found.question.proof, found.budget_s) == (proof, budget_s)
 
 
-def test_several_layouts_have_as_much_time_each():
-    request = request_from({"model": "Qwen3-0.6B", "gpus": [1, 2]}, keywords=True)
-    found = plan(request, machine_with(2))
-    assert found.budget_s == 2 * 900
-    assert found.timeout_s == 100
-
-
-def test_a_budget_that_ends_before_a_trial_has_is_refused_and_the_hint_works():
-    with pytest.raises(UsageError, match=r"a budget of 5.00 s ends before") as refusal:
-        planned(budget="5s")
-    assert "`--budget 60s`" in refusal.value.hint
-    assert planned(budget="60s").budget_s == 60
-
-
 class Recorded:
     """A search of one question on a clock, with a study that the next one goes on with."""
 
     def __init__(self, question: Question, law: Law, path: Path, *, slower: float) -> None:
-        self.question = question
-        self.law = law
-        self.path = path
-        self.slower = slower
+        self.question, self.law, self.path, self.slower = question, law, path, slower
         self.launched: list[tuple[str, int, int]] = []
 
     def go_on(self, budget_s: float) -> tuple[bool, float]:
         """Search until the budget ends; whether every cell is answered, and the time it took."""
-        clock = trials.Clock()
-        runner = trials.TimedRunner(
-            self.question, self.law, clock, timeout_s=self.question.timeout_s, slower=self.slower
-        )
-        with open_journal(self.path, self.question) as journal:
-            budget = Budget(
-                self.question,
-                runner,
-                budget_s,
-                timeout_s=self.question.timeout_s or 0.0,
-                same_timeout=False,
-                clock=clock,
-            )
-            events = recorded_search(
-                self.question, budget, journal, may_start=budget.allows, order=budget.order
-            )
+        question, clock = self.question, trials.Clock()
+        limit_s, pace = question.timeout_s, self.slower
+        runner = trials.TimedRunner(question, self.law, clock, timeout_s=limit_s, slower=pace)
+        times: dict[str, Any] = {"timeout_s": limit_s or 0.0, "same_timeout": False}
+        budget = Budget(question, runner, budget_s, **times, clock=clock)
+        told = {"may_start": budget.allows, "order": budget.order}
+        with open_journal(self.path, question) as journal:
+            events = recorded_search(question, budget, journal, **told)
             try:
                 for event in events:
-                    self._hear(event)
+                    if isinstance(event, TrialStarted):
+                        self.launched.append((event.spec.key, event.attempt, event.repeat))
             except BudgetSpentError:
                 return False, clock.now_s
         return True, clock.now_s
-
-    def _hear(self, event: SearchEvent) -> None:
-        if isinstance(event, TrialStarted):
-            self.launched.append((event.spec.key, event.attempt, event.repeat))
 
 
 def on_h200(**changes: Any) -> Question:
@@ -223,11 +196,8 @@ def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end
         assert answer.reach_tokens == (question.grid.length(index) if index else 0)
         is_end = index == size
         assert answer.does_not_fit_tokens == (None if is_end else question.grid.length(index + 1))
-        told = {
-            trial.spec.length_tokens: trial.result.outcome
-            for trial in study.trials_of(cell)
-            if trial.result is not None
-        }
+        ended = [trial for trial in study.trials_of(cell) if trial.result is not None]
+        told = {trial.spec.length_tokens: trial.result.outcome for trial in ended}
         assert not answer.reach_tokens or told[answer.reach_tokens].is_fit
         assert is_end or told[question.grid.length(index + 1)] is Outcome.OUT_OF_MEMORY
 
@@ -262,9 +232,8 @@ def test_a_trial_that_the_budget_ends_has_no_result_and_is_run_again(tmp_path):
 def test_where_no_time_is_predicted_the_shortest_length_in_full_tells_it():
     question = on_h200(device_name="a GPU of no known rates")
     assert all(each.expected_s is None for each in outlook(question))
-    runner = trials.TimedRunner(
-        question, reaching(dict.fromkeys(question.cells, 5), question), trials.Clock(), timeout_s=9
-    )
+    law = reaching(dict.fromkeys(question.cells, 5), question)
+    runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=9)
     first = next(e for e in search_cells(question, runner) if isinstance(e, TrialFinished))
     assert first.spec.length_tokens == question.grid.length(1)
     assert not first.spec.is_memory_only
@@ -370,14 +339,11 @@ def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
             assert [s.length_tokens for s, _ in ended].count(spec.length_tokens) == 1
     fit = max((s.length_tokens for s, r in ended if r.outcome is Outcome.FIT), default=None)
     assert (answer.capacity_tokens or None) == fit
+    grid = question.grid
     if answer.limit == "memory":
-        assert (answer.capacity_tokens or 0) == (
-            question.grid.length(question.grid.index_at_most(capacity))
-            if capacity >= question.grid.length(1)
-            else 0
-        )
+        index = grid.index_at_most(capacity) if capacity >= grid.length(1) else 0
+        assert (answer.capacity_tokens or 0) == (grid.length(index) if index else 0)
     elif answer.limit == "ceiling":
-        grid = question.grid
         assert answer.capacity_tokens == grid.length(grid.index_at_most(grid.max_tokens))
     else:
         assert answer.limit == "time"
@@ -402,9 +368,8 @@ def test_a_length_that_is_predicted_not_to_fit_is_tried_where_running_out_takes_
     grid, cell = question.grid, question.cells[0]
     at, beyond = (question.trial(cell, grid.length(i)) for i in (edge, edge + 1))
     limit_s = ((trial_s(question, at) or 0) + (trial_s(question, beyond) or 0)) / 2
-    ended, answer = found_with(
-        question, fits_up_to(grid.length(edge)), tmp_path / "s.jsonl", limit_s
-    )
+    law = fits_up_to(grid.length(edge))
+    ended, answer = found_with(question, law, tmp_path / "s.jsonl", limit_s)
     assert (answer.limit, answer.capacity_tokens) == ("memory", grid.length(edge))
     assert len(ended) == 2
 

@@ -10,8 +10,6 @@ import pytest
 from msgspec import convert
 
 import highwater
-from highwater import speed
-from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -43,22 +41,6 @@ def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked)
     return step.time_s
 
 
-def test_without_recomputation_products_are_those_of_model_flops():
-    length = 4096
-    work = speed._micro_batch(  # pyright: ignore[reportPrivateUsage]
-        SHAPE,
-        Settings(recompute="none"),
-        Layout(),
-        length_tokens=length,
-        sequences=1,
-        whole=SHAPE.layers,
-    )
-    whole = step_flops(SHAPE, length_tokens=length, sequences=1, settings=Settings())
-    forward = work.attention_flops
-    assert work.matmul_flops + 3 * forward == pytest.approx(whole)
-    assert work.attention_backward_flops == pytest.approx(2.5 * forward)
-
-
 def test_longer_takes_longer_and_more_gpus_take_less():
     lengths = [seconds(length_tokens=length) for length in (8192, 16384, 65_536, 262_144)]
     assert all(a < b for a, b in pairwise(lengths))
@@ -67,15 +49,10 @@ def test_longer_takes_longer_and_more_gpus_take_less():
     assert seconds(micro_batches=4) > 1.9 * seconds(micro_batches=2)
 
 
-def test_what_is_kept_is_not_computed_again():
-    again, kept, nothing = (
-        seconds(Settings(loss="chunked", recompute=each))
-        for each in ("layer", "all-but-attention", "none")
-    )
-    assert again > kept > nothing
-
-
-def test_frozen_weights_cost_less_and_offload_costs_more():
+def test_what_is_kept_is_not_computed_again_frozen_weights_cost_less_and_offload_costs_more():
+    kept = ("layer", "all-but-attention", "none")
+    taken = [seconds(Settings(loss="chunked", recompute=each)) for each in kept]
+    assert all(more > less for more, less in pairwise(taken))
     assert seconds(Settings(loss="chunked", lora=32)) < seconds()
     assert seconds(Settings(loss="chunked", offload=True)) > seconds()
     assert seconds(Settings(loss="chunked", attention="block_sparse")) < seconds()
@@ -97,14 +74,8 @@ def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is():
     found = highwater.predict("Qwen3-4B", gpus="1xH200-141GB")
     (best,) = (cell for cell in found.cells if cell.cell.settings.label == "Env + chunked")
     assert best.step is not None
-    expected = predicted_step(
-        SHAPE,
-        best.cell.settings,
-        Layout(),
-        length_tokens=best.capacity_tokens,
-        device_name="H200-141GB",
-    )
-    assert best.step == expected
+    asked = {"length_tokens": best.capacity_tokens, "device_name": "H200-141GB"}
+    assert best.step == predicted_step(SHAPE, best.cell.settings, Layout(), **asked)
     text = "\n".join(prediction_table(found, is_explained=True).footnotes)
     assert "half were within 3 %" in text
     nameless = highwater.predict("Qwen3-4B", gpu_memory="24GiB")
@@ -112,14 +83,6 @@ def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is():
     assert "a step" not in prediction_table(nameless).columns
     other = highwater.predict("Qwen3-4B", gpus="1xA100-80GB", trainer="trinity")
     assert all(cell.step is None for cell in other.cells)
-
-
-def test_a_recommendation_has_a_time_without_a_study():
-    found = highwater.recommend("Qwen3-8B", gpus="4xH200-141GB", length="64k")
-    assert found.chosen is not None
-    assert found.chosen.step_time is not None
-    assert found.chosen.step_time.source == "predicted"
-    assert found.chosen.step_time.measured_length_tokens is None
 
 
 def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_token():

@@ -31,18 +31,12 @@ def answered(where: Cell, index: int, limit: Limit = "memory") -> CellAnswer:
     return answer_of(where, GRID.length(index) if index else 0, fails, limit=limit)
 
 
-ANSWERS = st.builds(
-    answered,
-    st.builds(
-        cell,
-        st.sampled_from([1, 2, 4]),
-        st.just(1),
-        loss=st.sampled_from(["full", "chunked"]),
-        offload=st.booleans(),
-    ),
-    st.integers(0, GRID.size - 1),
+LOSSES, LIMITS = (
+    st.sampled_from(["full", "chunked"]),
     st.sampled_from(["memory", "ceiling", "time"]),
 )
+CELLS = st.builds(cell, st.sampled_from([1, 2, 4]), st.just(1), loss=LOSSES, offload=st.booleans())
+ANSWERS = st.builds(answered, CELLS, st.integers(0, GRID.size - 1), LIMITS)
 
 
 @given(st.lists(ANSWERS, max_size=6), st.integers(1, 200), st.sampled_from([1, 2, 4]))
@@ -80,17 +74,14 @@ def test_without_a_known_memory_there_is_no_hint():
 
 @pytest.mark.parametrize("loss", ["chunked", "full"])
 def test_a_rung_where_a_token_costs_the_same_is_expected_to_end_where_the_other_did(loss):
-    found = answered(cell(4, loss=loss), 9)
-    assert first_index(
-        ask(), cell(4, loss=loss, allocator="expandable"), [found], unknown_trainer_line
-    ) in (9, 10)
+    found, other = answered(cell(4, loss=loss), 9), cell(4, loss=loss, allocator="expandable")
+    assert first_index(ask(), other, [found], unknown_trainer_line) in (9, 10)
 
 
-def test_what_native_loses_to_whole_logits_says_nothing_about_expandable_segments():
-    expandable = cell(allocator="expandable")
-    assert first_index(ask(), expandable, [answered(cell(), 3)]) == first_index(
-        ask(), expandable, []
-    )
+@pytest.mark.parametrize("other", [{"allocator": "expandable"}, {"loss": "chunked"}], ids=str)
+def test_what_native_loses_to_whole_logits_says_nothing_about_other_rungs(other):
+    where = cell(**other)
+    assert first_index(ask(), where, [answered(cell(), 3)]) == first_index(ask(), where, [])
 
 
 @given(st.integers(2, 20))
@@ -109,17 +100,10 @@ def test_a_sequence_over_two_gpus_is_expected_to_be_twice_as_long(index):
 
 @given(ANSWERS.filter(lambda answer: answer.cell.settings.loss == "full"))
 def test_more_gpus_more_memory_or_less_margin_never_lower_the_expectation(found):
-    for small, large in (
-        (ask(), ask(device_total_bytes=100 * GIB)),
-        (ask(margin_bytes=8 * GIB), ask()),
-    ):
+    roomy, narrow = ask(device_total_bytes=100 * GIB), ask(margin_bytes=8 * GIB)
+    for small, large in ((ask(), roomy), (narrow, ask())):
         assert first_index(small, cell(2), []) <= first_index(large, cell(2), [])
     assert first_index(ask(), cell(2), [found]) <= first_index(ask(), cell(4), [found])
-
-
-def test_whole_logits_say_nothing_about_the_chunked_loss():
-    chunked = cell(loss="chunked")
-    assert first_index(ask(), chunked, [answered(cell(), 3)]) == first_index(ask(), chunked, [])
 
 
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B"])
@@ -134,26 +118,18 @@ def test_cells_that_share_what_they_learn_take_fewer_trials_for_the_same_answers
     with_hints, without = (
         answers_among(search_cells(question, runner)) for question in (sharing, galloping)
     )
-    assert [answer.capacity_tokens for answer in with_hints] == [
-        answer.capacity_tokens for answer in without
-    ]
-    assert sum(answer.trials for answer in with_hints) <= 0.9 * sum(
-        answer.trials for answer in without
-    )
+    for one, other in zip(with_hints, without, strict=True):
+        assert one.capacity_tokens == other.capacity_tokens
+    most = 0.9 * sum(answer.trials for answer in without)
+    assert sum(answer.trials for answer in with_hints) <= most
 
 
 def test_the_carried_start_is_the_longest_of_fewer_gpus_and_of_less_sp_on_the_same_rung():
-    finished = [
-        answered(cell(2, 1), 3),
-        answered(cell(2, 2), 6),
-        answered(cell(4, 1), 5),
-        answered(cell(4, 1, allocator="expandable"), 9),
-        answered(cell(8, 2), 11),
-    ]
+    """A cell where nothing fit carries none."""
+    indices = {cell(2, 1): 3, cell(2, 2): 6, cell(4, 1): 5, cell(8, 2): 11}
+    indices |= {cell(4, 1, allocator="expandable"): 9}
+    finished = [answered(where, index) for where, index in indices.items()]
     assert carried_start(ask(), cell(4, 2), finished) == 6
     assert carried_start(ask(), cell(4, 1), finished) == 3
     assert carried_start(ask(), cell(1, 1), finished) is None
-
-
-def test_a_cell_where_nothing_fit_carries_no_start():
     assert carried_start(ask(), cell(2), [answered(cell(1), 0)]) is None

@@ -1,25 +1,43 @@
 """The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever
-wrote the study.
+wrote the study; and the line of a trial that ran out of memory.
 """
 
 import csv
 import io
 import json
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
 from markdown_it import MarkdownIt
 from markup import LARGEST_BYTES, Page
-from studies import HOSTILE, QUESTION, REAL, hostile_study, real_report, report_of, study_of, trial
+from studies import (
+    CELL,
+    HOSTILE,
+    QUESTION,
+    REAL,
+    hostile_study,
+    real_report,
+    report_of,
+    study_of,
+    trial,
+)
 
 from highwater import study_report, write_report
+from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.study import Expectation, RecordedTrial
-from highwater.nouns.trial import LogEnd, Outcome
+from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
+from highwater.memory.snapshot.memory_profile import ADVICE
+from highwater.nouns.codec import from_json
+from highwater.nouns.layout import Layout
+from highwater.nouns.settings import Settings
+from highwater.nouns.study import STUDY_SCHEMA_VERSION, Expectation, RecordedTrial
+from highwater.nouns.trial import AliveMemory, Failure, LogEnd, Outcome, RankReport, TrialResult
 from highwater.pages.chart import bracket_chart, memory_picture
 from highwater.pages.page import without_folders
-from highwater.pages.study_answer import study_answer
+from highwater.pages.study_answer import answer_table, study_answer, trial_table
+from highwater.pages.study_commands import alive_rows, request_line, setting_of
 from highwater.pages.study_page import (
     COLUMNS,
     memory_table,
@@ -32,6 +50,7 @@ from highwater.pages.study_page import (
 from highwater.units import GIB
 from places import question_of
 from tables import table
+from trial_specs import answer_of
 
 HEADINGS = [
     *("Answers", "Memory at the peak", "What did not fit, or failed", "How brackets closed"),
@@ -50,12 +69,10 @@ def test_the_page_of_a_real_study_has_every_trial_and_every_section(path):
     report = study_report(path)
     text = study_page(report)
     page = Page(text)
-    assert [data.strip() for tag, data in page.texts if tag == "h2"] == [
-        text for text in HEADINGS if text != "Notes" or report.study.notes
-    ]
-    assert page.text("th").split().count("1") >= 3, (
-        "the first trial, in the tables of trials, memory and predictions"
-    )
+    headings = [text for text in HEADINGS if text != "Notes" or report.study.notes]
+    assert [data.strip() for tag, data in page.texts if tag == "h2"] == headings
+    firsts = page.text("th").split().count("1")
+    assert firsts >= 3, "the first trial, in the tables of trials, memory and predictions"
     for reported in report.trials:
         assert f"{reported.length_tokens:,}" in page.text("td")
     for command in report.commands:
@@ -64,10 +81,8 @@ def test_the_page_of_a_real_study_has_every_trial_and_every_section(path):
 
 
 def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
-    trials = (
-        trial(4096 * (i + 1), outcome, used_bytes=(10 + i) * GIB)
-        for i, outcome in enumerate(OUTCOMES)
-    )
+    ends = enumerate(OUTCOMES, 1)
+    trials = (trial(4096 * i, outcome, used_bytes=(9 + i) * GIB) for i, outcome in ends)
     report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
     picture = bracket_chart(report.cells[0], report)
     assert picture is not None
@@ -109,10 +124,8 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
         assert row.asked > row.limit, "the request that had no room ends beyond the limit"
         assert ", no room for " in row.text
     assert study_page(report).count('class="asked"') > len(asked), "and in the legend"
-    many = (
-        trial(4096 * i, Outcome.FIT if i < 30 else Outcome.OUT_OF_MEMORY, used_bytes=i * GIB)
-        for i in range(1, 32)
-    )
+    ends = [Outcome.FIT] * 29 + [Outcome.OUT_OF_MEMORY] * 2
+    many = (trial(4096 * i, end, used_bytes=i * GIB) for i, end in enumerate(ends, 1))
     short = memory_picture(report_of(study_of(*many)))
     assert short is not None
     assert (len(short.rows), short.left_out) == (2, 29)
@@ -131,77 +144,53 @@ def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
     text = 'File "/home/somebody/venv/lib/torch/nn/linear.py", line 1; see https://a.org/b/c'
     log = LogEnd(lines=("cd /mnt/share/people/me && ls /dev/shm/x",))
     page = study_page(report_of(study_of(trial(8192, Outcome.CRASHED, text=text)), log))
-    assert "/home/somebody" not in page
-    assert "/mnt/share" not in page
-    assert "…/nn/linear.py" in page
-    assert "https://a.org/b/c" in page
-    assert "…/people/me" in page
-    assert "/dev/shm/x" in page
+    assert not [each for each in ("/home/somebody", "/mnt/share") if each in page]
+    for each in ("…/nn/linear.py", "https://a.org/b/c", "…/people/me", "/dev/shm/x"):
+        assert each in page
 
 
 def test_text_from_outside_stays_text_in_markdown():
-    report = report_of(
-        hostile_study(), LogEnd(lines=(HOSTILE, "```", "# a heading", "<script>alert(4)</script>"))
-    )
-    text = study_markdown(report)
+    def columns(text: str) -> set[int]:
+        html = MarkdownIt("commonmark").enable("table").render(text)
+        rows = re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL)
+        return {len(re.findall(r"<t[dh]", row)) for row in rows}
+
+    lines = (HOSTILE, "```", "# a heading", "<script>alert(4)</script>")
+    text = study_markdown(report_of(hostile_study(), LogEnd(lines=lines)))
     assert not {"\x1b", "\u202e"} & set(text)
     page = Page(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
     assert not {tag for tag, _ in page.elements} & {"script", "img", "a", "em"}
     assert [data for tag, data in page.texts if tag in ("h1", "h2")][1:] == HEADINGS
     assert "b" not in [data for tag, data in page.texts if tag == "strong"]
-    columns: set[int] = set()
-    for row in re.findall(
-        r"<tr>(.*?)</tr>", MarkdownIt("commonmark").enable("table").render(text), re.DOTALL
-    ):
-        columns.add(len(re.findall(r"<t[dh]", row)))
-    clean = (
-        MarkdownIt("commonmark")
-        .enable("table")
-        .render(study_markdown(real_report("qwen3-0.6b-79gib-full")))
-    )
-    assert columns == {
-        len(re.findall(r"<t[dh]", row)) for row in re.findall(r"<tr>(.*?)</tr>", clean, re.DOTALL)
-    }
+    assert columns(text) == columns(study_markdown(real_report("qwen3-0.6b-79gib-full")))
 
 
-def test_a_csv_has_a_row_for_each_trial_and_no_formula():
+def test_a_csv_has_a_row_for_each_trial_and_where_memory_ran_out_no_headroom():
     report = real_report("qwen3-4b-79gib")
     rows = list(csv.DictReader(io.StringIO(study_csv(report))))
-    assert [int(row["length_tokens"]) for row in rows] == [
-        trial.length_tokens for trial in report.trials
-    ]
+    lengths = [trial.length_tokens for trial in report.trials]
+    assert [int(row["length_tokens"]) for row in rows] == lengths
     assert tuple(rows[0]) == COLUMNS
     assert {row["source"] for row in rows} == {"measured"}
-    for row, reported in zip(rows, report.trials, strict=True):
+    assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
+    table = memory_table(report)
+    shown = [row[table.columns.index("headroom")] for row in table.rows]
+    for row, figure, reported in zip(rows, shown, report.trials, strict=True):
         assert reported.predicted is not None
         assert reported.predicted.interval is not None
         assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
         assert row["outcome"] == str(reported.outcome)
-
-
-def test_a_trial_that_ran_out_of_memory_has_no_headroom_anywhere():
-    report = real_report("qwen3-4b-79gib")
-    rows = list(csv.DictReader(io.StringIO(study_csv(report))))
-    table = memory_table(report)
-    shown = [row[table.columns.index("headroom")] for row in table.rows]
-    assert {row["outcome"] for row in rows} >= {"OUT_OF_MEMORY", "FIT"}
-    for row, figure, reported in zip(rows, shown, report.trials, strict=True):
         is_fit = reported.outcome is not None and reported.outcome.is_fit
-        assert (
-            row["headroom_bytes"] != "",
-            figure != "-",
-            reported.headroom_bytes is not None,
-        ) == (is_fit,) * 3
+        known = (row["headroom_bytes"] != "", figure != "-", reported.headroom_bytes is not None)
+        assert known == (is_fit,) * 3
 
 
 @pytest.mark.parametrize("beginning", ["=", "+", "-", "@", " =", "\t=", "＝"])
 def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning):
     danger = f'{beginning}HYPERLINK("http://evil","x")'
     model = msgspec.structs.replace(QUESTION.model, name=danger)
-    study = study_of(
-        trial(8192, Outcome.CRASHED, text=danger),
-        question=msgspec.structs.replace(QUESTION, model=model, device_name=danger),
-    )
+    question = msgspec.structs.replace(QUESTION, model=model, device_name=danger)
+    study = study_of(trial(8192, Outcome.CRASHED, text=danger), question=question)
     rows = list(csv.DictReader(io.StringIO(study_csv(report_of(study)))))
     assert all(rows[0][name].startswith(("'", "\\t")) for name in ("model", "device", "reason"))
     assert all(not cell.lstrip().startswith(("=", "+", "@", "＝")) for cell in rows[0].values())
@@ -209,12 +198,8 @@ def test_a_cell_of_a_csv_that_begins_like_a_formula_is_text(beginning):
 
 def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alone(tmp_path):
     report = real_report("edge-4b-1-full")
-    for name, beginning in (
-        ("r.html", "<!doctype html>"),
-        ("r.md", "# Qwen3-4B"),
-        ("r.csv", "model,device,"),
-        ("r.json", "{"),
-    ):
+    begin = {"r.html": "<!doctype html>", "r.md": "# Qwen3-4B", "r.csv": "model,device,"}
+    for name, beginning in (begin | {"r.json": "{"}).items():
         assert write_report(tmp_path / name, report).read_text().startswith(beginning)
         with pytest.raises(UsageError, match="is there already"):
             write_report(tmp_path / name, report)
@@ -226,8 +211,7 @@ def test_the_name_of_the_file_says_the_form_and_a_file_that_is_there_is_left_alo
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
-    table("study_page", "a_path_names_no_folder_of_this_machine"),
+    ("text", "shown"), table("study_page", "a_path_names_no_folder_of_this_machine")
 )
 def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypatch):
     here, home = tmp_path / "home" / "me" / "here", tmp_path / "home" / "me"
@@ -242,6 +226,18 @@ def test_a_path_names_no_folder_of_this_machine(text, shown, tmp_path, monkeypat
 BUDGETED = question_of(token_budget="16k").cells
 
 
+NO_MEMORY = {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None}
+
+
+def ordered_by(**changes: object) -> str:
+    """What a page says that ordered the trials of a study."""
+    return dict(question_table(study_report(study_of(**changes))).rows)["ordered by"]
+
+
+def told(prediction: str, likely_tokens: int = 4096) -> Expectation:
+    return Expectation(cell=CELL, likely_tokens=likely_tokens, prediction=prediction)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -253,17 +249,13 @@ BUDGETED = question_of(token_budget="16k").cells
         ({"proof": "memory", "timeout_s": 300.0}, "the formula, after a full trial "),
         ({"device": "cpu"}, "a guess "),
         ({"device": "cpu", "method": "linear"}, "its method: "),
-        (
-            {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes": None},
-            "its method, ",
-        ),
+        (NO_MEMORY, "its method, "),
     ],
 )
 def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
     changes, said
 ):
-    report = report_of(study_of(question=msgspec.structs.replace(QUESTION, **changes)))
-    ordered = dict(question_table(report).rows)["ordered by"]
+    ordered = ordered_by(question=msgspec.structs.replace(QUESTION, **changes))
     assert ordered.startswith(said)
     assert ("formula" in ordered) == said.startswith("the formula")
 
@@ -273,12 +265,7 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
-    told = tuple(
-        Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=each) for each in named
-    )
-    report = study_report(study_of(expectations=told))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    one, trace, other = ordered.split(" and ")
+    one, trace, other = ordered_by(expectations=tuple(map(told, named))).split(" and ")
     assert one.endswith(" a.json, in ~/kept")
     assert "trace" in trace
     assert other.endswith(" b.json")
@@ -286,11 +273,10 @@ def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own
 
 @pytest.mark.parametrize("prediction", ["trace", "a.json"])
 def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(prediction):
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=4096, prediction=prediction)
     linear = msgspec.structs.replace(QUESTION, method="linear")
-    report = study_report(study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told,)))
-    ordered = dict(question_table(report).rows)["ordered by"]
-    method, unused = ordered.split("; ")
+    study = study_of(trial(8192, Outcome.FIT), question=linear, expectations=(told(prediction),))
+    report = study_report(study)
+    method, unused = dict(question_table(report).rows)["ordered by"].split("; ")
     assert method.startswith("its method: ")
     assert prediction in unused
     assert unused.endswith(" ordered nothing")
@@ -299,48 +285,30 @@ def test_a_linear_search_says_that_the_prediction_it_was_given_ordered_nothing(p
 
 def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
-    assert report.beginning is not None
-    assert report.beginning.predictions == ("docs/results/find/edge-4b-1-full.prediction.json",)
-    assert report.beginning.reason is None
-    assert (
-        report.cells[0].begun_at_tokens == report.beginning.likely_tokens[report.cells[0].label] > 0
-    )
-    assert report.cells[0].expected_tokens == report.cells[0].begun_at_tokens
-    assert report.cells[0].expected_by == "docs/results/find/edge-4b-1-full.prediction.json"
-    command = (*("highwater", "find", "Qwen3-0.6B"), "--prediction=gone.json")
-    gone = study_report(study_of(schema_version=1, command=command)).beginning
+    beginning, cell = report.beginning, report.cells[0]
+    file = "docs/results/find/edge-4b-1-full.prediction.json"
+    assert beginning is not None
+    assert (beginning.predictions, beginning.reason) == ((file,), None)
+    assert cell.begun_at_tokens == beginning.likely_tokens[cell.label] > 0
+    assert (cell.expected_tokens, cell.expected_by) == (cell.begun_at_tokens, file)
+
+    def begun(schema_version: int, words: str):
+        command = ("highwater", "find", "Qwen3-0.6B", *words.split())
+        return study_report(study_of(schema_version=schema_version, command=command)).beginning
+
+    gone = begun(1, "--prediction=gone.json")
     assert gone is not None
     assert gone.predictions == ("gone.json",)
     assert "not found" in str(gone.reason)
-    by_formula = study_of(
-        schema_version=1, command=("highwater", "find", "Qwen3-0.6B", "--prediction", "formula")
-    )
-    assert study_report(by_formula).beginning is None
-
-
-def test_what_a_formula_said_before_the_trials_stands_beside_what_todays_says():
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=12_345, prediction="formula")
-    report = report_of(study_of(trial(8192, Outcome.FIT), expectations=(told,)))
-    cell = report.cells[0]
-    assert cell.expected_tokens == 12_345
-    assert cell.expected_by == "formula"
-    assert cell.begun_at_tokens is None
-    assert cell.predicted is not None
-    assert cell.predicted.likely_tokens != 12_345
-    table = predicted_cells(report)
-    assert table is not None
-    row = dict(zip(table.columns, table.rows[0], strict=True))
-    (before,) = (text for name, text in row.items() if "before its trials" in name)
-    (today,) = (text for name, text in row.items() if "today" in name and "likely" in name)
-    assert before.startswith("12,345 by ")
-    assert today == f"{cell.predicted.likely_tokens:,}"
-    assert before in study_markdown(report)
+    assert begun(1, "--prediction formula") is None
+    later = STUDY_SCHEMA_VERSION
+    assert begun(later, "--prediction=late.json") is None, "one that was not recorded"
 
 
 def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
-    told = Expectation(cell=QUESTION.cells[0], likely_tokens=0, prediction="formula")
-    silent = msgspec.structs.replace(QUESTION, data="my.batches:packed")
-    table = predicted_cells(report_of(study_of(question=silent, expectations=(told,))))
+    own_data = msgspec.structs.replace(QUESTION, data="my.batches:packed")
+    study = study_of(question=own_data, expectations=(told("formula", 0),))
+    table = predicted_cells(report_of(study))
     assert table is not None
     *silent, recorded = table.rows[0][1:4]
     assert silent == ["-", "-"]
@@ -359,22 +327,131 @@ def test_each_cell_says_what_predicted_it_before_its_trials_and_what_ordered_tho
     ordered = dict(question_table(report).rows)["ordered by"]
     assert ordered.startswith("the prediction kept/a|b.json; ")
     assert ordered.endswith(", the formula")
-    assert [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells] == [
-        (4096, None),
-        (8192, 8192),
-    ]
+    begun = [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells]
+    assert begun == [(4096, None), (8192, 8192)]
     table = predicted_cells(report)
     assert table is not None
+    (at,) = [n for n, name in enumerate(table.columns) if "today" in name and "likely" in name]
+    today = [f"{cell.predicted.likely_tokens:,}" for cell in report.cells if cell.predicted]
+    assert [row[at] for row in table.rows] == today
     by_formula, by_file = (row[3] for row in table.rows)
     assert by_formula.startswith("4,096 by the formula")
     assert by_file == "8,192 by a|b.json"
     assert "8,192 by a\\|b.json" in study_markdown(report)
 
 
-def test_a_prediction_that_a_study_did_not_record_has_ordered_nothing():
-    assert (
-        study_report(
-            study_of(command=("highwater", "find", "Qwen3-0.6B", "--prediction=late.json"))
-        ).beginning
-        is None
+STATES = {"parameters_bytes": 3 * GIB, "gradients_bytes": 3 * GIB}
+STATES |= {"optimizer_states_bytes": 6 * GIB, "unattributed_bytes": 0}
+OTHERS = {"activations_bytes": 5 * GIB, "logits_bytes": 4 * GIB, "communication_bytes": GIB}
+OF_THE_CARD = {"allocated_bytes": 22 * GIB, "reserved_bytes": 23 * GIB, "device_free_bytes": 0}
+OF_THE_CARD |= {"largest_free_bytes": GIB // 2, "requested_bytes": 4 * GIB}
+LOGITS = AliveMemory(
+    **STATES, **OTHERS, **OF_THE_CARD, requested_by="highwater/models/loss.py:90 forward"
+)
+MICRO_BATCH = "one-micro-batch"
+VANILLA = Settings(loss="full", allocator="native")
+
+
+def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
+    """A trial of which the second rank ran out first."""
+    said = {"kind": "device_memory", "phase": "backward", "text": "out", "at_unix_s": 1.0}
+    late = Failure(kind="error", phase="forward", text="lost its peer", at_unix_s=2.0)
+    first = Failure(**{**said, "alive": alive, **failure})
+    ranks = (RankReport(rank=0, failure=late), RankReport(rank=1, failure=first))
+    return TrialResult(outcome=Outcome.OUT_OF_MEMORY, reason="out", ranks=ranks)
+
+
+def test_a_line_says_where_what_how_much_and_what_to_try():
+    line = request_line(result_of(LOGITS, layer=27), VANILLA, Layout())
+    assert line == (
+        "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
+        "1.00 GiB fragmented → chunked loss"
     )
+    assert request_line(result_of(None), VANILLA, Layout()) is None
+    rows = alive_rows(result_of(LOGITS), Layout(gpus=2, ring_degree=2))
+    assert list(rows) == ["alive on rank 1, d0r1u0"]
+
+
+def test_the_line_of_the_guide_is_what_a_recorded_trial_has():
+    docs = Path(__file__).parents[2] / "docs"
+    recorded = from_json((docs / "results/profiler/runs_out.json").read_bytes(), TrialResult)
+    line = request_line(recorded, VANILLA, Layout())
+    guide = (docs / "guides/out-of-memory.md").read_text()
+    shown = " ".join(re.findall(r"```text\n(.*?)```", guide, re.DOTALL)[0].split())
+    assert shown == f"nothing set, 1 GPU: 65,536 tokens, {line}"
+
+
+def changed(**sizes: int) -> AliveMemory:
+    nothing = {name: 0 for name in AliveMemory.__struct_fields__ if name.endswith("_bytes")}
+    return AliveMemory(**{**nothing, "requested_bytes": GIB, **sizes})
+
+
+IN_PIECES = changed(allocated_bytes=GIB, reserved_bytes=3 * GIB, logits_bytes=GIB)
+ACTIVATIONS, MOMENTS = changed(activations_bytes=9 * GIB), changed(optimizer_states_bytes=9 * GIB)
+ADDED_UP = changed(optimizer_states_bytes=9 * GIB, gradients_bytes=3 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("alive", "settings", "setting"),
+    [
+        (LOGITS, VANILLA, "chunked loss"),
+        (LOGITS, Settings(loss="chunked"), None),
+        (IN_PIECES, VANILLA, "expandable segments"),
+        (IN_PIECES, Settings(allocator="expandable"), "chunked loss"),
+        (ACTIVATIONS, Settings(recompute="none"), "recompute"),
+        (ACTIVATIONS, Settings(recompute="layer"), "context parallel"),
+        (MOMENTS, VANILLA, "offload"),
+        (MOMENTS, Settings(offload=True), None),
+        (ADDED_UP, VANILLA, MICRO_BATCH),
+        (ADDED_UP, Settings(accumulates=False), "offload"),
+        (changed(communication_bytes=9 * GIB), VANILLA, "smaller buckets"),
+        (changed(unattributed_bytes=9 * GIB), VANILLA, None),
+        (changed(), VANILLA, None),
+    ],
+)
+def test_the_setting_to_try_is_one_that_is_not_there_yet(alive, settings, setting):
+    assert setting_of(alive, settings, Layout()) == setting
+    assert setting is None or setting in ADVICE
+
+
+def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first():
+    layout = Layout(gpus=4, replicate_degree=2)
+    assert setting_of(ADDED_UP, VANILLA, layout) == "fewer copies"
+    assert setting_of(ACTIVATIONS, VANILLA, layout) == "context parallel"
+
+
+def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted():
+    counted = {"parameters_bytes": GIB, "gradients_bytes": GIB, "optimizer_states_bytes": 2 * GIB}
+    assert setting_of(AliveMemory(**counted), VANILLA, Layout(gpus=2, replicate_degree=2)) is None
+    asked = {"requested_bytes": 4 * GIB, "requested_by": LOGITS.requested_by}
+    assert setting_of(AliveMemory(**counted, **asked), VANILLA, Layout()) == "chunked loss"
+
+
+def test_whatever_is_advised_can_be_typed():
+    asked = {words for text in ADVICE.values() for words in re.findall(r"--[a-z-]+(?: \w+)?", text)}
+    assert len(asked) >= len(ADVICE)
+    for words in asked - {"--offload"}:
+        flag, value = words.split()
+        assert parse(["find", "Qwen3-0.6B", flag, value]).model == "Qwen3-0.6B"
+    assert parse(["find", "Qwen3-0.6B", "--offload"]).offload
+
+
+def test_every_category_has_its_words():
+    assert set(CATEGORY_WORDS) == set(CATEGORIES)
+
+
+def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it():
+    cell = QUESTION.cells[0]
+    hostile = msgspec.structs.replace(LOGITS, requested_by=f"highwater/{HOSTILE}.py:1 {HOSTILE}")
+    result = result_of(hostile, phase=HOSTILE)
+    recorded = msgspec.structs.replace(trial(8192, Outcome.OUT_OF_MEMORY), result=result)
+    answer = answer_of(cell, 4096, 8192)
+    table = answer_table(study_of(trial(4096, Outcome.FIT), recorded, answers=(answer,)))
+    (line,) = (note for note in table.footnotes if "no room for 4.00 GiB" in note)
+    report = report_of(study_of(recorded))
+    rows = dict(trial_table(recorded.spec, result).rows)
+    assert "optimizer states 6.00 GiB" in rows["alive on rank 1"]
+    for text in (study_page(report), study_markdown(report), rows["out of memory"]):
+        assert "no room for 4.00 GiB" in text
+    for text in (study_page(report), study_markdown(report), line, *rows.values()):
+        assert not {"\x1b", "\u202e"} & set(text)

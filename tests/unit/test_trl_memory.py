@@ -104,9 +104,8 @@ def test_an_edge_lies_between_what_it_was_given_at_both_lengths():
 
     (edge,) = edge_residuals(recorded, told)
     shape = recorded.question.model.shape
-    by_length = {
-        trial.spec.length_tokens: told(step_of(shape, trial.spec)) for trial in recorded.trials
-    }
+    specs = [trial.spec for trial in recorded.trials]
+    by_length = {spec.length_tokens: told(step_of(shape, spec)) for spec in specs}
     fit, ran_out = by_length[24_576].needed_bytes, by_length[32_768].needed_bytes
     assert edge.length_tokens == 24_576
     assert edge.predicted_bytes == fit
@@ -139,19 +138,15 @@ def test_a_longer_sequence_never_needs_less_nor_more_gpus_more(
     settings = {"objective": objective, "lora": lora, "sequences_per_micro_batch": pairs}
     one = needed(model, length, **settings)
     assert one.needed_bytes <= needed(model, length + more, **settings).needed_bytes
-    tensors = [
-        needed(model, length, Layout(gpus=gpus), **settings).allocated_bytes for gpus in (2, 4, 8)
-    ]
+    several = [needed(model, length, Layout(gpus=gpus), **settings) for gpus in (2, 4, 8)]
+    tensors = [each.allocated_bytes for each in several]
     assert tensors == sorted(tensors, reverse=True)
 
 
 def test_grpo_keeps_the_keys_of_a_whole_group_while_it_generates():
     shape = load_model("Qwen3-0.6B").shape
-    (phase,) = [
-        each
-        for each in needed("Qwen3-0.6B", 16_384, objective="grpo").phases
-        if each.name == "generation of completions"
-    ]
+    phases = needed("Qwen3-0.6B", 16_384, objective="grpo").phases
+    (phase,) = [each for each in phases if each.name == "generation of completions"]
     bytes_of = {term.name: term.bytes for term in phase.terms}
     of_a_token = 28 * 2 * 8 * 128 * 2  # layers, keys and values, heads, their size, bfloat16
     assert bytes_of["keys and values of completions"] == 8 * 16_384 * of_a_token
@@ -181,15 +176,13 @@ def test_the_loss_is_a_tile_of_logits_beside_gradients_in_float32():
 
 
 def test_no_reference_is_kept_and_the_launcher_is_on_the_first_gpu():
-    ours = likely_footprint(
-        Step(load_model("Qwen3-4B").shape, Settings(objective="grpo"), Layout(), length_tokens=4096)
-    )
+    shape = load_model("Qwen3-4B").shape
+    ours = likely_footprint(Step(shape, Settings(objective="grpo"), Layout(), length_tokens=4096))
     theirs = needed("Qwen3-4B", 4096, objective="grpo")
     assert "offloaded states and reference" in [term.name for term in ours.host]
     assert [term.name for term in theirs.host] == ["processes"]
-    assert {term.name: term.bytes for term in theirs.outside}["context of TRL's launcher"] == (
-        518 * MIB
-    )
+    outside = {term.name: term.bytes for term in theirs.outside}
+    assert outside["context of TRL's launcher"] == 518 * MIB
 
 
 @pytest.mark.parametrize(("name", "trials"), list(zip(TRIED, (2, 2, 2), strict=True)))
@@ -207,8 +200,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "instead"),
-    table("trl_memory", "what_trl_cannot_be_told_is_refused_with"),
+    ("settings", "said", "instead"), table("trl_memory", "what_trl_cannot_be_told_is_refused_with")
 )
 def test_what_trl_cannot_be_told_is_refused_with_what_can(settings, said, instead):
     asked = {"gpus": "2xH200-141GB", "trainer": "trl", "length": "8k"}
@@ -231,25 +223,8 @@ def test_sequences_go_round_a_ring_where_nobody_names_a_degree():
 def test_a_study_of_trl_teaches_and_counts_once():
     asked = {"gpus": "1xH200-141GB", "trainer": "trl", "length": "8k"}
     known = highwater.predict("Qwen3-4B", **asked).calibration
-    again = highwater.predict(
-        "Qwen3-4B", **asked, calibrate_with=[RESULTS / "studies" / "one-gpu-trl.jsonl"]
-    ).calibration
+    own = [RESULTS / "studies" / "one-gpu-trl.jsonl"]
+    again = highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
     assert known is not None
     assert known == again
     assert (known.edges, known.own_trials) == (3, 0)
-
-
-def test_a_recommendation_takes_trials_and_predicts_the_rest():
-    asked = {"gpus": "1xH200-141GB", "gpu_memory": "80GiB", "trainer": "trl", "length": "56k"}
-    measured = highwater.recommend(
-        "Qwen3-4B", **asked, studies=[RESULTS / "studies" / "one-gpu-trl.jsonl"]
-    )
-    assert measured.chosen is not None
-    assert (measured.chosen.source, measured.chosen.fits) == ("measured", True)
-    assert [each.source for each in measured.candidates] == ["measured", "predicted"]
-    predicted = highwater.recommend("Qwen3-4B", **asked)
-    said = highwater.predict("Qwen3-4B", **asked).cells
-    assert {each.cell: each.headroom_bytes for each in predicted.candidates} == {
-        each.cell: each.headroom_bytes for each in said
-    }
-    assert all(each.source == "predicted" for each in predicted.candidates)

@@ -14,61 +14,29 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
 from highwater.trainers.user_file import FILE_WORDS
 
-AXOLOTL: dict[str, Any] = {
-    "base_model": "Qwen/Qwen3-8B",
-    "sequence_len": 16384,
-    "micro_batch_size": 2,
-    "gradient_accumulation_steps": 4,
-    "adapter": "qlora",
-    "load_in_4bit": True,
-    "lora_r": 32,
-    "lora_alpha": 16,
-    "lora_target_linear": True,
-    "gradient_checkpointing": True,
-    "optimizer": "adamw_torch_fused",
-    "bf16": "auto",
-    "datasets": [{"path": "data", "type": "alpaca"}],
-}
-LLAMAFACTORY: dict[str, Any] = {
-    "stage": "sft",
-    "finetuning_type": "lora",
-    "lora_rank": 16,
-    "lora_target": "q_proj,v_proj",
-    "cutoff_len": 51974,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 8,
-    "quantization_bit": 4,
-}
-MS_SWIFT: dict[str, Any] = {
-    "tuner_type": "full",
-    "max_length": 16384,
-    "deepspeed": "zero3",
-    "use_liger_kernel": True,
-    "gradient_accumulation_steps": 1,
-}
-TRL: dict[str, Any] = {
-    "max_length": 32768,
-    "use_peft": True,
-    "lora_r": 64,
-    "gradient_checkpointing": True,
-    "packing": True,
-}
+AXOLOTL: dict[str, Any] = {"base_model": "Qwen/Qwen3-8B", "sequence_len": 16384, "bf16": "auto"}
+AXOLOTL |= {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "qlora"}
+AXOLOTL |= {"load_in_4bit": True, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}
+AXOLOTL |= {"gradient_checkpointing": True, "optimizer": "adamw_torch_fused"}
+AXOLOTL["datasets"] = [{"path": "data", "type": "alpaca"}]
+LLAMAFACTORY: dict[str, Any] = {"stage": "sft", "finetuning_type": "lora", "lora_rank": 16}
+LLAMAFACTORY |= {"lora_target": "q_proj,v_proj", "cutoff_len": 51974, "quantization_bit": 4}
+LLAMAFACTORY |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+MS_SWIFT: dict[str, Any] = {"tuner_type": "full", "max_length": 16384, "deepspeed": "zero3"}
+MS_SWIFT |= {"use_liger_kernel": True, "gradient_accumulation_steps": 1}
+TRL: dict[str, Any] = {"max_length": 32768, "use_peft": True, "lora_r": 64, "packing": True}
+TRL["gradient_checkpointing"] = True
 FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 def predicted(
-    folder: Path,
-    trainer: TrainerName,
-    config: dict[str, Any],
-    *,
-    model: str = "Qwen3-8B",
-    gpus: str = "1xH100-80GB",
-    **typed: Any,
+    folder: Path, trainer: TrainerName, config: dict[str, Any], *, gpus: str = "1", **typed: Any
 ) -> Prediction:
+    """What is predicted of such a file on so many H100s."""
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump(config))
-    asked: dict[str, Any] = {"trainer_config": str(path), **typed}
-    return highwater.predict(model, gpus=gpus, trainer=trainer, **asked)
+    asked: dict[str, Any] = {"model": "Qwen3-8B", "trainer_config": str(path), **typed}
+    return highwater.predict(gpus=f"{gpus}xH100-80GB", trainer=trainer, **asked)
 
 
 def settings(found: Prediction) -> Settings:
@@ -110,7 +78,7 @@ def test_the_public_report_of_llamafactory_that_ran_out_is_predicted_from_its_fi
 
 
 def test_ms_swifts_stage_3_is_deepspeeds_and_says_so(tmp_path: Path):
-    found = predicted(tmp_path, "ms-swift", MS_SWIFT, gpus="4xH100-80GB")
+    found = predicted(tmp_path, "ms-swift", MS_SWIFT, gpus="4")
     assert settings(found).lora is None
     assert not settings(found).accumulates
     assert found.cells[0].cell.layout.shard_degree == 4
@@ -122,26 +90,22 @@ def test_ms_swifts_stage_3_is_deepspeeds_and_says_so(tmp_path: Path):
 def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_states_are_shared(
     tmp_path: Path,
 ):
-    alone = predicted(tmp_path, "trl", TRL, gpus="2xH100-80GB")
+    alone = predicted(tmp_path, "trl", TRL, gpus="2")
     assert settings(alone).lora == 64
     assert alone.length_tokens == 32_768
     assert alone.cells[0].cell.layout.replicate_degree == 2
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(FSDP))
-    zero = predicted(tmp_path, "trl", TRL | {"deepspeed": "zero3"}, gpus="2xH100-80GB")
+    zero = predicted(tmp_path, "trl", TRL | {"deepspeed": "zero3"}, gpus="2")
     assert any("taken as FSDP2" in note for note in zero.notes)
-    shared = predicted(
-        tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2xH100-80GB"
-    )
+    shared = predicted(tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2")
     assert shared.cells[0].cell.layout.shard_degree == 2
 
 
 def test_accelerates_file_says_how_processes_share_and_nothing_else(tmp_path: Path):
-    sharded = predicted(tmp_path, "accelerate", FSDP, gpus="4xH100-80GB", length="16k")
+    of_file: dict[str, Any] = {"gpus": "4", "length": "16k"}
+    sharded = predicted(tmp_path, "accelerate", FSDP, **of_file)
     copies = predicted(
-        *(tmp_path, "accelerate", {"distributed_type": "MULTI_GPU"}),
-        gpus="4xH100-80GB",
-        length="16k",
-        lora=16,
+        tmp_path, "accelerate", {"distributed_type": "MULTI_GPU"}, **of_file, lora=16
     )
     assert sharded.cells[0].cell.layout.shard_degree == 4
     assert copies.cells[0].cell.layout.replicate_degree == 4
@@ -172,23 +136,19 @@ def test_what_nobody_can_tell_is_named(tmp_path: Path):
     assert said.endswith("of these is not predicted: neftune_noise_alpha")
 
 
+AUTO = {"reduce_bucket_size": "auto"}
+SWIFT_OFFLOADS = {"max_length": 8192, "gradient_checkpointing_kwargs": {"offload": True}}
 REFUSED: dict[str, tuple[TrainerName, dict[str, Any]]] = {
     "deepspeed": ("axolotl", AXOLOTL | {"deepspeed": "zero1.json"}),
     "deepspeed: its": ("axolotl", AXOLOTL | {"deepspeed": "zero3_bf16_cpuoffload_params.json"}),
     "shares next to nothing": ("axolotl", AXOLOTL | {"deepspeed": "zero3.json"}),
-    "deepspeed: zero2": (
-        "trl",
-        TRL | {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}},
-    ),
+    "deepspeed: zero2": ("trl", TRL | {"deepspeed": {"zero_optimization": {"stage": 2} | AUTO}}),
     "context_parallel_size": ("axolotl", AXOLOTL | {"context_parallel_size": 4}),
     "gradient_checkpointing": ("axolotl", AXOLOTL | {"gradient_checkpointing": False}),
     "adafactor": ("axolotl", AXOLOTL | {"optimizer": "adafactor"}),
     "rl: grpo": ("axolotl", AXOLOTL | {"rl": "grpo"}),
     "offload_params": ("axolotl", AXOLOTL | {"fsdp_config": {"offload_params": True}}),
-    "offload of activations": (
-        "ms-swift",
-        {"model": "x", "max_length": 8192, "gradient_checkpointing_kwargs": {"offload": True}},
-    ),
+    "offload of activations": ("ms-swift", SWIFT_OFFLOADS),
     "stage: dpo": ("llamafactory", LLAMAFACTORY | {"stage": "dpo"}),
     "use_dora": ("llamafactory", LLAMAFACTORY | {"use_dora": True}),
     "no file beside it": ("trl", TRL | {"accelerate_config": "zero3"}),
@@ -208,31 +168,19 @@ def test_what_nobody_predicts_is_refused_by_name(tmp_path: Path, what: str):
 
 
 HOST = {"device": "cpu", "pin_memory": True}
+TEMPLATE = "examples/deepspeed/ds_z2_offload_config.json"
+NOWHERE = {"offload_optimizer": {"device": "none"}, "reduce_bucket_size": 7}
+SECOND = {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True}
+NO_OPTIMIZER = {"stage": 3, "offload_optimizer": HOST}
 DEEPSPEEDS: dict[str, tuple[Any, str, int | None]] = {
     "a template's name": ("zero3_offload", "zero3-offload", None),
-    "LLaMA-Factory's": (
-        "examples/deepspeed/ds_z2_offload_config.json",
-        "zero2-offload",
-        500_000_000,
-    ),
-    "what is auto": ({"stage": 3, "reduce_bucket_size": "auto"}, "zero3", None),
+    "LLaMA-Factory's": (TEMPLATE, "zero2-offload", 500_000_000),
+    "what is auto": ({"stage": 3} | AUTO, "zero3", None),
     "numbers as YAML has them": ({"stage": 3, "reduce_bucket_size": "5e7"}, "zero3", 50_000_000),
-    "a second bucket": (
-        {"stage": 2, "reduce_bucket_size": 1000, "overlap_comm": True},
-        *("zero2", 2000),
-    ),
-    "the optimizer away": (
-        {"stage": 3, "offload_optimizer": HOST, "reduce_bucket_size": "auto"},
-        *("zero3-optimizer-offload", None),
-    ),
-    "parameters away": (
-        {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST},
-        *("zero3-offload", 500_000_000),
-    ),
-    "nowhere": (
-        {"stage": 3, "offload_optimizer": {"device": "none"}, "reduce_bucket_size": 7},
-        *("zero3", 7),
-    ),
+    "a second bucket": (SECOND, "zero2", 2000),
+    "the optimizer away": (NO_OPTIMIZER | AUTO, "zero3-optimizer-offload", None),
+    "parameters away": (NO_OPTIMIZER | {"offload_param": HOST}, "zero3-offload", 500_000_000),
+    "nowhere": ({"stage": 3} | NOWHERE, "zero3", 7),
 }
 
 
@@ -242,7 +190,7 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path:
     if isinstance(zero, dict):
         (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
         zero = "ds.json"
-    found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4xH100-80GB")
+    found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4")
     assert (settings(found).deepspeed, settings(found).deepspeed_bucket) == (form, bucket)
     assert any("by its source" in note for note in found.notes)
     host = sum(term.bytes for term in found.cells[0].footprint.host)
@@ -250,7 +198,7 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path:
 
 
 def test_zero_2_beside_a_model_in_nf4_is_taken_as_ddp(tmp_path: Path):
-    found = predicted(tmp_path, "axolotl", AXOLOTL | {"deepspeed": "zero2"}, gpus="2xH100-80GB")
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"deepspeed": "zero2"}, gpus="2")
     assert settings(found).deepspeed == "none"
     assert found.cells[0].cell.layout.replicate_degree == 2
     assert any("taken as DDP" in note for note in found.notes)
@@ -258,21 +206,16 @@ def test_zero_2_beside_a_model_in_nf4_is_taken_as_ddp(tmp_path: Path):
 
 def test_accelerates_own_fields_of_deepspeed_are_read(tmp_path: Path):
     own = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
-    config = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": own}
-    found = predicted(tmp_path, "accelerate", config, gpus="2xH100-80GB", length="8k")
-    assert settings(found).deepspeed == "zero2-offload"
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    config["deepspeed_config"] = {"deepspeed_config_file": "ds.json"}
-    found = predicted(tmp_path, "accelerate", config, gpus="2xH100-80GB", length="8k")
-    assert settings(found).deepspeed == "zero3"
+    beside = {"deepspeed_config_file": "ds.json"}
+    for section, form in ((own, "zero2-offload"), (beside, "zero3")):
+        config = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
+        found = predicted(tmp_path, "accelerate", config, gpus="2", length="8k")
+        assert settings(found).deepspeed == form
 
 
 @pytest.mark.parametrize("trainer", FILE_WORDS)
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path, trainer: TrainerName):
+    gone = {"trainer": trainer, "trainer_config": str(tmp_path / "gone.yaml")}
     with pytest.raises(UsageError, match="cannot be read"):
-        highwater.predict(
-            *("Qwen3-8B",),
-            gpus="1xH100-80GB",
-            trainer=trainer,
-            trainer_config=str(tmp_path / "gone.yaml"),
-        )
+        highwater.predict("Qwen3-8B", gpus="1xH100-80GB", **gone)

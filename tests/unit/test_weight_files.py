@@ -13,7 +13,7 @@ from highwater.errors import ModelError
 from highwater.model.model import load_model
 from highwater.model.weight_files import refuse_quantised, saved_tensors, unties, weight_files
 from places import write_safetensors
-from tiny_models import write_model
+from tiny_models import TINY, write_model, written_model
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BOTH = {EMBEDDING: ("BF16", (1000, 64)), HEAD: ("BF16", (1000, 64))}
@@ -43,15 +43,13 @@ def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_work
     problem = refused(directory)
     assert f"a quantised checkpoint ({method})" in problem.problem
     assert "quantization_config" in problem.hint
-    assert load_model(str(write_model(tmp_path / "copy"))).shape.layers == 2
+    assert written_model(tmp_path / "copy").shape.layers == 2
 
 
 @pytest.mark.parametrize("block", [None, {}])
 def test_a_config_that_says_of_no_quantisation_is_read(block, tmp_path):
-    directory = write_model(tmp_path)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
-    assert load_model(str(directory)).shape.layers == 2
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "quantization_config": block}))
+    assert load_model(str(tmp_path)).shape.layers == 2
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,8 @@ def test_a_config_that_says_of_no_quantisation_is_read(block, tmp_path):
 )
 def test_quantised_tensors_are_refused_whatever_the_config_says(name, dtype, said, tmp_path):
     directory = write_model(tmp_path)
-    write_safetensors(
-        directory / "model.safetensors", {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))}
-    )
+    tensors = {EMBEDDING: ("BF16", (1000, 64)), name: (dtype, (64, 64))}
+    write_safetensors(directory / "model.safetensors", tensors)
     problem = refused(directory).problem
     assert said in problem
     assert name in problem
@@ -90,16 +87,16 @@ def test_mxfp4_is_read_where_blocks_have_scales_and_refused_where_they_have_not(
         refuse_quantised(directory, config)
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16"])
-def test_wide_numbers_are_not_quantised(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        *((EMBEDDING, dtype, (8, 64)) for dtype in ("F64", "F32", "F16", "BF16")),
+        ("h.0.attn.bias", "U8", (1, 1, 8, 8)),  # an old file's causal mask
+    ],
+)
+def test_wide_numbers_are_not_quantised(name, dtype, shape, tmp_path):
     directory = write_model(tmp_path)
-    write_safetensors(directory / "model.safetensors", {EMBEDDING: (dtype, (8, 64))})
-    assert load_model(str(directory)).shape.layers == 2
-
-
-def test_an_old_files_causal_mask_is_no_quantised_weight(tmp_path):
-    directory = write_model(tmp_path)
-    write_safetensors(directory / "model.safetensors", {"h.0.attn.bias": ("U8", (1, 1, 8, 8))})
+    write_safetensors(directory / "model.safetensors", {name: (dtype, shape)})
     assert load_model(str(directory)).shape.layers == 2
 
 
@@ -108,31 +105,32 @@ def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_
     (tmp_path / "pytorch_model.bin").touch()
     assert [file.name for file in weight_files(tmp_path)] == ["pytorch_model.bin"]
     write_safetensors(tmp_path / "a.safetensors", {EMBEDDING: ("F32", (8, 4))})
-    (tmp_path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {EMBEDDING: "a.safetensors"}})
-    )
+    (tmp_path / "model.safetensors.index.json").write_text(index(**{EMBEDDING: "a.safetensors"}))
     assert [file.name for file in weight_files(tmp_path)] == ["a.safetensors"]
-    write_safetensors(
-        tmp_path / "model.safetensors", {EMBEDDING: ("F32", (8, 4)), HEAD: ("BF16", (8, 4))}
-    )
+    both = {EMBEDDING: ("F32", (8, 4)), HEAD: ("BF16", (8, 4))}
+    write_safetensors(tmp_path / "model.safetensors", both)
     assert [file.name for file in weight_files(tmp_path)] == ["model.safetensors"]
     tensors = saved_tensors(tmp_path)
-    assert [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()] == [
-        (EMBEDDING, "F32", (8, 4)),
-        (HEAD, "BF16", (8, 4)),
-    ]
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()} == both
     assert tensors[HEAD].end - tensors[HEAD].begin == 64
 
 
+def write_numbered(directory: Path, *names: str) -> Path:
+    """Two numbered files, each of one tensor."""
+    for number, name in enumerate(names, 1):
+        file = directory / f"model-0000{number}-of-00002.safetensors"
+        write_safetensors(file, {name: ("F32", (4,))})
+    return directory
+
+
 def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path):
-    directory = write_model(tmp_path)
-    for number in (1, 2):
-        write_safetensors(
-            directory / f"model-0000{number}-of-00002.safetensors", {f"t{number}": ("F32", (4,))}
-        )
+    """And hold no tensor twice."""
+    directory = write_numbered(write_model(tmp_path), "t1", "t2")
     assert set(saved_tensors(directory)) == {"t1", "t2"}
     (directory / "model-00001-of-00002.safetensors").unlink()
     assert re.search(r"\b1 .* of 2\b", refused(directory).problem)
+    write_numbered(directory, EMBEDDING, EMBEDDING)
+    assert f"both hold {EMBEDDING}" in refused(directory).problem
 
 
 @pytest.mark.parametrize(
@@ -159,18 +157,17 @@ def test_weights_that_would_not_be_read_are_refused_and_not_replaced_by_random_o
         assert said in refused(directory).problem
 
 
+def index(**files: str) -> str:
+    return json.dumps({"weight_map": files})
+
+
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        (
-            '{"weight_map": {"a": "gone.safetensors", "b": "model-1.safetensors"}}',
-            "names 1 of 2 files that are not there",
-        ),
-        ('{"weight_map": {"a": "../elsewhere.safetensors"}}', "not a file beside it"),
-        ('{"weight_map": {}}', "names no file"),
-        ('{"weight_map": [1]}', "cannot be read"),
-        ("[" * 5000, "cannot be read"),
-        ("{}", "cannot be read"),
+        (index(a="gone.safetensors", b="model-1.safetensors"), "names 1 of 2 files that are not"),
+        (index(a="../elsewhere.safetensors"), "not a file beside it"),
+        (index(), "names no file"),
+        *((text, "cannot be read") for text in ('{"weight_map": [1]}', "[" * 5000, "{}")),
     ],
 )
 def test_an_index_that_cannot_be_followed_is_refused(index, said, tmp_path):
@@ -180,34 +177,28 @@ def test_an_index_that_cannot_be_followed_is_refused(index, said, tmp_path):
     assert said in refused(directory).problem
 
 
+ENDS_LATE = b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'.ljust(60)
+
+
+def headed(count: int, rest: bytes) -> bytes:
+    return count.to_bytes(8, "little") + rest
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "a header of 0 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
-        ((2**40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
-        ((2).to_bytes(8, "little") + b"[]", "cannot be read as safetensors"),
-        ((9).to_bytes(8, "little") + b'{"a": {}}', "cannot be read as safetensors"),
-        (
-            (60).to_bytes(8, "little")
-            + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'.ljust(60),
-            "a tensor ends at byte 84 of 68",
-        ),
+        (headed(2**40, b"{}"), "a header of 1099511627776 bytes"),
+        (headed(2, b"[]"), "cannot be read as safetensors"),
+        (headed(9, b'{"a": {}}'), "cannot be read as safetensors"),
+        (headed(60, ENDS_LATE), "a tensor ends at byte 84 of 68"),
     ],
 )
 def test_a_damaged_file_is_refused(content, said, tmp_path):
     directory = write_model(tmp_path)
     (directory / "model.safetensors").write_bytes(content)
     assert said in refused(directory).problem
-
-
-def test_a_tensor_that_two_files_hold_is_refused(tmp_path):
-    directory = write_model(tmp_path)
-    for number in (1, 2):
-        write_safetensors(
-            directory / f"model-0000{number}-of-00002.safetensors", {EMBEDDING: ("F32", (4,))}
-        )
-    assert f"both hold {EMBEDDING}" in refused(directory).problem
 
 
 def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path):
@@ -222,10 +213,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_one_of_its_own(tmp_path)
     os.utime(file, ns=(1, 1))  # the same size, within the same tick of some file systems
     shape = load_model(str(directory)).shape
     assert not shape.tied_embeddings
-    assert (
-        shape.parameters - load_model(str(write_model(tmp_path / "tied"))).shape.parameters
-        == 1000 * 64
-    )
+    assert shape.parameters - written_model(tmp_path / "tied").shape.parameters == 1000 * 64
 
 
 def test_a_tied_head_of_another_dtype_is_refused(tmp_path):

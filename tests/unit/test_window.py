@@ -23,8 +23,8 @@ from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.study import Question
 from places import NO_GPU, machine_with
-from tables import table
-from tiny_models import write_model
+from tables import deep, table
+from tiny_models import write_model, written_model
 
 RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 
@@ -32,11 +32,8 @@ RING = r"a ring shares no document of 16,384 tokens .* window of 8,192"
 @pytest.fixture
 def mistral(tmp_path: Path) -> str:
     """A tiny model of Mistral's family, whose window is a quarter of its native length."""
-    return str(
-        write_model(
-            tmp_path / "m", model_type="mistral", sliding_window=8192, max_position_embeddings=32768
-        )
-    )
+    sizes = {"sliding_window": 8192, "max_position_embeddings": 32768}
+    return str(write_model(tmp_path / "m", model_type="mistral", **sizes))
 
 
 def test_no_length_ends_at_a_window(mistral):
@@ -109,7 +106,7 @@ def test_capped_scores_are_refused_in_a_ring_alone(tmp_path):
     uncapped = str(write_model(tmp_path / "u", model_type="gemma2", attn_logit_softcapping=None))
     assert load_model(uncapped).shape.caps_scores, "what is left out is as the class has it"
     with pytest.raises(ModelError, match="attn_logit_softcapping is 0"):
-        load_model(str(write_model(tmp_path / "z", model_type="gemma2", attn_logit_softcapping=0)))
+        written_model(tmp_path / "z", model_type="gemma2", attn_logit_softcapping=0)
 
 
 def test_models_of_capped_scores_are_predicted(tmp_path):
@@ -167,8 +164,10 @@ def about_windows(notes: tuple[str, ...]) -> list[str]:
     return [note for note in notes if "window" in note]
 
 
-MOST = 8
+(MOST,) = deep(8) or (6,)
 """The most of each number that is asked for."""
+MACHINES = deep(17, 20, 24, 48, 64) or (20, 64)
+"""GPUs of several machines."""
 MODEL = "Qwen3-8B"
 SHAPE = load_model(MODEL).shape
 
@@ -186,14 +185,13 @@ def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> 
 
 def offered(hint: str) -> list[dict[str, Any]]:
     """What the hint offers to type, as settings."""
-    each = (shlex.split(flags) for flags in hint.split("`")[1::2])
-    return [
-        {
-            flag.removeprefix("--"): [int(value)] if value.isdecimal() else value
-            for flag, value in zip(words[::2], words[1::2], strict=True)
-        }
-        for words in each
-    ]
+
+    def settings(words: list[str]) -> dict[str, Any]:
+        named = zip(words[::2], words[1::2], strict=True)
+        typed = {flag.removeprefix("--"): value for flag, value in named}
+        return {name: [int(n)] if n.isdecimal() else n for name, n in typed.items()}
+
+    return [settings(shlex.split(flags)) for flags in hint.split("`")[1::2]]
 
 
 @pytest.mark.parametrize("gpus", range(1, MOST + 1))
@@ -209,16 +207,16 @@ def test_every_layout_that_a_hint_names_can_be(gpus, strategy):
                 assert refusal_of(gpus, strategy=strategy, **(asked | way)) is None, (asked, way)
 
 
-@pytest.mark.parametrize("gpus", [17, 20, 24, 48, 64])
+@pytest.mark.parametrize("gpus", MACHINES)
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
-    for ulysses, ring, copies in product((1, 2, 3, 16), (1, 2, 3, 8), (1, 2, 3, 8, 64)):
+    every = product((1, 2, 3, 16), (1, 2, 3, 8), (1, 2, 3, 8, 64))
+    for ulysses, ring, copies in deep(*every) or product((1, 3, 16), (1, 2), (1, 3, 8)):
         asked = {"ulysses": [ulysses], "ring": [ring], "copies": [copies], "strategy": strategy}
         hint = refusal_of(gpus, within_machines=True, **asked)
         if hint is None:
-            layout = Layout(
-                gpus=gpus, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=copies
-            )
+            degrees = {"ulysses_degree": ulysses, "ring_degree": ring}
+            layout = Layout(gpus=gpus, **degrees, replicate_degree=copies)
             assert layout.shard_degree <= layout.machine_gpus <= MOST_GPUS_OF_A_MACHINE
             assert layout.machine_gpus % layout.context_degree == 0
         else:
@@ -228,8 +226,7 @@ def test_of_several_machines_a_hint_names_copies_that_each_hold(gpus, strategy):
 
 
 @pytest.mark.parametrize(
-    ("asked", "nearest"),
-    table("window", "the_first_layout_that_is_named_is_the_nearest"),
+    ("asked", "nearest"), table("window", "the_first_layout_that_is_named_is_the_nearest")
 )
 def test_the_first_layout_that_is_named_is_the_nearest_on_as_many_gpus(asked, nearest):
     hint = refusal_of(6, **({"strategy": "fsdp2"} | asked))

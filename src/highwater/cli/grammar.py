@@ -70,6 +70,9 @@ class Parser(argparse.ArgumentParser):
         """
         super().__init__(allow_abbrev=False, add_help=False, **options)
         self.examples = tuple(examples)
+        self.example = self.examples[0]
+        """A command that works."""
+        self.typed: Sequence[str] = ()
         self._groups = groups
         self._first = first
         self.whole = "--help-all" if first else "--help"
@@ -83,11 +86,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", help=text, **with_group, **kept)
         self.add_argument("--help-all", nargs=0, help=argparse.SUPPRESS, **kept)
 
-    @property
-    def example(self) -> str:
-        """A command that works."""
-        return self.examples[0]
-
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print, in words where a flag has no value, or a wrong one."""
         listed = f"`{self.prog} {self.whole}` lists every flag"
@@ -100,7 +98,9 @@ class Parser(argparse.ArgumentParser):
         if value is None:
             row = DECLARED.get(action.dest)
             if row is not None and (example := row.example or (row.kind and row.kind.example)):
-                hint = f"for example `{' '.join(words_of({row.name: example}))}`"
+                words = words_of({row.name: example})
+                words = (self.example, *words) if len(self.typed) == 2 else words
+                hint = f"for example `{' '.join(words)}`"
             raise UsageError(f"{name} has no value", hint=hint)
         if kind is not None:
             what = _KINDS.get(kind, f"a {kind}")
@@ -221,10 +221,10 @@ def parse_strictly(
 ) -> argparse.Namespace:
     """The parsed words; UsageError for one unknown to ``parser``, a command of ``whole``."""
     for word in words:
-        if word.startswith("-") and word.endswith("=--"):  # which argparse takes for an empty list
-            raise UsageError(
-                f"{word.removesuffix('=--')} has no value", hint=f"for example `{parser.example}`"
-            )
+        name = word.removesuffix("=--")  # which argparse takes for an empty list
+        if name != word and name.startswith("-"):
+            raise UsageError(f"{name} has no value", hint=f"for example `{parser.example}`")
+    parser.typed = words
     arguments, unknown = (whole or parser).parse_known_args(words)
     if unknown:
         raise _unknown(unknown[0], parser, words)
