@@ -16,6 +16,7 @@ from highwater.model.rope import YARN_IN_USE, ends_at_native, unscalable
 from highwater.nouns.capacities import study_capacities
 from highwater.nouns.cells import heads_obstacle
 from highwater.nouns.codec import from_builtins
+from highwater.nouns.declaration import words_of
 from highwater.nouns.request import setting_flags
 from highwater.nouns.settings import NOTHING_SET, shared_training, short_settings
 from highwater.nouns.study import Cell, counted_ranks
@@ -153,7 +154,7 @@ def _words(cell: Cell) -> str:
 
 
 def _degrees(cell: Cell) -> Iterable[str]:
-    return cell.layout.degree_flags if cell.layout.context_degree > 1 else ()
+    return words_of(cell.layout.degree_settings) if cell.layout.context_degree > 1 else ()
 
 
 def _table(table: Table, letters: Mapping[str, str]) -> Iterator[str]:

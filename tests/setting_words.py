@@ -8,8 +8,12 @@ WORDS = {
     "expandable": r"\bEnv\b",
     "chunked loss": r"[+] chunked\b|logits in chunks|[Ff]used loss",
     "chunked entropy": r"entropy-saving|[Ee]ntropy in chunks",
-    "states on host": r"\bOffload\b(?!-)|CPU[ -]offload",
+    "states on host": (
+        r"\bOffload\b(?!-)|CPU[ -]offload|"
+        r"\b[Oo]ffloaded states(?! and)|\bwith .*\boffload(?:,| and)"
+    ),
     "moments": r"\bOffload-states|states-offload",
+    "settings": r"only rungs|whole ladder",
     "activations on host": r"activations-on-host|activation[ -]offload",
     "attention's outputs kept": r"attention-kept|attention kept",
     "no recomputation": r"no-recompute|without recomputation",

@@ -208,7 +208,7 @@ def _typed(
         assert refused, (problem, line)
         wrong = max(refused, key=len)
         return Typed(tuple(line if word == wrong else word for word in words), parts)
-    if problem.startswith("unknown flag"):
+    if problem.startswith("unknown flag") and not is_left_out:
         wrong = problem.split()[-1]
         return Typed(tuple(parts[0] if word == wrong else word for word in words), parts)
     flags = [word for word in parts if _is_flag(word)]

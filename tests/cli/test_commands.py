@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 def test_one_trial_says_how_it_ended_by_its_exit_code(highwater, length, code, outcome):
     done = highwater("try", "Qwen3-0.6B", "--length", length, *SIMULATED)
     assert done.returncode == code
-    assert done.stdout.splitlines()[0].endswith(": simulated")
+    does = "Yes: Qwen3-0.6B trains " if code == 0 else "No: Qwen3-0.6B does not train "
+    assert done.stdout.startswith(does)
+    assert "simulated, nothing was trained" in done.stdout.partition("\n\n")[0]
+    assert not re.search(r" -$", done.stdout, re.MULTILINE), "what nobody measured is left out"
     assert re.search(rf"^outcome +{outcome}$", done.stdout, re.MULTILINE)
     assert following(done)[:2] == ["find", "Qwen3-0.6B"]
     as_json = highwater("try", "Qwen3-0.6B", "--length", length, *SIMULATED, "--json")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from conftest import SIMULATED, Run, installed
+from conftest import BIN, SIMULATED, TIMEOUT_S, Run, installed
 
 from highwater.cli.flags import Shell
 from highwater.cli.grammar import COMMANDS, commands
@@ -41,6 +41,14 @@ def bash(highwater: Run, tmp_path: Path) -> Path:
     assert done.returncode == 0
     (tmp_path / "script").write_text(done.stdout)
     return tmp_path
+
+
+@pytest.mark.parametrize("example", COMMANDS["completion"].examples)
+def test_the_line_of_the_help_keeps_a_script_in_a_home_that_has_nothing(tmp_path, example):
+    home = {**os.environ, "HOME": str(tmp_path), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-ec", example], env=home, check=True, timeout=TIMEOUT_S)
+    (script,) = (path for path in tmp_path.rglob("*highwater*") if path.is_file())
+    assert "recommend" in script.read_text()
 
 
 def offered(folder: Path, typed: str) -> set[str]:

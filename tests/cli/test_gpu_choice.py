@@ -49,8 +49,8 @@ def test_the_first_line_says_how_many(highwater):
         (
             "Llama-3.1-405B --gpus H100",
             1,
-            "No: Llama-3.1-405B does not train at 8,192 tokens on 8 x H100-80GB",
-            "--gpus 8xH100 ",
+            "No: Llama-3.1-405B does not train at 8,192 tokens on up to 16 x H100-80GB",
+            "--gpus 16xH100 ",
         ),
         (
             "Llama-3.1-405B --gpus A100-80GB,H100",
@@ -59,8 +59,9 @@ def test_the_first_line_says_how_many(highwater):
             "",
         ),
         ("Qwen3-8B --gpus RTX-4090 --lora 16 --lora-base nf4", 0, "on 1 x RTX-4090 ", ""),
+        ("Qwen3-0.6B --gpus B200,H100", 0, "1 x H100-80GB is the cheapest of these to train", ""),
     ],
-    ids=["the most that was tried", "several kinds", "four bits are on one GPU alone"],
+    ids=["the most that was tried", "several kinds", "four bits are on one GPU alone", "one"],
 )
 def test_the_first_line_names_the_number_that_was_tried(highwater, words, code, said, typed):
     done = highwater("predict", *words.split(), "--length", "8k")

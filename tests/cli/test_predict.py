@@ -26,7 +26,7 @@ def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     assert caveat.endswith(" more: try it first")
     assert "Qwen3-8B" in caveat, "nobody has measured it"
     few = highwater("predict", "Qwen3-8B", "--gpus", "1xH100-80GB", "--strategy", "fsdp").stdout
-    assert "with H100-80GB, Qwen3-8B, offload and activations in host memory: try it" in few
+    assert "with H100-80GB, Qwen3-8B, states on host and activations on host: try it" in few
     assert following(done) == ["predict", "Qwen3-8B", *A100S, "--explain"]
 
 
@@ -104,6 +104,23 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
     assert typed, "another technique"
     for flags in typed:
         assert highwater(*asked, "--length", "900k", *flags.split()).returncode == 0
+
+
+def test_a_row_with_room_on_its_gpu_says_that_host_memory_lacks(highwater):
+    done = highwater("predict", "Qwen3-8B", "--gpus", "8xRTX-4090", "--length", "8k")
+    rows = re.findall(r"  (no\b.*?) {2,}(-?)[\d.]+ [GM]iB$", done.stdout, re.MULTILINE)
+    assert {*rows} == {("no", "-"), ("no: host memory", "")}
+
+
+def test_where_the_best_is_only_likely_sentence_and_rows_name_one_length(highwater):
+    asked = ("Qwen3-32B", "--gpus", "1xRTX-4090", "--lora", "16", "--lora-base", "nf4")
+    for words in (("predict", *asked), ("predict", *asked, "--all")):
+        done = highwater(*words).stdout
+        assert done.startswith("Qwen3-32B may train up to 12,288 tokens on 1 x RTX-4090")
+        assert re.search(r"chunked loss, activations on host.* 12,288, likely", done), words
+    done = highwater("recommend", *asked, "--length", "8k").stdout
+    assert re.search(r"the simplest +12,288, likely", done)
+    assert re.search(r"tight: leaves .* 8,192, tight", done)
 
 
 def test_a_prediction_is_one_document(highwater):
@@ -265,7 +282,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
         "expandable, chunked loss                        1  safe  39.76 GiB\n"
         "expandable, chunked loss, states on host        1  safe  99.77 GiB\n"
         "\n"
-        "* past the native length of 40,960: YaRN; `--explain` says what from, and how good such "
+        "* past the native length of 40,960: YaRN; `--explain` says how good such "
         "answers were\n"
     )
     assert following(done) == ["predict", *words, "--explain"]

@@ -159,6 +159,7 @@ def test_an_answer_takes_at_most_25_lines(on_a_terminal, tmp_path, command):
     (tmp_path / "long.jsonl").write_text(
         "".join(f'{{"text": "{"a " * 2**number}"}}\n' for number in range(18))
     )
+    (tmp_path / "longer.jsonl").write_text(f'{{"text": "{"a " * 2**20}"}}\n')
     shown = standing(on_a_terminal(tmp_path, *command.split(), columns=80, code=None))
     assert sum(max(1, -(-len(line) // 80)) for line in shown) <= 25, "\n".join(shown)
 

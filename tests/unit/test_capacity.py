@@ -225,7 +225,7 @@ def test_what_no_recorded_trial_had_is_named():
     assert "LoRA" in unlike("Qwen3-4B", "NVIDIA H200", offload=False, lora=32)
     named = ("A100-80GB", "Qwen3-8B", "2 GPUs", "ppo", "recompute none", "Ulysses")
     found = unlike("Qwen3-8B", "2xA100-80GB", objective="ppo", recompute="none")
-    assert found == (*named, "offloaded states", "offload")
+    assert found == (*named, "moments on host", "states on host")
 
 
 def test_what_is_reserved_for_others_shortens():

@@ -18,13 +18,14 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
+from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import LISTED, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
 from highwater.units import parse_price
 
 _COUNTS = (1, 2, 4, 8)
-"""GPUs of a machine: more are of several, which hold copies of what one of them holds."""
+"""GPUs of a usual machine."""
 
 
 class Offer(Record, frozen=True, kw_only=True):
@@ -56,11 +57,11 @@ class GpuChoice(Record, frozen=True, kw_only=True):
 
 
 def fewest_gpus(model: str, *, gpus: str, length: int | str, **asked: Any) -> Prediction:
-    """The prediction of the fewest GPUs of a kind, ``"H200"``, that train ``length``: of 1, 2, 4 or
-    8, and of 8 where none does. The other keywords are those of ``predict``.
+    """The prediction of the fewest GPUs of a kind, ``"H200"``, that train ``length``: of 1, 2, 4,
+    8 or 16, and of 16 where none does. The other keywords are those of ``predict``.
     """
     tried = []
-    for each in _by_count(model, gpus, length=length, **asked):
+    for each in _by_count(model, gpus, (*_COUNTS, MOST_GPUS_OF_A_MACHINE), length=length, **asked):
         tried.append(each)
         if any(cell.capacity_tokens for cell in each.cells):
             break
@@ -98,16 +99,16 @@ def cheapest_gpus(
     )
 
 
-def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
-    """The predictions of a kind's numbers of GPUs, the fewest first; or of the number that a text
-    has.
-    """
+def _by_count(
+    model: str, gpus: str, counts: Sequence[int] = _COUNTS, **asked: Any
+) -> Iterator[Prediction]:
+    """The predictions of a kind's numbers of GPUs, or of the number that a text has."""
     if has_count(gpus):
         yield predict(model, gpus=gpus, **asked)
         return
     refused: UsageError | None = None
     is_predicted = False
-    for each in _COUNTS:
+    for each in counts:
         try:
             found = predict(model, gpus=gpus if each == 1 else f"{each}x{gpus}", **asked)
         except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more

@@ -333,7 +333,7 @@ def _expected_s(spec: TrainingSpec, trial: TrialSpec, predicted: CellPrediction)
         trial.layout,
         length_tokens=trial.length_tokens,
         device_name=name,
-        micro_batches=spec.own_micro_batches,
+        micro_batches=spec.micro_batches // trial.layout.data_parallel_degree,
     )
     return None if step is None else step.time_s * spec.steps
 

@@ -33,7 +33,6 @@ from highwater.nouns.plan_notes import (
 from highwater.nouns.request import Request
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
-from highwater.nouns.trial import TrialSpec
 from highwater.pages.study_answer import (
     answer_table,
     outlook_lines,
@@ -42,6 +41,7 @@ from highwater.pages.study_answer import (
     published_tables,
     published_text,
     study_answer,
+    trial_answer,
     trial_table,
 )
 from highwater.pages.study_commands import resumed
@@ -95,7 +95,11 @@ def try_(arguments: argparse.Namespace) -> int:
         console.notes([ON_THE_CPU_NOTE])
     console.notes(search.where_trials_run(request)[1])
     of_memory = memory_notes(request, spec.device, spec.memory_budget_bytes)
-    of_trial = _trial_notes(request, spec)
+    if spec.foreign is not None:
+        of_trial = (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
+    else:
+        of_step = load_model(request.model), request, spec.settings, spec.device, spec.length_tokens
+        of_trial = (*placement_notes(request, spec.settings), *step_notes(*of_step))
     console.notes((*ignored_options(os.environ, spec.device), *of_memory, *of_trial))
     console.talk(
         f"{spec.model_name}: {format_tokens(spec.length_tokens)} tokens, "
@@ -112,17 +116,10 @@ def try_(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if result.outcome.is_fit else code
     if arguments.json:
         return console.answer_json({"schema_version": 1, "spec": spec, "result": result}, code)
-    console.answer_table(trial_table(spec, result))
+    console.answer_page(trial_answer(spec, result), trial_table(spec, result))
     typed = with_memory(arguments.command_line, request, spec.memory_budget_bytes)
     console.next_command(_after_try(typed))
     return code
-
-
-def _trial_notes(request: Request, spec: TrialSpec) -> tuple[str, ...]:
-    if spec.foreign is not None:
-        return (*foreign_notes(request, spec.foreign, spec.device), *check_foreign([spec]))
-    of_step = load_model(request.model), request, spec.settings, spec.device, spec.length_tokens
-    return (*placement_notes(request, spec.settings), *step_notes(*of_step))
 
 
 def show(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -89,12 +90,13 @@ def answer_table(table: TextTable, *, drawn: Callable[[TextTable], str] = plain_
     answer_exactly(text)
 
 
-def answer_page(sentence: str, *tables: TextTable) -> None:
-    """Print a sentence that is the answer, if any, and its tables, with an empty line between."""
+def answer_page(sentence: str, *tables: TextTable, noted: Sequence[str] = ()) -> None:
+    """Print the answer, a sentence if any and tables with empty lines between, then its notes."""
     for number, table in enumerate(tables):
         if number or sentence:
             answer("" if number else f"{sentence}\n")
         answer_table(table)
+    notes(noted)
 
 
 def answer_json(document: object, code: int = EXIT_ANSWERED) -> int:
@@ -114,6 +116,18 @@ def talk(text: str = "") -> None:
     """Print to stderr what is not the answer; a terminal folds it, but no command in backticks."""
     text = plain(text)
     _say("\n".join(folded(text, width(sys.stderr))) if sys.stderr.isatty() else text)
+
+
+def seldom() -> Callable[[str], None]:
+    """Talk of what is waited for: at once, and then of what is new every five seconds."""
+    said_s: dict[str, float] = {}  # by what was said
+
+    def say(text: str) -> None:
+        if text not in said_s and time.monotonic() > max(said_s.values(), default=0.0) + 5:
+            said_s[text] = time.monotonic()
+            talk(text)
+
+    return say
 
 
 def notes(lines: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from highwater.nouns.settings import TRAINED_OTHERWISE
 from highwater.nouns.trainer import TRAINERS
 from highwater.pages import guide as guiding
 from highwater.pages import study_page as reporting
-from highwater.pages.guide import UNKNOWN, Guide
+from highwater.pages.guide import UNKNOWN
 from highwater.pages.guide_page import (
     PAGE,
     check_guide_file,
@@ -174,7 +174,10 @@ def guide(arguments: argparse.Namespace) -> int:
                 "whose traces are replayed"
             )
         console.talk(f"the guide: {write_guide(output, made)}")
-    code = _exit_code(made)
+    is_open = any(choice.label == UNKNOWN for choice in made.choices)
+    code = EXIT_INCONCLUSIVE if is_open else EXIT_ANSWERED_NO
+    if any(choice.capacity is not None for choice in made.choices):
+        code = EXIT_ANSWERED
     if arguments.json:
         return console.answer_json(guide_rows(made), code)
     if output is None:
@@ -191,10 +194,3 @@ def guide(arguments: argparse.Namespace) -> int:
         words = (*words_without(words, "-o", "--output"), "--json")
     console.next_command(shlex.join(words))
     return code
-
-
-def _exit_code(made: Guide) -> int:
-    if any(choice.capacity is not None for choice in made.choices):
-        return EXIT_ANSWERED
-    is_open = any(choice.label == UNKNOWN for choice in made.choices)
-    return EXIT_INCONCLUSIVE if is_open else EXIT_ANSWERED_NO

@@ -27,13 +27,14 @@ from highwater.nouns.declaration import (
     SWITCH,
     Setting,
     Topic,
+    meant_word,
     nearest,
     word_hint,
     words_of,
 )
 from highwater.nouns.request import DECLARED, TOPICS
 from highwater.nouns.secrets import hidden_words
-from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE
+from highwater.nouns.settings import PATTERN_FIELDS, TRAINED_OTHERWISE, listed
 from highwater.nouns.training import TrainingRequest
 from highwater.version import __version__
 
@@ -244,9 +245,7 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
         return UsageError(f"unexpected argument {word!r}", hint=hint)
     flags = {flag.lstrip("-"): flag for flag in parser.flags()}
     near = get_close_matches(word.partition("=")[0].lstrip("-"), flags, n=1, cutoff=_MISTYPED)
-    following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
-    value = "" if following.startswith("-") else following
-    meant = None if parser.prog == PROGRAM else _meant(word, value, flags.values())
+    meant = None if parser.prog == PROGRAM else _meant(word, words, flags.values())
     meant = meant or (f"did you mean `{flags[near[0]]}`?" if near else None)
     hint = meant or f"`{parser.prog} {parser.whole}` lists every flag"
     return UsageError(f"unknown flag {word}", hint=hint)
@@ -254,22 +253,39 @@ def _unknown(word: str, parser: Parser, words: Sequence[str]) -> UsageError:
 
 def foreign_words() -> dict[str, str]:
     """What TRL, Hugging Face's Trainer, verl, Axolotl and Unsloth call a setting, and our flag for
-    it, ``{}`` for the value that was typed; or a sentence that says who does it.
+    it, ``{}`` for the value that was typed; or a sentence that says who does it. Where ``|`` stands
+    between several, the first that the command has is meant.
     """
     return from_json((files("highwater.cli") / "foreign_words.json").read_bytes(), dict[str, str])
 
 
-def _meant(word: str, value: str, flags: Collection[str]) -> str | None:
-    """What is typed here for a word of others; None: nothing is known of the word."""
-    name, _, joined = word.lstrip("-").partition("=")
-    said = foreign_words().get(name.replace("_", "-").lower())
-    if said is None or not said.startswith("--"):
+def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | None:
+    """What is typed here for a word of others, or who has a flag of ours; None: nothing is known of
+    the word.
+    """
+    name, _, value = word.lstrip("-").partition("=")
+    following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
+    value = value or ("" if following.startswith("-") else following)
+    name = name.replace("_", "-").lower()
+    ours = foreign_words().get(name, f"--{name} {{}}").split(" | ")
+    said = next((each for each in ours if each.split()[0] in flags or each[0] != "-"), None)
+    if said is None:
+        flag, typed = ours[0].split()[0], ours[0].replace("{}", value).strip()
+        having = [name for name, parser in commands().items() if flag in parser.flags()]
+        return f"leave `--{name}` out: {typed} is for {listed(having)}" if having else None
+    if said[0] != "-":
         return said
-    typed = said.replace("{}", joined or value).strip()
-    flag = typed.split()[0]
-    if flag in flags:
-        return f"use `{typed}`"
-    return f"that is {flag} of another command: `highwater --help` lists them"
+    setting = said.split()[0].lstrip("-").replace("-", "_")
+    choices = DECLARED[setting].choices if setting in DECLARED else ()
+    if choices and value and value not in choices:
+        value = meant_word(setting, value, choices) or value
+        if " " in value:
+            return value
+    counts = re.search(r"--gpus[ =](\d+)(?:x(\d+))?", " ".join(words))
+    gpus = int(counts[1]) * int(counts[2] or 1) if counts else 1
+    is_copied = "nf4" in said and gpus > 1 and "--copies" not in words
+    typed = f"{said.replace('{}', value).strip()}{f' --copies {gpus}' if is_copied else ''}"
+    return f"use `{typed}`"
 
 
 class CommandHelp(Record, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ prediction scores.
 import argparse
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,7 @@ from highwater.nouns.cluster import has_count, kinds_named
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LISTED, runs_trials
 from highwater.nouns.recommendation import Alternative
-from highwater.nouns.request import (
-    DECLARED,
-    request_from,
-    setting_flags,
-    taken_by,
-    trial_flags,
-)
+from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import FOREIGN, OF_OTHERS, TRAINERS, ForeignName, foreign_name
@@ -81,15 +75,15 @@ def predict(arguments: argparse.Namespace) -> int:
     if not is_counted:
         gpus = prediction.gpus + arguments.rollout_gpus
         arguments.cluster = f"{gpus}x{arguments.cluster}"
-    limit = prediction.memory_limit
-    is_said = prediction.answer is not None  # which says what host memory is taken for there
-    is_bound = not is_said and any(cell.binding == "host" for cell in prediction.cells)
+    limit, cost = prediction.memory_limit, prediction.cost
+    is_bound = any(cell.binding == "host" for cell in prediction.cells)
+    is_bound &= prediction.answer is None  # an answer says what host memory is taken for
     host = assumed_host(limit.host_bytes, limit.usual_host) if is_bound else ()
-    cost = prediction.cost
     is_listed = cost is not None and cost.dollars is not None and arguments.price is None
-    console.notes((*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed)))
+    notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
+        console.notes(notes)
         return console.answer_json(prediction, code)
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
@@ -99,6 +93,7 @@ def predict(arguments: argparse.Namespace) -> int:
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
+        noted=notes,
     )
     console.next_command(_after_predict(arguments, prediction))
     return code
@@ -109,7 +104,7 @@ def data(arguments: argparse.Namespace) -> int:
     from highwater.api.data_lengths import data_lengths
 
     paths, model = arguments.documents, arguments.counted_by
-    found = data_lengths(paths, model, on_phase=cache(console.talk))
+    found = data_lengths(paths, model, on_phase=console.seldom())
     words = ["highwater", "predict", model or "Qwen3-0.6B", "--gpus", "H100-80GB", "--data", *paths]
     return _say_data(arguments, found, words)
 
@@ -127,7 +122,7 @@ def _of_data(arguments: argparse.Namespace) -> int:
         model,
         length=arguments.length,
         price=arguments.price,
-        on_phase=cache(console.talk),
+        on_phase=console.seldom(),
         **typed_place(arguments),
         **settings,
     )
@@ -138,10 +133,11 @@ def _of_data(arguments: argparse.Namespace) -> int:
 
 
 def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequence[str]) -> int:
-    console.notes(found.notes)
     if arguments.json:
+        console.notes(found.notes)
         return console.answer_json(found)
-    console.answer_page(data_answer(found), data_table(found))
+    table = data_table(found, is_whole=vars(arguments).get("all_", False))
+    console.answer_page(data_answer(found), table, noted=found.notes)
     console.next_command(shlex.join(then))
     return EXIT_ANSWERED
 
@@ -178,12 +174,12 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
-    console.notes(told_notes(arguments, choice.notes))
-    best = choice.offers[0]
+    notes, best = told_notes(arguments, choice.notes), choice.offers[0]
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
+        console.notes(notes)
         return console.answer_json(choice, code)
-    console.answer_page(choice_answer(choice), choice_table(choice))
+    console.answer_page(choice_answer(choice), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)
@@ -211,7 +207,10 @@ def _predicted(
         calibrate_with=arguments.calibrate,
         constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
-        on_calibrate=_say_calibrated,
+        on_calibrate=lambda trials, traces: console.talk(
+            f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
+            f"{traces}"
+        ),
         **typed_place(arguments),
         **settings,
     )
@@ -254,13 +253,6 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
         f"{format_tokens(spec.length_tokens)} tokens"
     )
     console.talk(f"{what}: trace {next(numbers)}, up to some minutes")
-
-
-def _say_calibrated(trials: int, traces: int) -> None:
-    console.talk(
-        f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
-        f"{traces}"
-    )
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:

@@ -72,9 +72,10 @@ def recommend(arguments: argparse.Namespace) -> int:
     found = found_for(arguments)
     is_bound = any(each.lacks_of == "host" for each in found.candidates)
     host = assumed_host(found.host_memory_bytes, found.usual_host) if is_bound else ()
-    console.notes((*told_notes(arguments, found.notes), *host))
+    notes = (*told_notes(arguments, found.notes), *host)
     code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
+        console.notes(notes)
         return console.answer_json(found, code)
     if arguments.list_ and found.chosen and predicted_traits(found.trainer):
         tables = [rung_list(found, is_explained=arguments.explain)]
@@ -82,7 +83,7 @@ def recommend(arguments: argparse.Namespace) -> int:
         tables = recommendation_tables(found, is_explained=True)
     else:
         tables = [telling_table(found)]
-    console.answer_page(recommendation_answer(found), *tables)
+    console.answer_page(recommendation_answer(found), *tables, noted=notes)
     console.next_command(_next(arguments, found))
     return code
 
@@ -258,7 +259,8 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
     which = "nothing fits" if found.chosen is None else f"nothing fits that {title} can be told"
     if not is_step_of(step_of, arguments.for_):
         which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
-    console.talk(f"{which}: there is nothing to configure")
+    would = "" if found.chosen else f". {recommendation_answer(found)}"
+    console.talk(f"{which}: there is nothing to configure{would}")
     if arguments.json:
         return console.answer_json(found, EXIT_ANSWERED_NO)
     console.next_command(again)

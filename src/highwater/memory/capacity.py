@@ -4,11 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from highwater.memory.formula.constants import (
-    CUBLAS_WORKSPACES_BYTES,
-    Footprint,
-    MachineConstants,
-)
+from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, MachineConstants
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed

@@ -279,11 +279,7 @@ def pinned_state_bytes(shape: ModelShape, settings: Settings, *, layout: Layout)
             matrices(shape), layout=layout, bytes_per_element=2
         ) + pinned_matrices_bytes(_adapters(shape, settings), layout=layout, bytes_per_element=4)
     elif settings.strategy == "fsdp2":
-        pinned = pinned_matrices_bytes(
-            matrices(shape),
-            layout=layout,
-            bytes_per_element=4,
-        )
+        pinned = pinned_matrices_bytes(matrices(shape), layout=layout, bytes_per_element=4)
     else:
         pinned = _pinned_units_bytes(shape, layout)
     return reference + settings.trained_models * pinned
@@ -325,10 +321,7 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
 
 
 def pinned_matrices_bytes(
-    sizes: Iterable[Matrices],
-    *,
-    layout: Layout,
-    bytes_per_element: int,
+    sizes: Iterable[Matrices], *, layout: Layout, bytes_per_element: int
 ) -> int:
     """Bytes of pinned blocks for these matrices, one for each GPU's shard of each."""
 

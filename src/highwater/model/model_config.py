@@ -22,12 +22,7 @@ from highwater.model.families import (
     transforms,
     value_of,
 )
-from highwater.model.layer_kind import (
-    AttentionKind,
-    DeltaKind,
-    refuse_missing_window,
-    slides,
-)
+from highwater.model.layer_kind import AttentionKind, DeltaKind, refuse_missing_window, slides
 from highwater.nouns.codec import CONFIG_BYTES, digest, read_file
 
 MIN_FIELDS = (

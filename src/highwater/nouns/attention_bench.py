@@ -60,11 +60,6 @@ class Implementation(Record, frozen=True, kw_only=True):
     takes_segments: bool = False
     """True if ``--segment-lengths`` and ``--dilation-rates`` are about it."""
 
-    @property
-    def changes_model(self) -> bool:
-        """True if a model that attends so is another one than with dense attention."""
-        return self.pattern is not None or self.takes_segments
-
 
 IMPLEMENTATIONS: Mapping[str, Implementation] = from_json(
     (files("highwater.nouns") / "catalog" / "attentions.json").read_bytes(),

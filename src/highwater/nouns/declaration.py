@@ -281,11 +281,16 @@ def word_hint(
     """The hint for a value of setting ``name`` that is none of ``words``: the one that was meant,
     as ``typed`` spells it, or what is said of a word of others; else ``listed``, what lists them.
     """
+    meant = meant_word(name, value, words)
+    if meant is None:
+        return f"name one of them; {listed}"
+    return meant if " " in meant else f"use `{typed(meant)}`"
+
+
+def meant_word(name: str, value: str, words: Sequence[str]) -> str | None:
+    """The one of ``words`` that a value of setting ``name`` means, or a sentence about it."""
     said = foreign_values().get(name, {}).get(value.lower().replace("_", "-"), "")
-    if " " in said:
-        return said
-    meant = said if said in words else nearest(value, words)
-    return f"use `{typed(meant)}`" if meant else f"name one of them; {listed}"
+    return said if said in words or " " in said else nearest(value, words)
 
 
 @cache

@@ -111,12 +111,7 @@ class Layout(Record, frozen=True, kw_only=True):
     @property
     def flags(self) -> tuple[str, ...]:
         """Words to type that name the layout: ``--gpus 4 --ulysses 2``."""
-        return ("--gpus", str(self.gpus), *self.degree_flags)
-
-    @property
-    def degree_flags(self) -> tuple[str, ...]:
-        """Words to type that name the degrees alone: ``--ulysses 2``."""
-        return tuple(words_of(self.degree_settings))
+        return ("--gpus", str(self.gpus), *words_of(self.degree_settings))
 
     @property
     def degree_settings(self) -> dict[str, int]:

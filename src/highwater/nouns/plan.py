@@ -46,12 +46,7 @@ from highwater.nouns.trainer import (
     foreign_name,
 )
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
-from highwater.nouns.trial_hardware import (
-    TrialHardware,
-    check_host_memory,
-    cpu_memory,
-    hardware_of,
-)
+from highwater.nouns.trial_hardware import TrialHardware, check_host_memory, cpu_memory, hardware_of
 from highwater.units import format_seconds, format_tokens
 
 LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}

@@ -65,6 +65,10 @@ class Candidate(Record, frozen=True, kw_only=True):
     """On paper: sequences of this length that the rollout holds at once; None: there is none."""
     capacity_tokens: int
     """The longest length that fits; 0: none on the grid does."""
+    likely_tokens: int = 0
+    """Predicted, where none leaves the headroom in question: the longest that may fit."""
+    likely_risk: Risk | None = None
+    """How sure that is; None: a length leaves the headroom, or none fits at all."""
     capacity_source: Source
     is_at_least: bool = False
     """True if the capacity is this or more: nothing longer was tried, or memory did not end it."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,7 +11,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
-from highwater.nouns.cluster import card_memory
+from highwater.nouns.cluster import card_memory, cluster
 from highwater.nouns.declaration import (
     IN_A_STEP,
     KEYWORDS,
@@ -147,8 +148,7 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
         "keys and values on",
     )
     copies: tuple[int, ...] = kinds.COUNTS(
-        (1,),
-        "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example",
+        (1,), "copies of what FSDP2 shards: GPUs / copies shards, one copy a node for example"
     )
     memory: Size | None = kinds.SIZE(
         None,
@@ -411,12 +411,6 @@ class Request(_WithSettings, frozen=True, kw_only=True):
         )
 
     @property
-    def names_grid(self) -> bool:
-        """Whether it names all that a search chooses itself, as the published one does."""
-        chosen = (self.allocator, self.loss, self.offload, self.activations, self.ulysses)
-        return None not in chosen
-
-    @property
     def on_ray(self) -> bool:
         """Whether trials run on a Ray cluster."""
         return self.runner == "ray" or (self.runner is None and self.address is not None)
@@ -588,6 +582,12 @@ def _mistyped(
         return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"{hint}{any_other}")
     near = nearest(shown, allowed) or row.example or row.kind.example
     works = spelling.setting(name, DEFAULTS.get(name, near))
+    if name == "gpus" and spelling is TYPED and " " not in shown:
+        with suppress(UsageError):  # GPUs as `predict` is told them
+            meant = cluster(shown, gpu_memory_bytes=None, machine=None)
+            memory = format_bytes(meant.device_bytes).replace(" ", "")
+            works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
+            works += f"{meant.gpus} --device cuda --memory {memory} --dry-run"
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
 
 

@@ -99,7 +99,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     allocator: Allocator = setting(
         "native",
-        "keep only rungs with this allocator; default: the whole ladder",
+        "only settings with this allocator; default: with each, `try`: native",
         helps={
             "train": "PyTorch's allocator of GPU memory; default: native, or what is "
             "recommended where no setting is named"
@@ -109,7 +109,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     )
     loss: Loss = setting(
         "full",
-        "keep only rungs with this loss; default: the whole ladder",
+        "only settings with this loss; default: with each, `try`: full",
         helps={
             "train": "logits of all tokens at once, or of a chunk at a time; default: full, or "
             "what is recommended where no setting is named"

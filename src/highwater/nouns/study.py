@@ -438,10 +438,6 @@ class Study(Record, frozen=True, kw_only=True):
         """The cell's answer that its trials do not bear out; None where there is none."""
         return next((each for each in self.unproven if each.answer.cell == cell), None)
 
-    def expectation_of(self, cell: Cell) -> Expectation | None:
-        """The prediction of the cell before its first trial; None where nothing was."""
-        return next((each for each in self.expectations if each.cell == cell), None)
-
     def trials_of(self, cell: Cell) -> tuple[RecordedTrial, ...]:
         """The cell's trials, in the order in which they started."""
         return tuple(trial for trial in self.trials if trial.cell == cell)

@@ -359,7 +359,7 @@ def foreign_name(name: str) -> ForeignName | None:
 
 
 _INSTEAD: Mapping[str, str] = {
-    "dry_run": "leave `--dry-run` out: no memory law is known of it",
+    "dry_run": "leave `--dry-run` out: trials alone tell, or laws of some trainers in predict",
     "trainer_config": "name the file in the command itself, as one of its words",
     "command": "leave `--command` out, or use `--trainer command`",
     "rollout": "leave `rollout` out: `highwater predict` says what one takes, and no trial has any",

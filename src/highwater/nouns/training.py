@@ -86,11 +86,6 @@ class TrainingSpec(Record, frozen=True, kw_only=True):
         """Raise UsageError for what cannot be divided."""
         refuse_uneven(self.micro_batches, self.trial.layout.data_parallel_degree)
 
-    @property
-    def own_micro_batches(self) -> int:
-        """Micro-batches of one data-parallel rank in a step."""
-        return self.micro_batches // self.trial.layout.data_parallel_degree
-
 
 def refuse_uneven(rows: int, ranks: int) -> None:
     """Raise UsageError for rows of a step of which data-parallel ranks cannot have as many each."""

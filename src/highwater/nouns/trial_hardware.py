@@ -89,7 +89,7 @@ def check_host_memory(machine: Machine, model: Model, cells: tuple[Cell, ...]) -
         if states and states + processes > machine.host_bytes:
             is_offloaded = settings.offloads_model or settings.offloads_states
             flags = " ".join(words_of({"offload": settings.offload}))
-            what = "offloaded states" if is_offloaded else "the reference"
+            what = "the states" if is_offloaded else "the reference"
             raise MachineError(
                 f"{what} of {model.name} on {counted_ranks(gpus, 'cuda')} take "
                 f"{format_bytes(states)} of host memory, the processes {format_bytes(processes)}, "

@@ -30,17 +30,10 @@ from highwater.nouns.settings import (
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
 from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits
 from highwater.pages.page import template_lines
-from highwater.pages.table import Column, TextTable, table_of
+from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
 from highwater.speed import BASIS_IN_WORDS
-from highwater.units import (
-    GIB,
-    counted,
-    format_bytes,
-    format_seconds,
-    format_share,
-    format_tokens,
-)
+from highwater.units import GIB, counted, format_bytes, format_seconds, format_share, format_tokens
 
 if TYPE_CHECKING:
     from highwater.api.data_lengths import DataLengths, KeptLength
@@ -86,7 +79,8 @@ def _answered(
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
-        return _nothing(prediction, by, longest, alternatives)
+        many = "up to " * (is_fewest and prediction.gpus > 1)
+        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     by = f"{by[:1].upper()}{by[1:]}"
@@ -126,8 +120,8 @@ def choice_answer(choice: "GpuChoice") -> str:
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     return (
-        f"{best.gpus} x {plain(best.device_name)} are the {which} of these to train {model} at "
-        f"{tokens}{dollars}, {how}. Predicted."
+        f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
+        f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
     )
 
 
@@ -194,11 +188,14 @@ def _where(found: Prediction | Recommendation) -> str:
     row = REGISTRY[found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
-    trainer = "" if found.trainer == OURS else by
+    return f"{_gpus(found)}{'' if found.trainer == OURS else by}"
+
+
+def _gpus(found: Prediction | Recommendation) -> str:
     if found.device_name == nameless(found.device_bytes):
         gpus = "a GPU" if found.gpus == 1 else f"{found.gpus} GPUs"
-        return f"{gpus} of {format_bytes(found.device_bytes)}{trainer}"
-    return f"{found.gpus} x {plain(found.device_name)}{trainer}"
+        return f"{gpus} of {format_bytes(found.device_bytes)}"
+    return f"{found.gpus} x {plain(found.device_name)}"
 
 
 def _beside(prediction: Prediction, answer: CellPrediction) -> str:
@@ -219,13 +216,13 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _nothing(
-    prediction: Prediction, by: str, longest: Prediction | None, others: Sequence[Alternative]
+    prediction: Prediction, where: str, longest: Prediction | None, others: Sequence[Alternative]
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
-    where, native = _where(prediction), prediction.native_length_tokens
-    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}, {by}."
+    native = prediction.native_length_tokens
+    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native
@@ -341,7 +338,7 @@ def caveat(
     """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
     (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
     """
-    says = "`--explain` says what from, and how good such answers were"
+    says = "`--explain` says how good such answers were"
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
     if here:
         named = here if len(here) <= _UNLIKE_NAMED else (*here[:2], f"{len(here) - 2} more")
@@ -372,10 +369,7 @@ def assumed_host(host_bytes: int | None, machine: str | None) -> tuple[str, ...]
 
 _LONGEST_BAR = 16
 """Characters."""
-_METHODS: dict[PredictionMethod, str] = {
-    "formula": "formula",
-    "trace": "traced steps, replayed",
-}
+_METHODS: dict[PredictionMethod, str] = {"formula": "formula", "trace": "traced steps, replayed"}
 _BINDINGS: dict[Binding, str] = {
     "device": "GPU memory",
     "host": "host memory",
@@ -404,19 +398,9 @@ def prediction_table(
             return "-" if each.capacity_tokens else binding
         return binding if fails is None else f"{format_tokens(fails)}: {binding}"
 
-    reach: list[Column[CellPrediction]] = [("fits", _fits)]
-    if not at_length:
-        reach = [
-            (
-                "trains up to",
-                lambda each: f"{_least(each, native)}{_length(each.capacity_tokens, native)}",
-            )
-        ]
-        if is_wide:
-            reach.append(("may reach", lambda each: _length(each.likely_edge_tokens, native)))
     shown = prediction.cells if is_whole else _telling(prediction, is_every=is_explained)
     left = len(prediction.cells) - len(shown)
-    beaten = (f"{left} more settings: `--all`",) if left else ()
+    beaten = (f"{counted(left, 'more setting')}: `--all`",) if left else ()
     trained = shared_training(each.cell.settings for each in shown)
     title = f"{_title(prediction)}{trained and f', {trained}'}"
     return table_of(
@@ -425,7 +409,10 @@ def prediction_table(
         ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
         ("GPUs", "cell.layout.gpus") if has_counts else None,
         ("Ulysses", "cell.layout.sharing"),
-        *reach,
+        ("fits", _fits) if at_length else ("trains up to", lambda each: _reach(each, native)),
+        ("may reach", lambda each: _length(each.likely_edge_tokens, native))
+        if is_wide and not at_length
+        else None,
         ("a step", "step.time_s") if is_timed and is_wide else None,
         ("tokens/s", "step.tokens_per_s") if is_timed else None,
         ("headroom", "headroom_bytes") if is_wide or at_length else None,
@@ -439,7 +426,7 @@ def prediction_table(
 
 
 _MOST_SHOWN = 5
-"""Rows of an answer."""
+"""Rows of an answer without a length; with one, whose sentence says more, fewer."""
 
 
 def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPrediction]:
@@ -453,13 +440,16 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
 
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
     shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
-    while len(shown) > _MOST_SHOWN and not is_every:
+    most = _MOST_SHOWN if prediction.length_tokens is None else _MOST_SHOWN - 2
+    most = 2 if prediction.answer is None else most  # the sentence says what would fit
+    most = most if prediction.memory_limit.rollout is None else len({*ends})  # a table follows
+    while len(shown) > most and not is_every:
         gains = [
             (reach(each) / (reach(before) or 1), each.headroom_bytes - before.headroom_bytes, n)
             for n, (before, each) in enumerate(pairwise(shown), 1)
             if each.cell not in ends
         ]
-        del shown[min(gains)[-1]]
+        del shown[min(gains, default=(0, 0, 0))[-1]]
     return shown
 
 
@@ -606,22 +596,32 @@ def _of(kept: "KeptLength", found: "DataLengths") -> str:
     return "all" if is_all else f"{min(0.999, kept.kept_tokens / found.tokens):.1%}"
 
 
-def data_table(found: "DataLengths") -> TextTable:
-    """A histogram of the documents, what each length keeps of them, and what a pass takes."""
+def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
+    """A histogram of the documents, what each length keeps of them, and what a pass takes. Where
+    they are trained, of the next length after what is enough and of some before, or ``is_whole``.
+    """
     before = dict(zip(found.lengths[1:], (e.documents for e in found.lengths), strict=False))
     own = {each: each.documents - before.get(each, 0) for each in found.lengths}
     is_trained = any(each.trained for each in found.lengths)
-
+    trained = shared_training(e.trained.cell.settings for e in found.lengths if e.trained)
+    last = found.lengths.index(found.enough) + 2
+    is_short = is_trained and not is_whole
+    shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
+    left = len(found.lengths) - len(shown)
     return table_of(
-        f"{found.documents:,} documents of {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}: counted" + (", and predicted" if is_trained else ""),
-        found.lengths,
+        f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: counted"
+        + (", and predicted" if is_trained else ""),
+        shown,
         ("up to", "length_tokens"),
         None if is_trained else ("", lambda each: _bar(own[each], max(own.values()))),
         ("documents", lambda each: f"{own[each]:,}"),
         ("whole", lambda each: format_share(each.documents / found.documents)),
         ("of the tokens", lambda each: format_share(each.kept_tokens / found.tokens)),
-        ("settings", lambda e: e.trained.cell.words if e.trained and e.trained.cell else "none")
+        (
+            "settings",
+            lambda e: e.trained.cell.words.removeprefix(f"{trained}, ") if e.trained else "none",
+        )
         if is_trained
         else None,
         ("a step", "trained.step.time_s") if is_trained else None,
@@ -630,6 +630,7 @@ def data_table(found: "DataLengths") -> TextTable:
         if any(each.epoch_price is not None for each in found.lengths)
         else None,
         names=2 - is_trained,
+        footnotes=(f"{counted(left, 'more length')}: `--all`",) * bool(left),
     )
 
 
@@ -683,17 +684,17 @@ def _title(prediction: Prediction) -> str:
     asked, title = prediction.length_tokens, REGISTRY[prediction.trainer].title
     length = "" if asked is None else f", {_length(asked, prediction.native_length_tokens)} tokens"
     trainer = "" if prediction.trainer == OURS else f", trained by {title}"
-    where = f"{prediction.gpus} x {plain(prediction.device_name)}"
-    each = f", {format_bytes(prediction.device_bytes)} each"
-    if prediction.device_name == nameless(prediction.device_bytes):
-        where, each = _where(prediction), ""
-    return f"{plain(prediction.model_name)} on {where}{each}{length}{trainer}"
+    is_nameless = prediction.device_name == nameless(prediction.device_bytes)
+    each = "" if is_nameless else f", {format_bytes(prediction.device_bytes)} each"
+    return f"{plain(prediction.model_name)} on {_gpus(prediction)}{each}{length}{trainer}"
 
 
 def _fits(predicted: CellPrediction) -> str:
-    """Say how sure one length is: ``safe``, ``likely``, ``tight``, or ``no``."""
+    """Say how sure one length is: ``safe`` to ``tight``, or ``no``, and what lacks beside a GPU."""
     if predicted.risk is None:
-        return "yes" if predicted.capacity_tokens else "no"
+        has_room = predicted.headroom_bytes >= 0 and predicted.binding != "ceiling"
+        no = f"no: {_BINDINGS[predicted.binding]}" if has_room else "no"
+        return "yes" if predicted.capacity_tokens else no
     if not predicted.capacity_tokens and predicted.risk == "safe":
         return "no"  # it leaves less than was asked for
     return predicted.risk
@@ -703,6 +704,13 @@ def _least(predicted: CellPrediction, native_length_tokens: int) -> str:
     """``≥`` before a longest length above which none was asked about, and some could be."""
     tokens, is_last = predicted.capacity_tokens, predicted.does_not_fit_tokens is None
     return "≥" if tokens and is_last and tokens != native_length_tokens else ""
+
+
+def _reach(each: CellPrediction, native: int) -> str:
+    """The longest length; where none leaves the headroom, what may fit, and how sure that is."""
+    if not each.capacity_tokens and each.risk is not None:
+        return f"{_length(each.likely_edge_tokens, native)}, {each.risk}"
+    return f"{_least(each, native)}{_length(each.capacity_tokens, native)}"
 
 
 def _length(tokens: int, native_length_tokens: int) -> str:

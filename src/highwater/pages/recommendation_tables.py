@@ -225,9 +225,11 @@ def _title(found: Recommendation) -> str:
 
 
 def _capacity(candidate: Candidate, found: Recommendation) -> str:
-    tokens, least = candidate.capacity_tokens, "≥" if candidate.is_at_least else ""
+    sure = "" if candidate.likely_risk is None else f", {candidate.likely_risk}"
+    tokens = candidate.likely_tokens if sure else candidate.capacity_tokens
+    least = "≥" if candidate.is_at_least and not sure else ""
     star = "*" if tokens > found.native_length_tokens else ""
-    return f"{least}{format_tokens(tokens)}{star}" if tokens else "none"
+    return f"{least}{format_tokens(tokens)}{star}{sure}" if tokens else "none"
 
 
 def _step(candidate: Candidate) -> tuple[str, str]:

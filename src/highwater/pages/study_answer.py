@@ -15,7 +15,15 @@ from highwater.nouns.corpus import NOT_MONOTONE
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import Plan
 from highwater.nouns.settings import settings_in_words, shared_training, short_settings
-from highwater.nouns.study import RANK_WORDS, Cell, CellAnswer, Limit, Question, Study
+from highwater.nouns.study import (
+    RANK_WORDS,
+    Cell,
+    CellAnswer,
+    Limit,
+    Question,
+    Study,
+    counted_ranks,
+)
 from highwater.nouns.trial import MemoryBudget, Outcome, RankReport, TrialResult, TrialSpec
 from highwater.pages.page import template_lines
 from highwater.pages.study_commands import alive_rows, brief, request_line
@@ -323,6 +331,17 @@ def answer_table(study: Study) -> TextTable:
     )
 
 
+def trial_answer(spec: TrialSpec, result: TrialResult) -> str:
+    """Say whether a trial's length is trained, on what and how; or that the trial does not tell."""
+    model, how = plain(spec.model_name), settings_in_words(spec.settings, spec.layout)
+    first = f"Yes: {model} trains" if result.outcome.is_fit else f"No: {model} does not train"
+    if not result.outcome.tells:
+        first = f"{result.outcome}, so that nobody knows whether {model} trains"
+    by = "simulated, nothing was trained" if result.simulated else "measured"
+    ranks = counted_ranks(spec.layout.gpus, spec.device)
+    return f"{first} {format_tokens(spec.length_tokens)} tokens on {ranks} with {how}: {by}."
+
+
 def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
     """One trial: how it ended, and what was measured."""
     label = "simulated" if result.simulated else "measured"
@@ -345,7 +364,7 @@ def trial_table(spec: TrialSpec, result: TrialResult) -> TextTable:
         f"{plain(spec.model_name)}, {format_tokens(spec.length_tokens)} tokens, "
         f"{short_settings(spec.settings)}: {label}{proof}"
     )
-    return values_table(title, lines, columns=())
+    return values_table(title, [each for each in lines if not each.endswith(": -")], columns=())
 
 
 def _answer_row(cell: Cell, study: Study, but: str) -> tuple[str, ...]:
@@ -415,7 +434,11 @@ def published_tables(studies: Sequence[Study]) -> tuple[TextTable, ...]:
             figures = groups.setdefault(title, {}).setdefault(model, {})
             answer = study.answer_of(cell)
             if answer is not None and answer.capacity_tokens is not None:
-                figures[cell.layout] = _published_figure(question, answer)
+                memory_only = memory_only_text(question, answer, commas=False)
+                least = "≥" if answer.is_at_least else ""
+                capacity = capacity_text(question, answer, none="-", commas=False)
+                both = f"{capacity} ({least}{memory_only})"  # ``131072* (643072* memory-only)``
+                figures[cell.layout] = both if memory_only else f"{least}{capacity}"
     return tuple(
         layout_table(title, figures, heads=("#GPU", "SP"), names=2 + len(figures))
         for title, figures in groups.items()
@@ -468,11 +491,3 @@ def published_notes(question: Question, cell: Cell, answer: CellAnswer | None) -
         )
     least = "≥" if answer.is_at_least else ""
     return (f"{label}: {least}{answer.reach_tokens}: {plain(answer.reason)}",) if least else ()
-
-
-def _published_figure(question: Question, answer: CellAnswer) -> str:
-    """``131072*``, ``≥131072*``; with a memory-only proof ``131072* (643072* memory-only)``."""
-    memory_only = memory_only_text(question, answer, commas=False)
-    least = "≥" if answer.is_at_least else ""
-    capacity = capacity_text(question, answer, none="-", commas=False)
-    return f"{capacity} ({least}{memory_only})" if memory_only else f"{least}{capacity}"

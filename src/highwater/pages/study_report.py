@@ -377,7 +377,8 @@ def _cell(
     predicted: PredictedCell | None,
     beginning: Beginning | None,
 ) -> CellReport:
-    label, recorded = cell.label_on(study.question.device), study.expectation_of(cell)
+    label = cell.label_on(study.question.device)
+    recorded = next((each for each in study.expectations if each.cell == cell), None)
     given_tokens, named = None, None
     if beginning is not None and label in beginning.likely_tokens:
         given_tokens, named = beginning.likely_tokens[label], beginning.predictions[-1]

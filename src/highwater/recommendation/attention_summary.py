@@ -278,7 +278,9 @@ def _use_cases(bench: AttentionBench, longest: Sequence[LongestLength]) -> Itera
     for start, end in _USE_CASES:
         every, least = contestants(longest, direction), end or start + 1
         held = [each for each in every if (each.fits_tokens or 0) >= least]
-        exact = [each for each in held if not IMPLEMENTATIONS[each.implementation].changes_model]
+        rows = [(each, IMPLEMENTATIONS[each.implementation]) for each in held]
+        # a model that attends by a pattern, or in segments, is another one
+        exact = [each for each, row in rows if row.pattern is None and not row.takes_segments]
         yield UseCase(
             from_tokens=start,
             to_tokens=end,

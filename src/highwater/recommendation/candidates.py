@@ -221,6 +221,8 @@ def candidate_of(
     fits = predicted.capacity_tokens > 0
     host_bytes, step = predicted.footprint.host_bytes, predicted.step
     rollout = predicted.footprint.rollout
+    may = max((e for e in (longest, predicted) if e), key=lambda e: e.likely_edge_tokens)
+    may = None if fits or (longest and longest.capacity_tokens) else may
     lacks_bytes = None
     if not fits and predicted.binding == "host":
         lacks_bytes = predicted.footprint.host_needed_bytes - (goal.memory_limit.host_bytes or 0)
@@ -240,6 +242,8 @@ def candidate_of(
         host_bytes=host_bytes,
         rollout_sequences=rollout and rollout.sequences,
         capacity_tokens=max(longest.capacity_tokens if longest else 0, predicted.capacity_tokens),
+        likely_tokens=0 if may is None else may.likely_edge_tokens,
+        likely_risk=may and may.risk,
         capacity_source="predicted",
         is_at_least=longest is None or longest.binding == "ceiling",
         step_time=step

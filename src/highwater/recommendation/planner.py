@@ -2,7 +2,7 @@
 formula: what a search would try, each with layers recomputed or attention kept, some of the last
 layers' activations on the GPU, and attention in head groups.
 
-Two monotone facts spare most of the plans (tests/unit/test_recommendation.py compares with all of them).
+Two monotone facts spare most of the plans (tests/unit/test_recommendation.py compares with all).
 Each layer more whose activations stay on the GPU takes more of it, less host memory, and no more
 time; each further head group takes more time, and no more memory.
 """

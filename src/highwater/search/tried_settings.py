@@ -32,7 +32,15 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
     nothing open; or of the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
-    if device == "cpu" or request.trainer != OURS or request.names_grid:
+    chosen = (
+        request.allocator,
+        request.loss,
+        request.offload,
+        request.activations,
+        request.ulysses,
+    )
+    names_grid = None not in chosen  # all that a search chooses itself, as the published one does
+    if device == "cpu" or request.trainer != OURS or names_grid:
         return plan(request, machine)
     predictions: list[Prediction] = []
     with suppress(HighwaterError):  # what cannot be predicted may train all the same

@@ -340,10 +340,7 @@ def _sharding(cell: Cell) -> dict[str, Value]:
     }
 
 
-TRIED = ForeignTraits(
-    settings=OF_FINETUNERS | SHARED | {"strategy", "rope"},
-    has_run_on_gpus=False,
-)
+TRIED = ForeignTraits(settings=OF_FINETUNERS | SHARED | {"strategy", "rope"}, has_run_on_gpus=False)
 TRIAL = trial_start(AXOLOTL)
 TARGET = EmitTarget(
     file="axolotl.yaml",

@@ -193,10 +193,7 @@ def _sizes(step: Step) -> Mapping[str, int]:
     rank = step.settings.lora or 0
     return {
         **products(
-            run.kind,
-            tokens=step.tokens,
-            attended_key=run.kind.attention.key_size,
-            tile=None,
+            run.kind, tokens=step.tokens, attended_key=run.kind.attention.key_size, tile=None
         ),
         **of_loss(
             _variant(step.settings, step.layout.shard_degree),

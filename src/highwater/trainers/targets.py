@@ -87,7 +87,7 @@ OF_ALL = frozenset(
 )
 OF_LORA = {"lora", "lora_alpha", "lora_targets"}
 OF_THE_ENGINE = OF_ALL | {
-    *("loss", "recompute", "mlp_tiles", "attention_head_groups", "micro_batches", "ring", "copies"),
+    *("loss", "recompute", "mlp_tiles", "attention_head_groups", "micro_batches", "ring", "copies")
 }
 
 TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")

@@ -119,9 +119,7 @@ def _sweep_kernel(
             other=0.0,
         )
         a_cv = tl.load(
-            a + n * a_n + head * a_h + c[:, None] * a_c + v[None, :],
-            mask=is_v[None, :],
-            other=0.0,
+            a + n * a_n + head * a_h + c[:, None] * a_c + v[None, :], mask=is_v[None, :], other=0.0
         )
         found = tl.dot(r, x, input_precision="tf32x3")
         y_cv = a_cv + found if IS_BACKWARD else a_cv - found

@@ -64,16 +64,7 @@ def _dense(rows_NE: Tensor) -> Tensor:
 
 @triton.jit
 def _norm_kernel(
-    x,
-    weight,
-    out,
-    scales,
-    x_stride,
-    count,
-    size,
-    eps,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    x, weight, out, scales, x_stride, count, size, eps, ROWS: tl.constexpr, NUMBERS: tl.constexpr
 ):
     # Rows times their size passes 2**31 within the lengths we train: offsets are 64 bits wide.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

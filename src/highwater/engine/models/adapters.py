@@ -47,8 +47,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: Lora, *, dtype: torch.dtype) 
     wrong = [name for name in lora.names or () if name not in (*linear, *of_experts)]
     if wrong:
         raise ModelError(
-            f"{wrong[0]} names no linear layer in the decoder layers of {family}",
-            hint=offered,
+            f"{wrong[0]} names no linear layer in the decoder layers of {family}", hint=offered
         )
     causal_lm.requires_grad_(requires_grad=False)
     peft.inject_adapter_in_model(peft_config(lora, family), causal_lm, low_cpu_mem_usage=True)

@@ -21,12 +21,7 @@ from highwater.engine.models.decoder import Decoder, LanguageModel, ScalarModel
 from highwater.engine.models.fill import Fill
 from highwater.engine.models.fused.delta_net import fuse_delta_nets
 from highwater.engine.models.fused.earlier_keys import hand_over_earlier_keys
-from highwater.engine.models.fused.fused import (
-    fuse_attentions,
-    fuse_mlps,
-    fuse_norms,
-    tile_experts,
-)
+from highwater.engine.models.fused.fused import fuse_attentions, fuse_mlps, fuse_norms, tile_experts
 from highwater.engine.models.fused.nf4 import pack, scale_table
 from highwater.engine.models.fused.rotary_attention import RotaryAttention
 from highwater.engine.models.pretrained import text_config

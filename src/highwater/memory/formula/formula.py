@@ -58,11 +58,7 @@ FAMILIES = (
 )
 """Model types whose layers are what the terms say: attention over grouped heads, a gated MLP or
 experts that are one. Layers of others are learned (memory/formula/moments)."""
-_NORM_BYTES = {
-    "olmo": 4,
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), 10),
-    "nanochat": 6,
-}
+_NORM_BYTES = {"olmo": 4, **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), 10), "nanochat": 6}
 _NORM_BACKWARD_BYTES, _LESS_BACKWARD_BYTES = 14, 4
 """Bytes for each of the hidden states' numbers that the last norm keeps in the loss, where it is no
 kernel of its own: a copy in float32, and what it is multiplied by; and besides while it goes

@@ -103,7 +103,7 @@ class Trait(NamedTuple):
 
 def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
     """Traits of one cell that residuals may depend on, besides GPU, model and length."""
-    offload = "offloaded states" if settings.offloads_states else "offload"
+    offload = "moments on host" if settings.offloads_states else "states on host"
     return (
         Trait("allocator", settings.allocator, f"{settings.allocator} segments"),
         Trait("loss", settings.loss, f"{settings.loss} loss"),
@@ -115,7 +115,7 @@ def traits_of(settings: Settings, layout: Layout) -> tuple[Trait, ...]:
         Trait("objective", settings.objective, settings.objective),
         Trait("strategy", settings.strategy, settings.strategy),
         Trait("recompute", settings.recompute, f"recompute {settings.recompute}"),
-        Trait("activations", settings.activations, "activations in host memory"),
+        Trait("activations", settings.activations, "activations on host"),
         Trait("one_micro_batch", not settings.accumulates, "one micro-batch a step"),
         Trait("lora", settings.lora is not None, "LoRA"),
         Trait("attention", settings.attention, f"{settings.attention} attention"),
