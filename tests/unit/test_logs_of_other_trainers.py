@@ -97,7 +97,7 @@ def test_steps_with_a_proof_beside_them_fit(log):
     assert judged(log, 1) == "inconclusive"
 
 
-NOT_MEMORYS = table("logs_in_words", "not memorys") | {
+OF_NO_MEMORY = table("logs_in_words", "of no memory") | {
     "a quotation": f"RuntimeError: the last run ended with: {OOM}",
     "a quotation in quotes": f"RuntimeError: cannot resume '{OOM}'",
     "a quotation over two lines": f"ValueError: the last run said\n{OOM}",
@@ -105,7 +105,7 @@ NOT_MEMORYS = table("logs_in_words", "not memorys") | {
 }
 
 
-@pytest.mark.parametrize("error", NOT_MEMORYS.values(), ids=NOT_MEMORYS)
+@pytest.mark.parametrize("error", OF_NO_MEMORY.values(), ids=OF_NO_MEMORY)
 def test_an_error_that_is_not_of_the_trainings_memory_is_none(error):
     assert judged(f"step 1/2 loss 2.5\n{FRAMES}{error}\n", 1) == "inconclusive"
 
