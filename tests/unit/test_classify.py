@@ -220,7 +220,7 @@ RAN_OUT = [
 error with several causes is of memory only where there is none left."""
 
 
-@pytest.mark.parametrize(("error", "where", "exhausted"), RAN_OUT, ids=str)
+@pytest.mark.parametrize(("error", "where", "exhausted"), RAN_OUT)
 def test_every_error_of_device_memory_that_ran_out_is_known(error, where, exhausted):
     assert exhausted_memory(error, **where) == exhausted
 
