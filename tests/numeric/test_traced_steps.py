@@ -450,10 +450,10 @@ def test_experts_peak_where_the_formula_says(specs, logs, name):
 
 @pytest.mark.timeout(1200)
 def test_experts_cost_a_token_what_they_cost_on_the_cpu_wherever_the_tokens_go(specs, logs):
-    as_random, all_to_the_same = (
-        measured_on_the_cpu(specs["experts"], factor) for factor in (1, 0)
+    as_random, *all_to_the_same = (
+        measured_on_the_cpu(specs["experts"], factor) for factor in (1, *deep(0))
     )
-    assert all_to_the_same == as_random
+    assert {*all_to_the_same} <= {as_random}
     assert experts_bytes_per_token(logs) == pytest.approx(as_random, rel=CPU_TOLERANCE)
 
 
