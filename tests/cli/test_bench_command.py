@@ -118,8 +118,8 @@ def test_ctrl_c_keeps_what_was_measured_and_ends_every_process(tmp_path):
     assert process.stderr is not None
     while "fits" not in (line := process.stderr.readline()):
         assert line, "it has told of a case before it ended"
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None, "between two cases it has no process"
     os.killpg(process.pid, signal.SIGINT)
     answer, talk = process.communicate(timeout=ENDS_S)
     assert process.returncode == 130, talk

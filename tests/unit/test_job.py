@@ -246,7 +246,7 @@ def test_the_first_that_fails_ends_the_others(tmp_path):
 
 def test_a_launcher_that_is_ended_ends_its_ranks(tmp_path):
     process = run(tmp_path, FAILS.replace('== "1"', '== "none"'), "--nproc", "1")
-    while not (tmp_path / "0").exists():
+    while not (tmp_path / "0").exists() or not (tmp_path / "0").read_text():
         assert process.poll() is None
         time.sleep(0.01)
     process.terminate()
