@@ -30,6 +30,7 @@ def mark(tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     environment = {
         MARK: mark,
         "FAULTS": tmp_path,
+        "OMP_NUM_THREADS": "1",  # as of forked ones: sums are in one order everywhere
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": Path(__file__).parent,
     }
