@@ -19,7 +19,6 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trials.traced import fullest_rank
-from highwater.units import MIB
 from learn_moments import SHARED_SIZE, UNGROUPED
 from tables import deep
 from tiny_models import config_of
@@ -51,11 +50,17 @@ MIXTURE = {
 """A layer without experts where a family has such, then five with them, and an MLP beside."""
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 3,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 64,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
     "linear_value_head_dim": 96,
 }
+"""As wide beside its states as models are: reading such layers leaves small allocations out
+(tools/read_moments.py), of which a narrower one has more than the tolerance."""
 OF_FAMILY: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), DELTA),
     "seed_oss": {"attention_dropout": 0.0},
@@ -94,9 +99,7 @@ TOLERANCE = 0.01
 WIDER = {"shared": 0.06, "gpt_oss, all kept": 0.02}
 """Where ranks share a sequence the formula has a copy of what is attended throughout."""
 
-LEFT_OUT_BYTES = 8 * MIB
-"""What small allocations of a layer with a delta rule take together, which reading it leaves out
-(tools/read_moments.py): the same at any length."""
+
 DELTA_FAMILIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 KEPT = {"loss": "chunked", "recompute": "all-but-attention"}
 ADAPTED = {"lora": 8, "lora_targets": "q_proj,k_proj,v_proj,o_proj,out_proj"}
@@ -192,8 +195,8 @@ BY_HAND = ("granite_swa", "ministral3")
 
 
 def asked() -> list[tuple[str, str]]:
-    """A family of each kinds of layers in a case, in turn; `make test-all` has each in every,
-    without caps where it has some.
+    """A family of each set of kinds of layers in a case, in turn; `make test-all` has every family
+    in every case, without caps where it has some.
     """
     found: list[tuple[str, str]] = []
     one_of_each = {tuple(sorted(learned.layers)): name for name, learned in families().items()}
@@ -256,6 +259,4 @@ def compare(family: str, case: dict[str, Any], folder: Path, tolerance: float) -
     expected = max(
         sum(term.bytes for term in phase.terms if term.name != WORKSPACES) for phase in found.phases
     )
-    is_read = family in DELTA_FAMILIES
-    beside = pytest.approx(expected, rel=tolerance, abs=LEFT_OUT_BYTES if is_read else 0)
-    assert peak == beside, found.peak.name
+    assert peak == pytest.approx(expected, rel=tolerance), found.peak.name

@@ -276,7 +276,9 @@ def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
     try:
         prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
     except HighwaterError as refused:
-        first, *_ = refused.problem.split("; ")  # of degrees that nobody named it names more
+        first = refused.problem
+        if "ring" in more or "copies" in more:  # of the degrees that nobody named it says more
+            first, *_ = first.split("; ")
         with pytest.raises(HighwaterError, match=re.escape(first)):
             found(model, memory, gpus, **named)
     else:

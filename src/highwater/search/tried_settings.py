@@ -24,6 +24,7 @@ from highwater.nouns.trial_hardware import hardware_of
 from highwater.trials.simulated import FormulaLaw, PredictedLaw
 
 _DEGREES = ("ulysses", "ring", "copies")
+"""Settings of which several may be named: each is tried."""
 
 
 def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -> Plan:
@@ -32,14 +33,9 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
     nothing open; or of the cells of a ``study``, if they are among those.
     """
     device = request.device or ("cuda" if machine.gpus else "cpu")
-    chosen = (
-        request.allocator,
-        request.loss,
-        request.offload,
-        request.activations,
-        request.ulysses,
-    )
-    names_grid = None not in chosen  # all that a search chooses itself, as the published one does
+    open_to_it = (request.allocator, request.loss, request.offload, request.activations)
+    # all that a search chooses itself is named, as the published one does
+    names_grid = None not in (*open_to_it, request.ulysses)
     if device == "cpu" or request.trainer != OURS or names_grid:
         return plan(request, machine)
     predictions: list[Prediction] = []
