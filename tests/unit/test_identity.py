@@ -16,7 +16,7 @@ from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.cells import simplicity
-from highwater.nouns.codec import Record, digest
+from highwater.nouns.codec import Record, digest, to_json
 from highwater.nouns.hyperparameters import DEFAULTS, Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
@@ -276,3 +276,8 @@ def test_adapters_and_a_schedule_are_named_once_though_more_depends_on_them():
         "--lora: none when the run began, 8 now",
         "--schedule: constant when the run began, cosine now",
     )
+
+
+def test_a_layout_without_named_machines_has_none_in_its_document():
+    assert "machines" not in to_json(Layout(gpus=16, replicate_degree=2))
+    assert "machines" in to_json(Layout(gpus=16, replicate_degree=2, machines=2))
