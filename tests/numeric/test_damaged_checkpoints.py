@@ -228,6 +228,34 @@ def test_what_a_killed_save_left_is_removed_and_a_users_files_never_are(run, own
     assert of_run.latest() == checkpoints / "step-000007"
 
 
+class _Killed(BaseException):
+    """Stands for a signal: nothing handles it."""
+
+
+@pytest.mark.parametrize("renamed", ["index.json", "state.json", "manifest.json"])
+def test_a_save_that_is_killed_before_a_name_is_final_is_removed_by_the_next(
+    run, own, tmp_path, monkeypatch, renamed
+):
+    checkpoints = copied(run[0], tmp_path / "run")
+    of_run = RunCheckpoints(tmp_path / "run")
+    of_run.resume(own)
+
+    def kill(path: Path, target: Path) -> Path:
+        if target.name == renamed:
+            raise _Killed
+        return replace(path, target)
+
+    replace = Path.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", kill)
+        with pytest.raises(_Killed):
+            of_run.save(own, state(4))
+    left = {path.name for path in (checkpoints / "step-000004.partial").rglob("*")}
+    assert f"{renamed}.partial" in left
+    assert of_run.save(own, state(4)) == checkpoints / "step-000004"
+    assert not any(checkpoints.glob("*.partial"))
+
+
 def test_losses_over_other_evaluation_data_do_not_compare(run, own, tmp_path):
     copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")

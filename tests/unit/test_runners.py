@@ -400,7 +400,7 @@ def test_everything_else_of_the_users_environment_is(monkeypatch):
         (b"", "Input data was truncated"),
         (b'{"rank":1,"losses":[6.0,null]}', "Expected `float`, got `null`"),
         (b'{"rank":1,"surprise":1}', "unknown field `surprise`"),
-        (b'{"rank":1,"device_name":"\xff"}', "invalid start byte"),
+        (b'{"rank":1,"device_name":"\xff"}', "cannot be read: "),
     ],
 )
 def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, written, why):

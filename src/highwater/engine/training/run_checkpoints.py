@@ -59,8 +59,8 @@ MODEL_FOLDERS = ("model", "critic")
 PARTIAL, ASIDE = ".partial", ".set-aside"
 """Suffixes of folders: written, removed, or set aside because the run went back."""
 _OWN_FILE = re.compile(
-    rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?|{INDEX_FILE})"
-    rf"|(?:{STATE_FILE}|{MANIFEST_FILE})(?:\.tmp)?"
+    rf"(?:{'|'.join(MODEL_FOLDERS)})/(?:__\d+_\d+\.distcp|\.metadata(?:\.tmp)?)"
+    rf"|(?:(?:{'|'.join(MODEL_FOLDERS)})/{INDEX_FILE}|{STATE_FILE}|{MANIFEST_FILE})(?:\.partial)?"
 )
 """Paths in a checkpoint's folder that a save writes."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
