@@ -336,15 +336,14 @@ def hint_of(*words: str) -> str:
         ("find", "--batch-size 4", "--sequences-per-micro-batch 4"),
         ("train", "--lr 2e-5", "--learning-rate 2e-5"),
         ("predict", "--lora-rank 16", "--lora 16"),
-        ("predict", "--qlora", "--lora 16 --lora-base nf4"),
-        ("try", "--load-in-4bit", "--lora 16 --lora-base nf4"),
+        ("try", "--load-in-4bit", "--qlora"),
+        ("predict", "--gpus 4090 --quantization nf4", "--qlora"),
         ("train", "--per_device_train_batch_size=2", "--sequences-per-micro-batch 2"),
         ("predict", "--max_seq_length 8192", "--length 8192"),
         ("find", "--gradient-accumulation-steps 8", "--micro-batches 8"),
         ("find", "--max-seq-length 8192", "--max-length 8192"),
         ("train", "--max-length 8192", "--length 8192"),
         ("find", "--optim adamw_8bit", "--optimizer adamw-8bit"),
-        ("predict", "--gpus 2x8xH100 --qlora", "--lora 16 --lora-base nf4 --copies 16"),
         ("try", "--use-liger-kernel", "--loss chunked"),
         ("train", "--kl-coef 0.1", "--kl-coefficient 0.1"),
         ("find", "--ulysses-sequence-parallel-size 4", "--ulysses 4"),
@@ -356,6 +355,25 @@ def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, o
     assert hint_of(command, "Qwen3-8B", *beside, *typed.split()) == f"use `{ours}`"
     if command not in ("train",):
         assert parse([command, "Qwen3-8B", *beside, *ours.split()])
+
+
+@pytest.mark.parametrize(
+    ("typed", "rank"),
+    [
+        *(("Qwen3-8B --gpus 4090 --qlora", 16), ("--qlora Qwen3-8B --gpus 4090", 16)),
+        *(("Qwen3-8B --qlora --lora 8 --json", 8), ("Qwen3-8B --lora 8 --qlora", 8)),
+        *(("--qlora 32 Qwen3-8B", 32), ("Qwen3-8B --qlora=32 --json", 32)),
+    ],
+)
+def test_qlora_is_a_spelling_of_lora_beside_a_model_in_nf4(typed, rank):
+    settings = typed_values(parse(["predict", *typed.split()]))
+    assert settings == {"model": "Qwen3-8B", "lora": str(rank), "lora_base": "nf4"}
+
+
+@pytest.mark.parametrize("typed", ["--lora Qwen3-8B --gpus 4090", "Qwen3-8B --gpus 4090 --lora"])
+def test_a_rank_that_nobody_typed_is_16(typed):
+    settings = typed_values(parse(["predict", *typed.split()]))
+    assert settings == {"model": "Qwen3-8B", "lora": "16"}
 
 
 @pytest.mark.parametrize(
@@ -402,7 +420,7 @@ def test_no_flag_is_guessed_from_another_word(word):
 
 
 def test_no_word_of_others_is_a_flag_of_ours_and_every_flag_told_is_one():
-    known = set().union(*FLAGS.values())
+    known = {"--qlora"}.union(*FLAGS.values())  # a spelling of two
     assert len(foreign_words()) >= 35
     for word, said in foreign_words().items():
         told = {command for command, flags in FLAGS.items() if said.split()[0] in flags}

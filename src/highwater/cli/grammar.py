@@ -281,11 +281,7 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
         value = meant_word(setting, value, choices) or value
         if " " in value:
             return value
-    counts = re.search(r"--gpus[ =](\d+)(?:x(\d+))?", " ".join(words))
-    gpus = int(counts[1]) * int(counts[2] or 1) if counts else 1
-    is_copied = "nf4" in said and gpus > 1 and "--copies" not in words
-    typed = f"{said.replace('{}', value).strip()}{f' --copies {gpus}' if is_copied else ''}"
-    return f"use `{typed}`"
+    return f"use `{said.replace('{}', value).strip()}`"
 
 
 class CommandHelp(Record, frozen=True, kw_only=True):
@@ -333,10 +329,31 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in commands:
         raise UsageError(f"there is no command {words[0]!r}", hint=_with_command(words))
     own = commands.get(words[0], parser) if words else parser
-    arguments = parse_strictly(own, words, whole=parser)
+    spelled = _spelled(words) if "--lora-base" in own.flags() else words
+    arguments = parse_strictly(own, spelled, whole=parser)
     arguments.typed = ("highwater", *words)
     arguments.command_line = hidden_words(arguments.typed)  # what is shown and recorded
     return arguments
+
+
+def _spelled(words: Sequence[str]) -> list[str]:
+    """The words with ``--qlora 32`` as ``--lora 32 --lora-base nf4``. A rank that nobody typed is
+    16, of ``--lora`` too.
+    """
+    spelled, is_ranked = [], any(word.partition("=")[0] == "--lora" for word in words)
+    for word, following in zip(words, (*words[1:], "--"), strict=True):
+        name, _, rank = word.partition("=")
+        if name == "--qlora":
+            spelled += ["--lora-base", "nf4"]
+            if rank or following.isdigit():
+                spelled.append(word.replace("--qlora", "--lora"))
+            elif not is_ranked:
+                spelled += ["--lora", "16"]
+        elif word == "--lora" and re.match(r"-?\d", following) is None:
+            spelled += ["--lora", "16"]
+        else:
+            spelled.append(word)
+    return spelled
 
 
 def _with_command(words: Sequence[str]) -> str:

@@ -200,7 +200,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     lora_base: LoraBase = setting(
         "bf16",
         "what LoRA's frozen model is in: bf16, or its linear layers in nf4, 4 bits a number, "
-        "which is QLoRA, by bitsandbytes, and lossy",
+        "which is QLoRA (typed `--qlora 16`, too), by bitsandbytes, and lossy",
         labels={"nf4": "NF4"},
         says_what=True,
     )
