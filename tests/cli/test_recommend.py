@@ -88,3 +88,30 @@ def test_a_host_that_is_nearly_full_is_not_safe(highwater):
     assert "1104.19 GiB of host memory" in full
     assert roomy.startswith("Yes: ")
     assert "1104.19 GiB of host memory" in roomy
+
+
+OWN_FILE = """base_model: Qwen/Qwen2.5-7B-Instruct
+sequence_len: 16384
+adapter: lora
+lora_r: 64
+lora_target_linear: true
+micro_batch_size: 2
+gradient_checkpointing: true
+optimizer: adamw_torch_fused
+"""
+
+
+def test_a_file_that_does_not_fit_is_answered_with_its_own_keys(highwater, tmp_path):
+    """Model and length are the file's; rows that only a micro-batch tells apart show it."""
+    (tmp_path / "axo.yml").write_text(OWN_FILE)
+    asked = ("--gpus", "1xA100-40GB", "--trainer", "axolotl", "--trainer-config", "axo.yml")
+    done = highwater("predict", *asked)
+    assert done.returncode == 1
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("No: Qwen2.5-7B-Instruct does not train at 16,384 tokens")
+    assert "56.14 GiB are loss and logits; with `liger_fused_linear_cross_entropy: true`" in first
+    done = highwater(*following(done))
+    assert done.returncode == 0
+    table = done.stdout.split("\n\n")[2].splitlines()[1:]
+    assert len({tuple(row.split("  ")[:1]) for row in table}) == len(table) == 4
+    assert "in axo.yml" in done.stderr

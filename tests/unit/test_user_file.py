@@ -1,6 +1,7 @@
 """What a user's own file of a trainer says decides what is predicted of it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
-from highwater.trainers.user_file import FILE_WORDS
+from highwater.trainers.user_file import FILE_WORDS, changes
 
 AXOLOTL: dict[str, Any] = {"base_model": "Qwen/Qwen3-8B", "sequence_len": 16384, "bf16": "auto"}
 AXOLOTL |= {"micro_batch_size": 2, "gradient_accumulation_steps": 4, "adapter": "qlora"}
@@ -219,3 +220,35 @@ def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path, trainer: Trai
     gone = {"trainer": trainer, "trainer_config": str(tmp_path / "gone.yaml")}
     with pytest.raises(UsageError, match="cannot be read"):
         highwater.predict("Qwen3-8B", gpus="1xH100-80GB", **gone)
+
+
+FUSED = "liger_fused_linear_cross_entropy: true"
+
+
+def test_what_is_recommended_of_a_file_is_told_in_its_own_keys(tmp_path: Path):
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL | {"adapter": "lora", "load_in_4bit": False}))
+    asked: dict[str, Any] = {"trainer": "axolotl", "trainer_config": str(path)}
+    found = highwater.recommend("Qwen3-8B", length=None, gpus="1xA100-40GB", **asked)
+    assert found.chosen is not None
+    assert found.length_tokens == 16_384
+    assert found.chosen.cell.settings.lora == 32
+    first, *_ = found.notes
+    assert f"`{FUSED}`" in first
+    keys = re.findall(r"(?<=`)(\w+): (\w+)(?=`)", first)
+    keys += [(name, "true") for name in re.findall(r"liger_\w+", first)]
+    written = AXOLOTL | {"adapter": "lora", "load_in_4bit": False}
+    written |= {name: yaml.safe_load(value) for name, value in keys}
+    again = predicted(tmp_path, "axolotl", written)
+    chosen = found.chosen.cell.settings
+    assert chosen in [each.cell.settings for each in again.cells]
+
+
+@pytest.mark.parametrize("trainer", [each for each in FILE_WORDS if FILE_WORDS[each].length])
+def test_every_trainer_has_a_word_for_a_chunked_loss(tmp_path: Path, trainer: TrainerName):
+    before, after = Settings(loss="full"), Settings(loss="chunked")
+    said = changes(trainer, tmp_path / "own.yaml", before, after)
+    assert f"`{FILE_WORDS[trainer].fused[-1]}: true`" in said
+    assert said.endswith("in own.yaml")
+    assert changes(trainer, tmp_path / "own.yaml", before, before) == ""
+    assert changes(trainer, tmp_path / "own.yaml", before, Settings(offload=True)) == ""

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from highwater.errors import UsageError
@@ -432,6 +433,10 @@ def named_model(
     settings = typed_values(arguments)
     vars(arguments).update(settings)
     model = settings.pop("model", None)
+    if model is None and "trainer_config" in settings:
+        from highwater.trainers.user_file import model_in  # without a file nobody waits for YAML
+
+        model = arguments.model = model_in(Path(settings["trainer_config"]))
     if model is None:
         raise UsageError(
             "no model is named",

@@ -85,10 +85,14 @@ def predict(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.notes(notes)
         return console.answer_json(prediction, code)
-    longest, would_fit = _instead(arguments, prediction)
+    longest, would_fit, change = _instead(arguments, prediction)
     console.answer_page(
         prediction_answer(
-            prediction, longest=longest, alternatives=would_fit, is_fewest=not is_counted
+            prediction,
+            longest=longest,
+            alternatives=would_fit,
+            is_fewest=not is_counted,
+            change=change,
         ),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
@@ -144,10 +148,12 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
-) -> tuple[Prediction | None, tuple[Alternative, ...]]:
-    """The prediction without the length, and what else would train it, if nothing fits."""
+) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
+    """The prediction without the length, what else would train it, and what to write into the
+    user's own file, if nothing fits.
+    """
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
-        return None, ()
+        return None, (), ""
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
     if prediction.length_tokens is not None:
@@ -156,10 +162,14 @@ def _instead(
         longest = predicted(model, constants=arguments.constants, **shared, **settings)
     length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
-        return longest, ()
-    from highwater.recommendation.recommend import what_would_fit
+        return longest, (), ""
+    from highwater.recommendation.recommend import recommend, what_would_fit
 
-    return longest, what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
+    if "trainer_config" not in settings:
+        would = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
+        return longest, would, ""
+    found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
+    return longest, found.alternatives, "" if found.chosen is None else found.notes[0]
 
 
 def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
@@ -294,16 +304,10 @@ def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
     """The command that asks what would do, where nothing fits or no trial can be made: at the
     length in question, or the longest that fits, or the shortest that was asked about.
     """
-    explained, own = prediction.explained, list[str]()
-    if "trainer_config" in typed_values(arguments):  # which a recommendation does not read
-        refused = TRAINERS[prediction.trainer].refused(DECLARED)
-        saving = ("allocator", "loss", "activations")  # which a recommendation chooses
-        own += setting_flags(explained.cell.settings, but_not=(*refused, *saving, *OF_OTHERS))
+    explained = prediction.explained
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
-    return shlex.join(
-        ("highwater", "recommend", str(typed_values(arguments)["model"]), *words, *own)
-    )
+    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:

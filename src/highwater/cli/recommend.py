@@ -91,7 +91,7 @@ def recommend(arguments: argparse.Namespace) -> int:
 def found_for(arguments: argparse.Namespace) -> Recommendation:
     """The recommendation that was asked for."""
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
-    if arguments.length is None:
+    if arguments.length is None and "trainer_config" not in settings:
         whole = shlex.join((*arguments.command_line, "--length", "32k"))
         raise UsageError("no length is named", hint=f"use `{whole}`")
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
@@ -121,7 +121,8 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
-    is_alone = found.chosen.rollout_sequences is None  # neither trials nor files have a rollout
+    # neither trials nor files have a rollout, and the user's own file is not written again
+    is_alone = found.chosen.rollout_sequences is None and "trainer_config" not in vars(arguments)
     has_trial = is_alone and is_tried(found.chosen.cell, found.device_name, foreign)
     is_emitted = is_alone and trainer.targets and not found.chosen.cell.layout.is_several_machines
     if not has_trial and not is_emitted and not arguments.list_:

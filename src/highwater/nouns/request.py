@@ -115,8 +115,11 @@ class _Trained(DeclaredRecord, frozen=True, kw_only=True):
     trainer_config: str | None = kinds.FILE(
         None,
         "configuration of the trainer, your own, whose other fields stay",
-        PREDICTED,
-        helps={"predict": "configuration of the trainer, your own, that says what is trained"},
+        (*PREDICTED, "recommend"),
+        helps=dict.fromkeys(
+            ("predict", "recommend"),
+            "configuration of the trainer, your own, that says what is trained",
+        ),
         example="base.yaml",
     )
     done_pattern: str | None = kinds.PATTERN(

@@ -54,12 +54,14 @@ def prediction_answer(
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
     is_fewest: bool = False,
+    change: str = "",
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
     nothing fits it says what would: ``longest`` is the prediction without that length, and
-    ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do.
+    ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do;
+    ``change``: what to write into the user's own file.
     """
-    said = _answered(prediction, longest, alternatives, is_fewest=is_fewest)
+    said = _answered(prediction, longest, alternatives, is_fewest=is_fewest, change=change)
     said += _of_pairs(prediction.explained.cell)
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
@@ -74,13 +76,14 @@ def _answered(
     alternatives: Sequence[Alternative],
     *,
     is_fewest: bool,
+    change: str,
 ) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
         many = "up to " * (is_fewest and prediction.gpus > 1)
-        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives)
+        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives, change)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     by = f"{by[:1].upper()}{by[1:]}"
@@ -216,20 +219,27 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
 
 
 def _nothing(
-    prediction: Prediction, where: str, longest: Prediction | None, others: Sequence[Alternative]
+    prediction: Prediction,
+    where: str,
+    longest: Prediction | None,
+    others: Sequence[Alternative],
+    change: str,
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked = prediction.length_tokens
     what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
     native = prediction.native_length_tokens
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
+    if change:
+        most = max(prediction.explained.footprint.peak.terms, key=lambda term: term.bytes)
+        said += f" {format_bytes(most.bytes)} are {most.name}; {plain(change)}."
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native)
-    return f"{said} {would or _lacking(prediction)}"
+    return f"{said} {would or (_lacking(prediction) if not change else '')}".rstrip()
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:

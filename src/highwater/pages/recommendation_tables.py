@@ -85,6 +85,10 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         f": {min(sources)}" if len(sources) == 1 else ""
     )
 
+    def settings_of(each: Candidate) -> str:
+        rows = f", micro-batch {each.cell.settings.sequences_per_micro_batch}" * each.is_lowered
+        return f"{short_settings(each.cell.settings, but=trained)}{rows}"
+
     def at_length(each: Candidate) -> str:
         fits = f"the {found.aim}" if each == chosen else "fits"
         return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
@@ -93,7 +97,7 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
         rows,
-        ("settings", lambda each: short_settings(each.cell.settings, but=trained)),
+        ("settings", settings_of),
         ("Ulysses", "cell.layout.sharing"),
         ("by", _by) if len(sources) > 1 else None,
         ("this length", at_length),

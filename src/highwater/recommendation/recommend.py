@@ -32,6 +32,7 @@ from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
 from highwater.nouns.request import request_from
+from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
 from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, TrainerName, predicted_trainer
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
@@ -44,14 +45,15 @@ from highwater.recommendation.candidates import (
 )
 from highwater.recommendation.planner import planned_candidates
 from highwater.store.journal import read_study
+from highwater.trainers.user_file import SAVING, changes, settings_of
 from highwater.trials.probe import gpus_meant
-from highwater.units import parse_memory, parse_tokens
+from highwater.units import format_tokens, parse_memory, parse_tokens
 
 
 def recommend(
     model: str,
     *,
-    length: int | str,
+    length: int | str | None,
     gpus: str | int | None = None,
     rollout_gpus: int = 0,
     trainer: AnyTrainer = OURS,
@@ -72,8 +74,9 @@ def recommend(
     where the upper end of the interval does. With a ``trainer`` that is tried alone nothing is
     predicted: its studies alone answer.
 
-    The other arguments, and ``settings``, are those of ``predict``. Nothing is run. Raises
-    HighwaterError for what cannot be asked.
+    The other arguments, and ``settings``, are those of ``predict``. A ``trainer_config`` says the
+    length where it is None, and all but what saves memory, of which a note says what to write into
+    it. Nothing is run. Raises HighwaterError for what cannot be asked.
     """
     known = predicted_trainer(trainer)
     if aim != "simplest" and (studies or known is None):
@@ -96,12 +99,37 @@ def recommend(
             studies=recorded,
             settings=settings,
         )
+    own_file, read = settings.pop("trainer_config", None), None
+    if own_file is not None:
+        read = settings_of(known, Path(own_file), gpus=where.gpus, typed=settings)
+        kept = {name: each for name, each in read.settings.items() if name not in SAVING}
+        settings, length = {**kept, **settings}, length or read.length_tokens
+    if length is None:
+        raise UsageError("no length is named", hint="name one, for example `--length 32k`")
     goal = goal_of(model, parse_tokens(str(length)), where, limit, known, settings, rollout_gpus)
-    return _recommended(
+    found = _recommended(
         *(goal, recorded, aim),
         rollout_gpus=rollout_gpus,
         reserved_bytes=parse_memory(str(reserved)),
     )
+    if read is None:
+        return found
+    said = told_changes(found, Path(own_file), read.settings)
+    return msgspec.structs.replace(found, notes=(*said, *read.notes, *found.notes))
+
+
+def told_changes(
+    found: Recommendation, own_file: Path, settings: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """What a user's file of these ``settings`` has to say for what is recommended."""
+    if found.chosen is None or (trainer := predicted_trainer(found.trainer)) is None:
+        return ()
+    after = found.chosen.cell.settings
+    before = {"allocator": Settings().allocator, **settings}
+    before = {n: v for n, v in before.items() if n in (*SAVING, "sequences_per_micro_batch")}
+    said = changes(trainer, own_file, msgspec.structs.replace(after, **before), after)
+    fit = f"{format_tokens(found.length_tokens)} tokens fit"
+    return (f"with {said} {fit}",) if said else ()
 
 
 def what_would_fit(

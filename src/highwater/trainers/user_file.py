@@ -15,14 +15,17 @@ from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, from_json
+from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR
-from highwater.nouns.settings import RUNG_ROWS, Settings
+from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
+SAVING = ("allocator", "loss", "activations", "recompute")
+"""Settings of a file that a recommendation chooses itself."""
 
 
 class FileWords(Record, frozen=True, kw_only=True):
@@ -40,6 +43,8 @@ class FileWords(Record, frozen=True, kw_only=True):
     four_bits: tuple[str, tuple[Any, ...]] = ("load_in_4bit", (True,))
     fused: tuple[str, ...] = ("use_liger_kernel",)
     """Fields that all have to be true for the kernels that a chunked loss stands for."""
+    fused_by: tuple[str, ...] = ()
+    """What loads those kernels, to be written beside them."""
     keeps_all: tuple[str, ...] = ()
     """Fields by which layers are not recomputed."""
     recomputes: bool = True
@@ -138,6 +143,36 @@ def settings_of(
     settings = {name: value for name, value in taken.items() if name not in refused}
     length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
+
+
+def model_in(path: Path) -> str | None:
+    """The model that a user's file names, in any trainer's words."""
+    config = yaml_fields(file_content(path), path, hint="name the file that your trainer takes")
+    names = ("base_model", "model_name_or_path", "model")
+    return next((str(config[name]) for name in names if config.get(name)), None)
+
+
+def changes(trainer: TrainerName, path: Path, before: Settings, after: Settings) -> str:
+    """What to write into a user's file of ``before`` for ``after``, in the trainer's own keys, and
+    into the environment; empty where its files have no words for all of that.
+    """
+    words = FILE_WORDS[trainer]
+    *beside, fused = words.fused
+    with_it = f" (beside {listed([*beside, *words.fused_by])})" if beside else ""
+    keys = {
+        "loss": f"`{fused}: true`{with_it}",
+        "activations": "".join(f"`{name}: true`" for name in words.on_host[:1]),
+        "recompute": "`gradient_checkpointing: true`",
+        "sequences_per_micro_batch": f"`{words.rows}: {after.sequences_per_micro_batch}`",
+        "offload": "",
+    }
+    changed = [key for name, key in keys.items() if getattr(before, name) != getattr(after, name)]
+    if not words.length or "" in changed:
+        return ""
+    said = [f"{listed(changed)} in {path.name}"] if changed else []
+    if before.allocator != after.allocator:
+        said.append(f"`{ENV_IN_WORDS}` in the environment")
+    return listed(said)
 
 
 def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
