@@ -9,6 +9,7 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.formula.constants import Phase
 from highwater.model.model import load_model
+from highwater.pages.prediction_tables import prediction_answer
 
 BILLION = 1_000_000_000
 FORMS = ("zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload")
@@ -128,3 +129,15 @@ def test_this_packages_engine_has_no_deepspeed():
 def test_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="DeepSpeed are not traced"):
         cell("zero3-offload", gpus=1, exact=True)
+
+
+def test_trls_pairs_beside_zero_3_are_answered_as_fsdp2_and_that_is_said():
+    asked: dict[str, Any] = {"objective": "dpo", "length": "8k", "gpus": "4xA100-80GB"}
+    found = highwater.predict("Mistral-7B-v0.3", trainer="trl", deepspeed="zero3", **asked)
+    assert any("taken as FSDP2" in note for note in found.notes)
+    assert not any("by its source" in note for note in found.notes)
+    assert "`precompute_ref_log_probs: true`" in prediction_answer(found)
+    sharded = highwater.predict("Mistral-7B-v0.3", trainer="trl", **asked)
+    assert found.cells == sharded.cells
+    with pytest.raises(UsageError, match="deepspeed"):
+        highwater.predict("Mistral-7B-v0.3", trainer="trl", deepspeed="zero2", **asked)

@@ -116,7 +116,7 @@ def predict(
     memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
-    is_zero = settings.get("deepspeed", "none") != "none"
+    is_zero = any(cell.settings.deepspeed != "none" for cell in question.cells)
     if exact and (is_zero or settings.get("attention") == "block_sparse"):
         what = "DeepSpeed" if is_zero else "block-sparse attention"
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")

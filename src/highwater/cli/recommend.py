@@ -166,6 +166,7 @@ def emit(arguments: argparse.Namespace) -> int:
     """
     row = TARGETS[arguments.for_]
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    _refuse_other_class(arguments, model)
     arguments.predicted_for = _predicting(arguments, model, settings)
     is_predicted = is_step_of(arguments.predicted_for, arguments.for_)
     typed = vars(arguments)
@@ -175,8 +176,6 @@ def emit(arguments: argparse.Namespace) -> int:
         # whole logits take five times as much there as here
         typed.setdefault("loss", None if typed.get("entropy") == "chunked" else "chunked")
     model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
-    with suppress(ModelError):  # one of a study may not be here
-        refuse_other_class(load_model(model), arguments.for_)
     refuse_unknown_settings(arguments.for_, settings, arguments.predicted_for)
     if arguments.output is not None:
         if not arguments.output:
@@ -217,6 +216,25 @@ def emit(arguments: argparse.Namespace) -> int:
         console.notes([f"`-o DIR` writes {each}, too" for each in emitted.beside])
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED
+
+
+def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
+    """Raise UsageError for a model that our trainer alone trains, with the command that does."""
+    try:
+        refuse_other_class(load_model(model), arguments.for_)
+    except ModelError:  # one of a study may not be here
+        return
+    except UsageError as error:
+        arguments.predicted_for = OURS
+        found = found_for(arguments)
+        if found.chosen is None:
+            asked = shlex.join(("highwater", "recommend", model, *words_again(arguments)))
+            hint = f"`{asked}` says what would fit in our own trainer"
+            raise UsageError(error.problem, hint=hint) from error
+        flags = trial_flags(found.chosen.cell, found.length_tokens)
+        data = ("--data", "data.jsonl", "--steps", "100", "--output", "run")
+        words = shlex.join(("highwater", "train", model, *flags, *data))
+        raise UsageError(error.problem, hint=f"our own trainer trains it: `{words}`") from error
 
 
 def _predicting(

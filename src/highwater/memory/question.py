@@ -48,6 +48,10 @@ WIDE_HEADS_NOTE = (
 """What predictions say of heads wider than ``WIDEST_FUSED_HEAD``, by their numbers."""
 
 
+ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
+"""What predictions say where no law of DeepSpeed's is a trainer's, but shards are as large."""
+
+
 def predicted_question(
     model: str,
     where: Cluster,
@@ -57,6 +61,9 @@ def predicted_question(
 ) -> tuple[Question, tuple[str, ...]]:
     """Every rung, on a grid or at one length, with the default headroom; and its plan's notes."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
+    is_zero = trainer == "trl" and settings.get("deepspeed") == "zero3"
+    if is_zero:
+        del settings["deepspeed"]
     if length_tokens is not None:
         _refuse_no_length(length_tokens, settings)
         settings = settings | {"start_length": length_tokens, "max_length": length_tokens}
@@ -71,7 +78,11 @@ def predicted_question(
     every = (cell for each in plans for cell in each.question.cells)
     cells = tuple(sorted(every, key=lambda cell: cell.settings.activations == "host"))
     longest = plans[0].question.grid.max_tokens
-    notes = (*plans[0].notes, *_ring_notes(model, where, trainer, settings, longest))
+    notes = (
+        *(ZERO_NOTE,) * is_zero,
+        *plans[0].notes,
+        *_ring_notes(model, where, trainer, settings, longest),
+    )
     notes += tuple(_hardware_notes(where, cells))
     shape = plans[0].question.model.shape
     if shape.widest_head > WIDEST_FUSED_HEAD and trainer == OURS:
@@ -102,7 +113,14 @@ def _requests(
     if refused:
         flag = f"`--{refused[0].replace('_', '-')}`"
         title = trainer_title(trainer)
-        raise UsageError(f"{title} is not predicted with {flag}", hint=f"leave {flag} out")
+        hint = f"leave {flag} out"
+        if refused[0] == "deepspeed":
+            hint += ": states are sharded among GPUs as ZeRO-3 shards them, without a flag"
+        is_of_trl = settings.get("objective") != "ppo"
+        is_of_trl &= {*refused_settings("trl", settings)} <= {"deepspeed"}
+        if refused[0] == "objective" and is_of_trl:
+            hint = "use `--trainer trl`, whose step is predicted with it"
+        raise UsageError(f"{title} is not predicted with {flag}", hint=hint)
     is_in_copies = where.is_several_machines and not where.may_shard_across
     if is_in_copies and TRAINERS[trainer].refused(["copies"]):
         one = where.on_one_machine()

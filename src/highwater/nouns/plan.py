@@ -97,14 +97,13 @@ def refuse_other_class(model: Model, trainer: str) -> None:
         raise UsageError(
             f"{model.name} has layers of linear attention, and nobody has compared how {trainer} "
             f"trains them",
-            hint=f"`highwater find {shlex.quote(model.directory)}` is for our own trainer",
+            hint=f"leave `--trainer {trainer}` out: our own trainer trains them",
         )
     if model.text_of is not msgspec.UNSET and trainer != OURS:
         raise UsageError(
             f"{model.name} is of the family {model.text_of}, whose vision tower {trainer} loads, "
             f"too: its memory is not counted",
-            hint=f"`highwater predict {shlex.quote(model.directory)} --gpus 8xH100-80GB` is for "
-            f"our own trainer, which trains the text model alone",
+            hint=f"leave `--trainer {trainer}` out: our own trains the text model alone",
         )
 
 

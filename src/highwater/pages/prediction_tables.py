@@ -28,7 +28,7 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits
+from highwater.nouns.trainer import OURS, REGISTRY, AnyTrainer, predicted_as, predicted_traits
 from highwater.pages.page import template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
@@ -62,7 +62,7 @@ def prediction_answer(
     ``change``: what to write into the user's own file.
     """
     said = _answered(prediction, longest, alternatives, is_fewest=is_fewest, change=change)
-    said += _of_pairs(prediction.explained.cell)
+    said += _of_pairs(prediction.explained.cell, prediction.trainer)
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
@@ -155,10 +155,13 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_pairs(cell: Cell) -> str:
+def _of_pairs(cell: Cell, trainer: AnyTrainer) -> str:
     """Say whose lengths are meant where an objective keeps two sequences together."""
-    is_paired = cell.settings.traits.documents_together == 2
-    return " Lengths are of one sequence of a pair." if is_paired else ""
+    if cell.settings.traits.documents_together != 2:
+        return ""
+    is_first = trainer == "trl" and cell.settings.has_second_model
+    first = " The reference is run before training (`precompute_ref_log_probs: true`)." * is_first
+    return f" Lengths are of one sequence of a pair.{first}"
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -182,7 +185,7 @@ def recommendation_answer(found: Recommendation) -> str:
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
         f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
-        f"{_of_pairs(chosen.cell)}"
+        f"{_of_pairs(chosen.cell, found.trainer)}"
     )
 
 

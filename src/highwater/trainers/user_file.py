@@ -13,6 +13,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
+from highwater.memory.question import ZERO_NOTE
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.environment import ENV_IN_WORDS
@@ -297,7 +298,7 @@ def _sharing(
         if is_known:
             notes.append("DeepSpeed is predicted by its source, and was never measured")
         elif found["deepspeed"] == "zero3":
-            notes.append("ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets")
+            notes.append(ZERO_NOTE)
             return {}
         return found
     fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
