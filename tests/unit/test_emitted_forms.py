@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+from typing import Any
 
 import pytest
 import yaml
@@ -15,18 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainers import recorded
 
+import highwater
+from highwater.errors import UsageError
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.objective import GENERATIONS
 from highwater.nouns.recommendation import Candidate, Recommendation
+from highwater.pages.prediction_tables import prediction_answer
 from highwater.trainers import accelerate as accelerate_file
 from highwater.trainers import ms_swift as ms_swift_file
 from highwater.trainers import torchtitan as torchtitan_file
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import nested
-from highwater.trainers.targets import TARGETS, configured
+from highwater.trainers.targets import TARGETS, configured, refuse_unknown_settings
 from highwater.trainers.torchtitan import FLAVORS, torchtitan
 from highwater.trainers.trinity import trinity
 from highwater.trainers.trl import words as trl_file
@@ -231,6 +235,36 @@ def test_grpo_with_gpus_set_aside_generates_there():
     (served,) = re.findall("trl vllm-serve (.*)", emitted.text)
     assert served.split()[:4] == ["--data_parallel_size", "2", "--max_model_len", "16384"]
     assert "num_processes: 2" in emitted.beside["accelerate.yaml"]
+
+
+def test_grpo_with_vllm_on_the_same_gpus_is_told_in_trls_own_words():
+    asked = {"rollout": "vllm", "gpu_memory_utilization": 0.4, "sleep_level": 2}
+    found, chosen = goal("trl", objective="grpo", length="16k", trainer="trl", **asked)
+    emitted = configured("trl", found, chosen, model="Qwen3-4B")
+    told = {name: value for name, value in emitted.values.items() if "vllm" in name}
+    assert told == {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.4,
+        "vllm_max_model_length": 16_384,
+        "vllm_tensor_parallel_size": 1,
+        "vllm_enable_sleep_mode": True,
+    }
+    assert {f"grpo.{name}" for name in told} <= {*recorded("trl", trl_file.VERSION)}
+    assert "its sleep mode does not start" in emitted.text
+    with pytest.raises(UsageError, match="no words for --rollout vllm"):
+        refuse_unknown_settings("verl", asked, "highwater")
+
+
+def test_a_step_of_grpo_says_of_how_many_sequences_and_what_generates():
+    asked: dict[str, Any] = {"gpus": "1xH100-80GB", "objective": "grpo", "trainer": "trl"}
+    said = prediction_answer(highwater.predict("Qwen3-4B", **asked))
+    assert "A micro-batch has 1 sequence; TRL's own default is 8" in said
+    assert "Generation by transformers ends it" in said
+    said = prediction_answer(highwater.predict("Qwen3-4B", **asked, rollout="vllm"))
+    assert "Without it transformers generates" in said
+    eight = highwater.predict("Qwen3-4B", **asked, sequences_per_micro_batch=8)
+    assert "A micro-batch has 8 sequences." in prediction_answer(eight)
 
 
 def test_everything_that_the_program_for_torchtitan_imports_is_there():

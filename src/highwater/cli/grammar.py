@@ -274,7 +274,7 @@ def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | Non
         having = [name for name, parser in commands().items() if flag in parser.flags()]
         return f"leave `--{name}` out: {typed} is for {listed(having)}" if having else None
     if said[0] != "-":
-        return said
+        return said.replace("{}", value)
     setting = said.split()[0].lstrip("-").replace("-", "_")
     choices = DECLARED[setting].choices if setting in DECLARED else ()
     if choices and value and value not in choices:

@@ -121,10 +121,11 @@ def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
     if found.chosen is None:
         return _next_without_any(arguments, found, model)
     foreign = foreign_name(found.trainer)
-    # neither trials nor files have a rollout, and the user's own file is not written again
-    is_alone = found.chosen.rollout_sequences is None and "trainer_config" not in vars(arguments)
+    is_own = "trainer_config" not in vars(arguments)  # the user's file is not written again
+    is_alone = is_own and found.rollout is None  # no trial has one
     has_trial = is_alone and is_tried(found.chosen.cell, found.device_name, foreign)
-    is_emitted = is_alone and trainer.targets and not found.chosen.cell.layout.is_several_machines
+    is_emitted = is_own and trainer.targets and not found.chosen.cell.layout.is_several_machines
+    is_emitted = is_emitted and (is_alone or "rollout" in TARGETS[trainer.targets[0]].knows)
     if not has_trial and not is_emitted and not arguments.list_:
         return shlex.join(("highwater", "recommend", model, *words_again(arguments), "--list"))
     if trainer.is_run and has_trial and not arguments.list_:

@@ -32,6 +32,7 @@ from highwater.nouns.hardware import (
     runs_trials,
 )
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
+from highwater.nouns.objective import TRAITS
 from highwater.nouns.plan import plan
 from highwater.nouns.request import TOPICS, Request, request_from
 from highwater.nouns.settings import Settings
@@ -116,7 +117,8 @@ def _requests(
         hint = f"leave {flag} out"
         if refused[0] == "deepspeed":
             hint += ": states are sharded among GPUs as ZeRO-3 shards them, without a flag"
-        is_of_trl = settings.get("objective") != "ppo"
+        objective = TRAITS.get(settings.get("objective", "sft"))
+        is_of_trl = objective is not None and not objective.critic
         is_of_trl &= {*refused_settings("trl", settings)} <= {"deepspeed"}
         if refused[0] == "objective" and is_of_trl:
             hint = "use `--trainer trl`, whose step is predicted with it"

@@ -9,6 +9,7 @@ from highwater.nouns.capacities import Source
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
+from highwater.nouns.objective import Rollout
 from highwater.nouns.study import Cell, Risk
 from highwater.nouns.trainer import OURS, AnyTrainer, TrainerName
 from highwater.units import counted
@@ -126,6 +127,8 @@ class Recommendation(Record, frozen=True, kw_only=True):
     """GPUs of the trainer."""
     rollout_gpus: int = 0
     """GPUs set aside for rollout; the candidates do not have them."""
+    rollout: Rollout | None = None
+    """vLLM that generates, if any."""
     device_name: str
     device_bytes: int
     """Memory of one GPU, as its driver reports it."""

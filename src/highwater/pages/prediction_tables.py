@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from highwater.memory.capacity import Binding, CellPrediction, Prediction
-from highwater.memory.formula.constants import Term
+from highwater.memory.formula.constants import GENERATION, Term
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.memory.interval.calibration import least_residuals
 from highwater.memory.interval.residuals import PredictionMethod, unlike_cell
@@ -62,12 +62,18 @@ def prediction_answer(
     ``change``: what to write into the user's own file.
     """
     said = _answered(prediction, longest, alternatives, is_fewest=is_fewest, change=change)
-    said += _of_pairs(prediction.explained.cell, prediction.trainer)
+    said += _of_sequences(prediction.explained.cell, prediction.trainer)
+    if prediction.explained.footprint.peak.name == GENERATION:
+        said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
+        said += " `--rollout vllm` has a cache of its own size."
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
         said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
-    return said if prediction.memory_limit.rollout is None else f"{said} {ON_PAPER}"
+    rollout = prediction.memory_limit.rollout
+    if prediction.trainer == "trl" and rollout is not None and not rollout.own_gpus:
+        said += " Without it transformers generates, with keys and values of a whole batch."
+    return said if rollout is None else f"{said} {ON_PAPER}"
 
 
 def _answered(
@@ -155,8 +161,14 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_pairs(cell: Cell, trainer: AnyTrainer) -> str:
-    """Say whose lengths are meant where an objective keeps two sequences together."""
+def _of_sequences(cell: Cell, trainer: AnyTrainer) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together, and of how many
+    a micro-batch is that TRL would have of 8.
+    """
+    rows = cell.settings.sequences_per_micro_batch
+    if trainer == "trl" and cell.settings.traits.advantages != "none":
+        usual = "; TRL's own default is 8 (`--sequences-per-micro-batch 8`)" * (rows == 1)
+        return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
     if cell.settings.traits.documents_together != 2:
         return ""
     is_first = trainer == "trl" and cell.settings.has_second_model
@@ -184,8 +196,8 @@ def recommendation_answer(found: Recommendation) -> str:
     by = "measured, in memory alone" if chosen.is_memory_only else by
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
-        f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
-        f"{_of_pairs(chosen.cell, found.trainer)}"
+        f"{by[:1].upper()}{by[1:]}.{_of_sequences(chosen.cell, found.trainer)}"
+        f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
 

@@ -274,6 +274,7 @@ def recommendation_of(
         device_bytes=goal.where.device_bytes,
         host_memory_bytes=goal.memory_limit.host_bytes,
         usual_host=goal.memory_limit.usual_host,
+        rollout=goal.memory_limit.rollout,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
         chosen=next((candidate for candidate in candidates if candidate.fits), None),

@@ -105,8 +105,9 @@ def refuse_unknown_settings(
     """Raise UsageError naming all settings that the step which is predicted has not."""
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
     refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
-    refused += [name for name in RolloutRequest.__struct_fields__ if name in settings]
-    if settings.get("activations") == "auto" and "activations" not in TARGETS[target].knows:
+    knows = TARGETS[target].knows
+    refused += [n for n in RolloutRequest.__struct_fields__ if n in settings and n not in knows]
+    if settings.get("activations") == "auto" and "activations" not in knows:
         refused.append("activations")
     if refused:
         raise _without_words(target, {name: settings[name] for name in refused})

@@ -213,5 +213,8 @@ TARGET = EmitTarget(
         "learning rate, epochs and `output_dir`, in trl.yaml",
     ),
     predicted_for="trl",
-    knows=OF_THE_ENGINE | OF_LORA | {"lora_base", "optimizer", "activations"},
+    knows=OF_THE_ENGINE
+    | OF_LORA
+    | {"lora_base", "optimizer", "activations"}
+    | ({*RolloutRequest.__struct_fields__} - {"rollout_sequences"}),
 )

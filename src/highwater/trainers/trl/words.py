@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from highwater.errors import UsageError
+from highwater.memory.formula.rollout import ON_PAPER
 from highwater.model.model import ModelShape
 from highwater.model.rope import Yarn
+from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, OptimizerName, generation_micro_batches
+from highwater.nouns.objective import Objective, OptimizerName, Rollout, generation_micro_batches
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -92,6 +94,8 @@ class TrlTraining(NamedTuple):
     yarn: Yarn | None = None
     rollout_gpus: int = 0
     """GPUs set aside for a server that generates."""
+    rollout: Rollout | None = None
+    """vLLM beside the training, on its GPUs."""
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
@@ -108,6 +112,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
         model_path=model_path,
         yarn=found.yarn,
         rollout_gpus=found.rollout_gpus,
+        rollout=found.rollout,
     )
     command = COMMANDS[cell.settings.objective]
     said = [
@@ -198,11 +203,12 @@ def _about_rollout(found: Recommendation) -> list[str]:
             f"before it, on the {found.rollout_gpus} GPUs for rollout: {serve} the model's "
             f"directory",
         ]
-    return [
-        *said,
-        "what generates keeps memory of the same GPUs, which is not in it: `--reserved` says how "
-        "much",
-    ]
+    if found.rollout is not None:
+        said.append(f"vLLM is on the same GPUs. {ON_PAPER}")
+        if found.rollout.sleep_level:
+            said.append(f"its sleep mode does not start beside {ENV_IN_WORDS}: take that out")
+        return said
+    return [*said, "transformers generates; `--rollout vllm` has vLLM on the same GPUs do it"]
 
 
 def _inexpressible(training: TrlTraining) -> tuple[str, ...]:
@@ -265,6 +271,20 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     return values | {"lora_dropout": 0.0}
 
 
+def _colocated(training: TrlTraining) -> dict[str, Value]:
+    """What tells TRL of vLLM on the same GPUs; empty where transformers generates."""
+    if (rollout := training.rollout) is None:
+        return {}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": rollout.gpu_memory_utilization or 0,
+        "vllm_max_model_length": training.length_tokens,
+        "vllm_tensor_parallel_size": rollout.rollout_tensor_parallel,
+        "vllm_enable_sleep_mode": rollout.sleep_level != 0,
+    }
+
+
 def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
     if yarn is None:
         return {}
@@ -291,7 +311,9 @@ def _batch_values(training: TrlTraining) -> dict[str, Value]:
         values[name] = micro_batches
         if settings.entropy != "none":
             values["entropy_coef"] = Hyperparameters().entropy_coefficient
-        return values | ({"use_vllm": True, "vllm_mode": "server"} if training.rollout_gpus else {})
+        if training.rollout_gpus:
+            return values | {"use_vllm": True, "vllm_mode": "server"}
+        return values | _colocated(training)
     values["max_length"] = training.length_tokens
     if command.precomputes:
         values["precompute_ref_log_probs"] = True
