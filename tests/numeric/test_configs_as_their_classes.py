@@ -24,6 +24,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError
 from highwater.model.families import TRAINED, family_row
 from highwater.model.model import load_model
+from highwater.trainers.emitted import fused_attention
 from tables import deep
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
@@ -203,3 +204,18 @@ class Tiny:
 def documents() -> list["torch.Tensor"]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "Qwen3-8B", "Qwen3-30B-A3B", "gemma-2-2b"])
+def test_the_attention_that_other_trainers_are_told_of_is_one_that_the_class_takes(name):
+    shape = load_model(name).shape
+    of_its_class = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[shape.model_type]]
+    told, flash = fused_attention(shape), of_its_class._compatible_flash_implementations
+    assert (told == "flex_attention") == (name == "gpt-oss-20b")
+    if told == "flex_attention":
+        assert of_its_class._supports_flex_attn
+        assert "flash_attention_2" not in flash
+        assert not of_its_class._supports_sdpa
+    else:
+        assert of_its_class._supports_flash_attn
+        assert flash is None

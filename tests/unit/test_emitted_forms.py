@@ -256,6 +256,20 @@ def test_grpo_with_vllm_on_the_same_gpus_is_told_in_trls_own_words():
         refuse_unknown_settings("verl", asked, "highwater")
 
 
+@pytest.mark.parametrize("target", ["trl", "axolotl", "ms-swift", "accelerate"])
+def test_attention_sinks_are_trained_by_an_attention_that_their_class_takes(target):
+    """Which those are is read from the class by tests/numeric/test_configs_as_their_classes.py."""
+    asked = {"model": "gpt-oss-20b", "length": "8k", "lora": 16, "ulysses": [1]}
+    found, chosen = goal(target, **asked)
+    text = configured(target, found, chosen, model="gpt-oss-20b").text
+    assert "flex_attention" in text
+    assert not re.search("attn_impl.*flash_attention_2", text)
+    usual = configured(target, *goal(target, length="8k"), model="Qwen3-4B").text
+    assert "flex_attention" not in usual
+    with pytest.raises(UsageError, match="sinks"):
+        accelerate(*goal("accelerate", **asked | {"ulysses": [2]}))
+
+
 def test_a_step_of_grpo_says_of_how_many_sequences_and_what_generates():
     asked: dict[str, Any] = {"gpus": "1xH100-80GB", "objective": "grpo", "trainer": "trl"}
     said = prediction_answer(highwater.predict("Qwen3-4B", **asked))

@@ -17,7 +17,13 @@ from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Lora, adapter_parameters, nf4_bytes, saved_by_base
+from highwater.nouns.objective import (
+    ATTENTION,
+    Lora,
+    adapter_parameters,
+    nf4_bytes,
+    saved_by_base,
+)
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings, settings_in_words
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -63,11 +69,13 @@ def test_no_trainers_configuration_has_adapters_on_experts():
             configured(target, found, found.candidates[0], model="Qwen3-30B-A3B")
 
 
-def test_routers_have_no_adapters_and_the_hint_names_what_has():
-    with pytest.raises(UsageError, match="routers have no adapters") as refused:
-        highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4)
-    targets = refused.value.hint.split("--lora-targets ")[1].strip("`")
-    found = highwater.predict("Qwen3-30B-A3B", gpus="8xH100-80GB", lora=4, lora_targets=targets)
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "gpt-oss-20b"])
+def test_adapters_beside_experts_are_on_attention_and_that_is_said(model):
+    found = highwater.predict(model, gpus="8xH100-80GB", lora=4)
+    assert any("on attention alone" in note for note in found.notes)
+    assert any("not in MXFP4" in note for note in found.notes) == (model == "gpt-oss-20b")
+    named = highwater.predict(model, gpus="8xH100-80GB", lora=4, lora_targets=",".join(ATTENTION))
+    assert found.cells == named.cells
     assert any(cell.capacity_tokens for cell in found.cells)
 
 

@@ -337,14 +337,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
-    """The words with ``--qlora 32`` as ``--lora 32 --lora-base nf4``. A rank that nobody typed is
-    16, of ``--lora`` too.
+    """The words with ``--qlora 32`` as ``--lora-base nf4`` before all others, and ``--lora 32``. A
+    rank that nobody typed is 16, of ``--lora`` too.
     """
     spelled, is_ranked = [], any(word.partition("=")[0] == "--lora" for word in words)
     for word, following in zip(words, (*words[1:], "--"), strict=True):
         name, _, rank = word.partition("=")
         if name == "--qlora":
-            spelled += ["--lora-base", "nf4"]
+            spelled[1:1] = ["--lora-base", "nf4"]
             if rank or following.isdigit():
                 spelled.append(word.replace("--qlora", "--lora"))
             elif not is_ranked:

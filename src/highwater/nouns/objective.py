@@ -359,22 +359,14 @@ def adapter_parameters_of_layer(kind: LayerKind, model_type: str, lora: Lora) ->
 
 def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     """Raise UsageError where no linear layer of a model has a name that is asked for, as far as its
-    family's names are known, and for every linear layer of a model with experts: peft has adapters
-    on routers too, which are not trained here. Experts are not packed, either.
+    family's names are known, and for experts that would be packed.
     """
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
-    targets = f", and use `--lora-targets {','.join(ATTENTION)}`" if lora.names is None else ""
     of_experts = EXPERT_MATRICES.get(shape.model_type, ()) if has_experts else ()
     if lora.base == "nf4" and has_experts:
         raise UsageError(
             f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
-            hint=f"leave `--lora-base` out{targets}",
-        )
-    if lora.names is None and has_experts:
-        raise UsageError(
-            f"LoRA on all of {shape.model_type}, whose {'routers' if of_experts else 'experts'} "
-            "have no adapters here",
-            hint=f"use `--lora-targets {','.join(ATTENTION)}`",
+            hint="use `--lora-base bf16`",
         )
     if lora.names is None and shape.layer_tables:
         raise UsageError(

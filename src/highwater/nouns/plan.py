@@ -17,7 +17,7 @@ from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import refuse_absent_ranks
 from highwater.nouns.foreign_request import foreign_of, with_one_count
 from highwater.nouns.hardware import Machine
-from highwater.nouns.objective import ATTENTION, expert_targets, refuse_no_target
+from highwater.nouns.objective import ALL_LINEAR, ATTENTION, expert_targets, refuse_no_target
 from highwater.nouns.plan_notes import (
     ON_THE_CPU_NOTE,
     SPARSE_NOTE,
@@ -47,7 +47,7 @@ from highwater.nouns.trainer import (
 )
 from highwater.nouns.trial import PROMPT_TOKENS, Device, TrialSpec
 from highwater.nouns.trial_hardware import TrialHardware, check_host_memory, cpu_memory, hardware_of
-from highwater.units import format_seconds, format_tokens
+from highwater.units import format_bytes, format_seconds, format_tokens
 
 LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
 """Longest length to try unless one is named; on the CPU attention's square is felt."""
@@ -247,7 +247,9 @@ def plan(
             f"{max(request.copies)} copies of parameters in bf16 were not predicted right",
             hint="use `--parameters float32`",
         )
+    of_adapters: tuple[str, ...] = ()
     if request.settings.adapters is not None:
+        request, of_adapters = _adapters_here(request, model)
         refuse_no_target(model.shape, request.settings.adapters)
         _refuse_adapted_experts(request.settings, model, device, trainer)
     where = hardware_of(request, machine, model, device)
@@ -282,7 +284,7 @@ def plan(
     notes = (
         *((ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()),
         *of_memory,
-        *(*skipped, *too_small, *capped),
+        *(*of_adapters, *skipped, *too_small, *capped),
         *(() if settings.pattern is None else (SPARSE_NOTE,)),
         *step_notes(model, request, settings, device, request.max_tokens),
     )
@@ -518,6 +520,21 @@ def _refuse_ragged_experts(model: Model, device: Device) -> None:
                 hint=f"use a model whose widths are multiples of {numbers}, for example "
                 "`highwater predict Qwen3-30B-A3B --gpus 8xH100-80GB`",
             )
+
+
+def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, ...]]:
+    """Adapters on attention alone where those on all linear layers would be on routers or experts,
+    which have none here; and what to know of a frozen model whose files are in MXFP4.
+    """
+    notes, shape = tuple[str, ...](), model.shape
+    has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
+    if has_experts and request.lora_targets == ALL_LINEAR:
+        request = msgspec.structs.replace(request, lora_targets=",".join(ATTENTION))
+        notes += ("adapters are on attention alone: routers and experts have none unless named",)
+    if shape.model_type == "gpt_oss":
+        size = format_bytes(2 * shape.parameters)
+        notes += (f"the frozen model is in bf16, {size}, and not in MXFP4, as its files are",)
+    return request, notes
 
 
 def _refuse_adapted_experts(

@@ -554,7 +554,7 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: s.lora is not None and s.lora_base == "nf4" and s.offloads_model,
         "a model in nf4 stays on the GPU, and `--offload` has it come from the host",
-        "leave `--offload` out, or `--lora-base`",
+        "leave `--offload` out, or use `--lora-base bf16`",
     ),
     (
         lambda s: s.lora is not None and s.lora_base == "nf4" and s.lora_merged,
@@ -615,7 +615,7 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: s.deepspeed != "none" and s.lora is not None and s.lora_base == "nf4",
         "a model in nf4 stays whole on each GPU, and ZeRO shares next to nothing else",
-        "use `--copies` for each GPU's own, or leave `--lora-base` out",
+        "use `--copies` for each GPU's own, or `--lora-base bf16`",
     ),
     (
         lambda s: s.offloads_states and s.strategy != "fsdp2",

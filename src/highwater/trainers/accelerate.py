@@ -32,6 +32,7 @@ from highwater.trainers.emitted import (
     Value,
     environment,
     exports,
+    fused_attention,
     is_fused,
     nested,
     refuse_obstacle,
@@ -70,7 +71,10 @@ def accelerate(
     settings, sharing = cell.settings, sharing_of(cell.layout, shape)
     variables, dtype = environment(settings), "float32" if settings.lora is None else "bfloat16"
     model = model_path or found.model_name
-    said = [*exports(variables), f"the script loads {model} in {dtype}, with {attention(sharing)}"]
+    said = [
+        *exports(variables),
+        f"the script loads {model} in {dtype}, with {attention(sharing, shape)}",
+    ]
     if sharing != "none":
         needs = "needs deepspeed 0.18.2 or newer; " if sharing == "heads" else ""
         multiple = padded_to(cell.layout, sharing)
@@ -102,6 +106,8 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
             )
         if layout.replicate_degree > 1:
             return f"{words.name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
+        if fused_attention(shape) != "flash_attention_2":
+            return f"{words.name} shares heads by DeepSpeed, whose attention knows no sinks"
     elif 1 < layout.context_degree == layout.shard_degree < layout.gpus:
         return f"{words.name} has no copies of one ring: it wants two rings in each"
     return words.shared_copies(layout)
@@ -124,9 +130,9 @@ def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
     return layout.context_degree * (2 if sharing == "ring" else 1)
 
 
-def attention(sharing: SequenceSharing) -> str:
+def attention(sharing: SequenceSharing, shape: ModelShape | None) -> str:
     """The attention that transformers is told to use: torch's context parallelism has one alone."""
-    return "sdpa" if sharing == "ring" else "flash_attention_2"
+    return "sdpa" if sharing == "ring" else fused_attention(shape)
 
 
 def instead(cell: Cell, sharing: SequenceSharing) -> tuple[str, ...]:

@@ -250,6 +250,19 @@ def shape_here(found: Recommendation, model_path: str | None) -> ModelShape | No
         return None
 
 
+FLEX = (
+    "flex_attention: this class has attention sinks, and no flash_attention_2; on Hopper it takes "
+    "kernels-community/vllm-flash-attn3, too. Its memory is predicted as a fused kernel's, and "
+    "nobody measured it"
+)
+
+
+def fused_attention(shape: ModelShape | None) -> str:
+    """The attention that transformers is told to use, of those that the model's class takes."""
+    has_sinks = shape is not None and any(run.kind.attention.has_sinks for run in shape.runs)
+    return "flex_attention" if has_sinks else "flash_attention_2"
+
+
 Obstacle = Callable[[Objective, Layout], str | None]
 """Says why a trainer cannot train an objective in a layout, in words; None where it can."""
 

@@ -26,6 +26,7 @@ from highwater.trainers.emitted import (
     Value,
     comment,
     exports,
+    fused_attention,
     is_fused,
     model_lies,
     nested,
@@ -52,6 +53,7 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
 }
 """``optim`` by optimizer: the other is torchao's, which FSDP shards."""
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
+_SINKS = "sinks: whatever flash_attn says, kernels-community/vllm-flash-attn3 is taken"
 FUSED = LIGER - {
     *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3")
 }
@@ -121,7 +123,7 @@ class _LlamaFactory(Finetuner):
             *model_lies(training.model_path),
             *exports(self.variables(settings)),
             to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
-            _FLASH,
+            _SINKS if fused_attention(training.shape) == "flex_attention" else _FLASH,
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 

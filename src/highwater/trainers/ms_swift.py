@@ -23,10 +23,12 @@ from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
     DATASET,
+    FLEX,
     WHOLE_SHARDS,
     Dialect,
     Value,
     environment,
+    fused_attention,
     is_fused,
     listed,
     model_lies,
@@ -116,7 +118,7 @@ class _MsSwift(Finetuner):
             *model_lies(path),
             to_replace("dataset", "learning_rate", settings=training.cell.settings),
             *(() if path and is_hub_id(path) else (_KIND,)),
-            _FLASH,
+            FLEX if fused_attention(training.shape) == "flex_attention" else _FLASH,
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 
@@ -158,7 +160,7 @@ class _MsSwift(Finetuner):
             "dataset.0": DATASET,
             "torch_dtype": "bfloat16",
             "bf16": True,
-            "attn_impl": "flash_attention_2",
+            "attn_impl": fused_attention(training.shape),
             "max_length": training.length_tokens,
             "packing": True,
             "per_device_train_batch_size": settings.sequences_per_micro_batch,

@@ -192,6 +192,7 @@ def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
             sharing=sharing,
             model_path=str(launched.place.model_directory),
             yarn=launched.yarn,
+            shape=launched.shape,
         )
     )
     is_flash = values["attn_implementation"] == "flash_attention_2"

@@ -31,6 +31,7 @@ from highwater.trainers.accelerate import (
     sharing_of,
 )
 from highwater.trainers.emitted import (
+    FLEX,
     WHOLE_SHARDS,
     Dialect,
     Emitted,
@@ -75,10 +76,13 @@ _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
 )
-_FLASH = (
-    "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
-    "kernels-community/flash-attn2"
-)
+_ATTENTION = {
+    "flash_attention_2": (
+        "flash_attention_2 needs the package flash-attn, or use a kernel of the Hub: "
+        "kernels-community/flash-attn2",
+    ),
+    "flex_attention": (FLEX,),
+}
 _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
@@ -96,6 +100,8 @@ class TrlTraining(NamedTuple):
     """GPUs set aside for a server that generates."""
     rollout: Rollout | None = None
     """vLLM beside the training, on its GPUs."""
+    shape: ModelShape | None = None
+    """The model's layers; None: it is not here."""
 
 
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
@@ -113,11 +119,12 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
         yarn=found.yarn,
         rollout_gpus=found.rollout_gpus,
         rollout=found.rollout,
+        shape=shape,
     )
     command = COMMANDS[cell.settings.objective]
     said = [
         f"beside it {FILE}: how processes start, and share states and sequences",
-        *((_FLASH,) if attention(training.sharing) == "flash_attention_2" else ()),
+        *(_ATTENTION.get(attention(training.sharing, shape), ())),
         *model_lies(model_path),
         *(_about_rollout(found) if command.generates else ()),
         *((_PRECOMPUTED,) if command.precomputes else ()),
@@ -241,7 +248,11 @@ def trl_values(training: TrlTraining) -> dict[str, Value]:
     sharing, model_path = training.sharing, training.model_path
     values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
     base = "float32" if settings.lora is None else "bfloat16"
-    values |= {"dtype": base, "attn_implementation": attention(sharing), "bf16": True}
+    values |= {
+        "dtype": base,
+        "attn_implementation": attention(sharing, training.shape),
+        "bf16": True,
+    }
     values |= _lora_values(settings)
     optimizer = OPTIMIZERS[settings.optimizer]
     values |= {} if optimizer is None else {"optim": optimizer}
