@@ -114,7 +114,7 @@ class _MsSwift(Finetuner):
     def said(self, training: FineTuning) -> list[str]:
         path = training.model_path
         return [
-            f"beside it {SHARDING}: how it is sharded",
+            f"beside it {SHARDING}: how it is sharded, and recomputed",
             *model_lies(path),
             to_replace("dataset", "learning_rate", settings=training.cell.settings),
             *(() if path and is_hub_id(path) else (_KIND,)),

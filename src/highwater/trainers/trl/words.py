@@ -123,7 +123,7 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     )
     command = COMMANDS[cell.settings.objective]
     said = [
-        f"beside it {FILE}: how processes start, and share states and sequences",
+        f"beside it {FILE}: how processes start, recompute layers, and share states and sequences",
         *(_ATTENTION.get(attention(training.sharing, shape), ())),
         *model_lies(model_path),
         *(_about_rollout(found) if command.generates else ()),
