@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
 
-from torch._subclasses.fake_tensor import FakeTensorMode
 from forked_python import answer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from traces import (
     RING,
     SHARED,
