@@ -60,7 +60,7 @@ def prediction_answer(
     ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do.
     """
     said = _answered(prediction, longest, alternatives, is_fewest=is_fewest)
-    said += _of_pairs(prediction.explained.cell)
+    said += _of_objective(prediction.explained.cell, is_trained=prediction.answer is not None)
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
@@ -122,6 +122,7 @@ def choice_answer(choice: "GpuChoice") -> str:
     return (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
+        f"{_of_objective(best.trained.cell)}"
     )
 
 
@@ -152,10 +153,14 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_pairs(cell: Cell) -> str:
-    """Say whose lengths are meant where an objective keeps two sequences together."""
-    is_paired = cell.settings.traits.documents_together == 2
-    return " Lengths are of one sequence of a pair." if is_paired else ""
+def _of_objective(cell: Cell, *, is_trained: bool = True) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together, and which time
+    its steps leave out.
+    """
+    traits, said = cell.settings.traits, ""
+    if traits.documents_together == 2:
+        said = " Lengths are of one sequence of a pair."
+    return f"{said} {traits.outside_step}" if is_trained and traits.outside_step else said
 
 
 def recommendation_answer(found: Recommendation) -> str:
@@ -179,7 +184,7 @@ def recommendation_answer(found: Recommendation) -> str:
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
         f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
-        f"{_of_pairs(chosen.cell)}"
+        f"{_of_objective(chosen.cell)}"
     )
 
 
@@ -586,8 +591,10 @@ def data_answer(found: "DataLengths") -> str:
         money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
         said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
         said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
-    is_text = found.tokenizer != "bytes"
-    return f"{said}." if is_text else f"{said}. Bytes are counted: no tokenizer is here."
+    said += "." if meant.trained is None else f".{_of_objective(meant.trained.cell)}"
+    return (
+        said if found.tokenizer != "bytes" else f"{said} Bytes are counted: no tokenizer is here."
+    )
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
