@@ -183,8 +183,8 @@ def recommendation_answer(found: Recommendation) -> str:
     by = "measured, in memory alone" if chosen.is_memory_only else by
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
-        f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
-        f"{_of_objective(chosen.cell)}"
+        f"{by[:1].upper()}{by[1:]}.{_of_objective(chosen.cell)}"
+        f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
 
