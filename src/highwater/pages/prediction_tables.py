@@ -28,7 +28,14 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits
+from highwater.nouns.trainer import (
+    OURS,
+    REGISTRY,
+    Target,
+    predicted_as,
+    predicted_traits,
+    step_in_words,
+)
 from highwater.pages.page import template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
@@ -163,10 +170,12 @@ def _of_objective(cell: Cell, *, is_trained: bool = True) -> str:
     return f"{said} {traits.outside_step}" if is_trained and traits.outside_step else said
 
 
-def recommendation_answer(found: Recommendation) -> str:
-    """The settings to take for a length, and who says that they fit; where none do, what would."""
+def recommendation_answer(found: Recommendation, target: Target | None = None) -> str:
+    """The settings to take for a length, and who says that they fit; where none do, what would.
+    ``target``: the trainer that it is written for, if not the one whose step is predicted.
+    """
     model = plain(found.model_name)
-    where = _where(found)
+    where = _where(found, target)
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
@@ -180,6 +189,7 @@ def recommendation_answer(found: Recommendation) -> str:
         chosen, found.host_memory_bytes, found.usual_host, is_scaled=found.yarn is not None
     )
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
+    by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
@@ -188,9 +198,9 @@ def recommendation_answer(found: Recommendation) -> str:
     )
 
 
-def _where(found: Prediction | Recommendation) -> str:
+def _where(found: Prediction | Recommendation, target: Target | None = None) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    row = REGISTRY[found.trainer]
+    row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
     return f"{_gpus(found)}{'' if found.trainer == OURS else by}"
