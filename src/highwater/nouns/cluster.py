@@ -233,7 +233,7 @@ def _parse(text: str | None) -> _Named:
         raise UsageError(problem, hint=f"ask for each alone: `--gpus {first}`")
     behind = _COUNT_BEHIND.fullmatch(text.strip())
     text = text if behind is None else f"{behind[2]}x{behind[1]}"
-    is_card = text.strip().isdecimal() and _by_number(text.strip()) is not None
+    is_card = text.strip().isdecimal() and kind_by_number(text.strip()) is not None
     if text.strip().isdecimal() and not is_card:
         return _Named(gpus=_counted(text, text))
     match = _NAMED.fullmatch(text.strip())
@@ -276,7 +276,7 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     """The kind by the catalog's or a driver's name; raises UsageError for another memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
-    found = kinds.get(name.lower()) or kind_of(name) or _by_number(name)
+    found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
     for pattern, (why, size) in _UNLISTED.items():
         if found is None and re.fullmatch(pattern, said):
             gpus = _typed(named.gpus or 1, None, machines=named.machines)
@@ -333,7 +333,7 @@ def _near(name: str) -> GpuKind | None:
     return next((kind for kind in kinds if _is_meant(kind, *typed)), None)
 
 
-def _by_number(name: str) -> GpuKind | None:
+def kind_by_number(name: str) -> GpuKind | None:
     """The kind that alone has this number of four digits: ``4090``."""
     having = [kind for kind in gpu_catalog() if re.search(rf"\b{re.escape(name)}\b", kind.name)]
     return having[0] if re.fullmatch(r"\d{4}", name) and len(having) == 1 else None
