@@ -63,7 +63,7 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
     own = TARGETS[target].predicted_for
     who = "accelerate's scripts" if own == "accelerate" else f"{trainer_title(target)}'s trainer"
     step = "" if target == own else f" for {step_in_words(own)}"
-    outside = " Generation (the rollout) is outside a step's seconds." * (own == "trinity")
+    outside = " A step's seconds leave out generation." * (own == "trinity")
     kinds: set[str] = set()
     for words in recorded():
         rollout = ("--rollout-gpus", "1") * (target == "areal")

@@ -74,7 +74,7 @@ def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
 @pytest.mark.parametrize("asked", ["predict", "predict --trainer trl", "recommend --length 8k"])
 def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked):
     words = (*asked.split(), "Qwen3-8B", "--gpus", "8xH100", "--objective")
-    said = " Generation (the rollout) is outside a step's seconds."
+    said = " A step's seconds leave out generation."
     assert highwater(*words, "grpo").stdout.splitlines()[0].endswith(said)
     assert said not in highwater(*words, "sft").stdout
 

@@ -76,7 +76,7 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
     def outside_step(self) -> str:
         """Sentence that says which time no step's seconds have; empty where they have all."""
         is_generated = self.advantages != "none"
-        return "Generation (the rollout) is outside a step's seconds." if is_generated else ""
+        return "A step's seconds leave out generation." if is_generated else ""
 
     @property
     def documents_together(self) -> int:
