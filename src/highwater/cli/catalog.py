@@ -17,6 +17,7 @@ from highwater.cli.flags import Shell
 from highwater.cli.grammar import Parser, grammar
 from highwater.errors import EXIT_ANSWERED, ModelError, UsageError
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.model.families import REFUSED, TRAINED, WRAPPERS
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
@@ -28,7 +29,11 @@ _BILLION = 1e9
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """Print the models of the catalog, all or those whose names have the words that were typed."""
+    """Print the models of the catalog, all or those whose names have the words that were typed; or
+    the families.
+    """
+    if arguments.families:
+        return _families(arguments)
     rows = [each for each in model_catalog() if _has(arguments.words, each.name, *each.hub_ids)]
     _refuse_none(rows, arguments.words, what="model", command="models")
     listed = [(row, load_model(row.name).shape) for row in rows]
@@ -43,6 +48,24 @@ def models(arguments: argparse.Namespace) -> int:
         refuse_unknown_family(load_model(rows[0].name))
         command = f"highwater predict {rows[0].name} --gpus 4xA100-80GB"
     console.next_command(command)
+    return EXIT_ANSWERED
+
+
+def _families(arguments: argparse.Namespace) -> int:
+    trained, texts = sorted(TRAINED), sorted(WRAPPERS)
+    if arguments.json:
+        refused = {family: why for family, (why, _) in REFUSED.items()}
+        found = {"trained": trained, "text_models_trained": texts, "refused": refused}
+        return console.answer_json({"schema_version": 1, **found})
+    rows = [("train", ", ".join(trained)), ("their text models train", ", ".join(texts))]
+    for why in dict.fromkeys(why for why, _ in REFUSED.values()):
+        rows.append((why, ", ".join(sorted(each for each in REFUSED if REFUSED[each][0] == why))))
+    title = f"{len(trained)} families of transformers train, and {len(REFUSED)} are refused"
+    table = TextTable(
+        title=title, columns=("train, or why not", "families"), rows=tuple(rows), left_columns=2
+    )
+    console.answer_table(table)
+    console.next_command("highwater models")
     return EXIT_ANSWERED
 
 

@@ -11,6 +11,7 @@ transformers 5.23; tests/unit/test_families.py and, of logits that a family scal
 tests/numeric/test_transformed_logits.py compare with those that are installed.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -176,6 +177,7 @@ class _Refused(Record, frozen=True, kw_only=True):
 class _Table(Record, frozen=True, kw_only=True):
     families: Mapping[str, Family]
     wrappers: Mapping[str, Wrapper]
+    names: Mapping[str, str]
     refused: tuple[_Refused, ...]
 
 
@@ -188,6 +190,27 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     name: (row.why, row.instead) for row in _TABLE.refused for name in row.families
 }
 """Why a family cannot be trained exactly, in words, and a hint that works."""
+UNCOMPARED = ("nobody has compared it with its own class", _TABLE.refused[0].instead)
+_LEAST_FAMILY = 4
+"""Letters of a family that a name is told by: shorter ones begin other names too."""
+
+
+def family_by_name(name: str) -> tuple[str | None, bool]:
+    """The family that a model's name begins as; and whether that is sure enough to tell, as it is
+    not where the names of several begin alike: ``Llama-3.2-11B-Vision``.
+    """
+    said = _letters(name.rpartition("/")[2])
+    known = {_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)} | _TABLE.names
+    begun = [each for each in known if len(each) >= _LEAST_FAMILY and said.startswith(each)]
+    longest = max(begun, key=len, default="")
+    family = known.get(longest)
+    return family, longest in _TABLE.names or family in WRAPPERS or family in REFUSED
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that families give the same thing: experts of a layer, of a token."""
