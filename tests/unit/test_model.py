@@ -319,7 +319,7 @@ def test_a_family_that_is_not_supported_says_so_and_none_of_a_name_that_only_beg
 ):
     with pytest.raises(ModelError, match=said) as error:
         model_place(name)
-    listed = "`highwater models --families` lists the families"
+    listed = "`highwater models` lists the catalog and all families"
     assert "supported" not in said or listed in error.value.hint
 
 

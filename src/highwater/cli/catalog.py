@@ -17,7 +17,7 @@ from highwater.cli.flags import Shell
 from highwater.cli.grammar import Parser, grammar
 from highwater.errors import EXIT_ANSWERED, ModelError, UsageError
 from highwater.memory.formula.formula import refuse_unknown_family
-from highwater.model.families import REFUSED, TRAINED, WRAPPERS
+from highwater.model.families import TRAINED, WRAPPERS
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
@@ -29,11 +29,7 @@ _BILLION = 1e9
 
 
 def models(arguments: argparse.Namespace) -> int:
-    """Print the models of the catalog, all or those whose names have the words that were typed; or
-    the families.
-    """
-    if arguments.families:
-        return _families(arguments)
+    """Print the models of the catalog, all or those whose names have the words that were typed."""
     rows = [each for each in model_catalog() if _has(arguments.words, each.name, *each.hub_ids)]
     _refuse_none(rows, arguments.words, what="model", command="models")
     listed = [(row, load_model(row.name).shape) for row in rows]
@@ -42,30 +38,12 @@ def models(arguments: argparse.Namespace) -> int:
             {"model": row, "parameters": shape.parameters, "shape": shape} for row, shape in listed
         ]
         return console.answer_json({"schema_version": 1, "models": found})
-    console.answer_table(_model_table(listed))
+    console.answer_table(_model_table(listed, is_whole=not arguments.words))
     command = f"highwater find {rows[0].name}"
     with suppress(ModelError):  # of a family that no prediction knows
         refuse_unknown_family(load_model(rows[0].name))
         command = f"highwater predict {rows[0].name} --gpus 4xA100-80GB"
     console.next_command(command)
-    return EXIT_ANSWERED
-
-
-def _families(arguments: argparse.Namespace) -> int:
-    trained, texts = sorted(TRAINED), sorted(WRAPPERS)
-    if arguments.json:
-        refused = {family: why for family, (why, _) in REFUSED.items()}
-        found = {"trained": trained, "text_models_trained": texts, "refused": refused}
-        return console.answer_json({"schema_version": 1, **found})
-    rows = [("train", ", ".join(trained)), ("their text models train", ", ".join(texts))]
-    for why in dict.fromkeys(why for why, _ in REFUSED.values()):
-        rows.append((why, ", ".join(sorted(each for each in REFUSED if REFUSED[each][0] == why))))
-    title = f"{len(trained)} families of transformers train, and {len(REFUSED)} are refused"
-    table = TextTable(
-        title=title, columns=("train, or why not", "families"), rows=tuple(rows), left_columns=2
-    )
-    console.answer_table(table)
-    console.next_command("highwater models")
     return EXIT_ANSWERED
 
 
@@ -97,7 +75,8 @@ def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, co
         )
 
 
-def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]]) -> TextTable:
+def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]], *, is_whole: bool) -> TextTable:
+    families = f"families that train: {', '.join(sorted(TRAINED))}; their text models: "
     return TextTable(
         title=f"{counted(len(listed), 'model')} in the catalog; any other is named by its "
         "directory, or by its id on the Hub",
@@ -115,7 +94,10 @@ def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]]) -> TextTable
             )
             for row, shape in listed
         ),
-        footnotes=("tuned models of the same shape, and the source of each: `--json`",),
+        footnotes=(
+            "tuned models of the same shape, and the source of each: `--json`",
+            *([f"{families}{', '.join(sorted(WRAPPERS))}"] if is_whole else []),
+        ),
     )
 
 

@@ -88,9 +88,6 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     words: _Texts = _flag(
         "models gpus", (), "list those whose names have it; default: all", place="*", metavar="WORD"
     )
-    families: bool = _flag(
-        "models", False, "list the families that train, and why others do not", SWITCH
-    )
     paths: _Texts = _flag(
         "profile",
         REQUIRED,

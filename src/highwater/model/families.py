@@ -190,27 +190,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     name: (row.why, row.instead) for row in _TABLE.refused for name in row.families
 }
 """Why a family cannot be trained exactly, in words, and a hint that works."""
-UNCOMPARED = ("nobody has compared it with its own class", _TABLE.refused[0].instead)
-_LEAST_FAMILY = 4
-"""Letters of a family that a name is told by: shorter ones begin other names too."""
-
-
-def family_by_name(name: str) -> tuple[str | None, bool]:
-    """The family that a model's name begins as; and whether that is sure enough to tell, as it is
-    not where the names of several begin alike: ``Llama-3.2-11B-Vision``.
-    """
-    said = _letters(name.rpartition("/")[2])
-    known = {_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)} | _TABLE.names
-    begun = [each for each in known if len(each) >= _LEAST_FAMILY and said.startswith(each)]
-    longest = max(begun, key=len, default="")
-    family = known.get(longest)
-    return family, longest in _TABLE.names or family in WRAPPERS or family in REFUSED
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that families give the same thing: experts of a layer, of a token."""
@@ -218,6 +197,25 @@ _NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_s
 """Fields where null is not the same as nothing: as the query heads, as they share the hidden size,
 no window, no cap."""
 _PLAIN = Family()
+UNCOMPARED = ("nobody has compared it with its own class", _TABLE.refused[0].instead)
+_LEAST_FAMILY = 4
+"""Letters of a family that a name is told by: shorter ones begin other names too."""
+
+
+def family_by_name(name: str) -> str | None:
+    """The family that a model's name begins as; None where that tells none, or where the names of
+    several begin alike: ``Llama-3.2-11B-Vision``.
+    """
+    known = {_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)} | _TABLE.names
+    said = _letters(name.rpartition("/")[2])
+    begun = (each for each in known if len(each) >= _LEAST_FAMILY and said.startswith(each))
+    longest = max(begun, key=len, default="")
+    is_told = longest in _TABLE.names or known.get(longest) not in TRAINED
+    return known.get(longest) if is_told else None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def family_row(name: str) -> Family:

@@ -366,15 +366,15 @@ def _by_name(name: str) -> str:
     """Say of a model by its name that its family trains, or its text model, and what to give; empty
     where no family is told. Raises ModelError for a family that is not trained: ``Llama-4-Scout``.
     """
-    family, is_told = family_by_name(name)
-    if family is None or not is_told:
+    family = family_by_name(name)
+    if family is None:
         return ""
     if family not in TRAINED and family not in WRAPPERS:
         why, instead = REFUSED.get(family, UNCOMPARED)
         raise ModelError(
             f"{name[:_LONGEST_NAME]} is by its name of the family {family}, which is not "
             f"supported: {why}",
-            hint=f"{instead}; `highwater models --families` lists the families",
+            hint=f"{instead}; `highwater models` lists the catalog and all families",
         )
     size = _told_by(name.lower())[2]
     like = (each for each in near_names(name) if _LIKE <= _told_by(each.lower())[2] / size <= 1)

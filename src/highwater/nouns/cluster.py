@@ -40,8 +40,7 @@ _UNLISTED = {
         "60GiB",
     ),
 }
-"""Names of no kind of the catalog, why, and the memory of an example or the kind that is like it.
-"""
+"""Names of no kind of the catalog, why, and an example's memory or the kind that is like it."""
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")

@@ -507,8 +507,8 @@ def request_from(
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
     values = {name: _loosened(name, value) for name, value in values.items()}
-    if spelling is TYPED:
-        _refuse_card(values.get("gpus"))
+    if spelling is TYPED and values.get("gpus") is not None:
+        _refuse_card(values["gpus"])
     try:
         request = msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:

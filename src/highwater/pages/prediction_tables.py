@@ -28,14 +28,7 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import (
-    OURS,
-    REGISTRY,
-    Target,
-    predicted_as,
-    predicted_traits,
-    step_in_words,
-)
+from highwater.nouns.trainer import OURS, REGISTRY, predicted_as, predicted_traits, step_in_words
 from highwater.pages.page import template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
@@ -164,13 +157,13 @@ def _of_objective(cell: Cell, *, is_trained: bool = True) -> str:
     """Say whose lengths are meant where an objective keeps two sequences together, and which time
     its steps leave out.
     """
-    traits, said = cell.settings.traits, ""
+    traits = cell.settings.traits
     if traits.documents_together == 2:
-        said = " Lengths are of one sequence of a pair."
-    return f"{said} {traits.outside_step}" if is_trained and traits.outside_step else said
+        return " Lengths are of one sequence of a pair."
+    return f" {traits.outside_step}" if is_trained and traits.outside_step else ""
 
 
-def recommendation_answer(found: Recommendation, target: Target | None = None) -> str:
+def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
     """The settings to take for a length, and who says that they fit; where none do, what would.
     ``target``: the trainer that it is written for, if not the one whose step is predicted.
     """
@@ -198,7 +191,7 @@ def recommendation_answer(found: Recommendation, target: Target | None = None) -
     )
 
 
-def _where(found: Prediction | Recommendation, target: Target | None = None) -> str:
+def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
     row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
@@ -602,9 +595,7 @@ def data_answer(found: "DataLengths") -> str:
         said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
         said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
     said += "." if meant.trained is None else f".{_of_objective(meant.trained.cell)}"
-    return (
-        said if found.tokenizer != "bytes" else f"{said} Bytes are counted: no tokenizer is here."
-    )
+    return said + " Bytes are counted: no tokenizer is here." * (found.tokenizer == "bytes")
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
