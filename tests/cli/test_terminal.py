@@ -247,6 +247,12 @@ def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
 
 
+def test_a_search_of_several_counts_of_gpus_is_answered_in_25_lines(on_a_terminal, tmp_path):
+    counts = ("--gpus", "1", "2", "4", "8")
+    shown = on_a_terminal(tmp_path, "find", "Qwen3-8B", *SIMULATED, *counts)
+    assert len(standing(shown)) <= 25
+
+
 def test_a_terminal_gets_a_drawn_table_and_the_next_command(on_a_terminal, tmp_path):
     shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
     assert re.search(r"\n-{24,}  ", shown)
