@@ -28,7 +28,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rank_steps import each, of_all, on_host, place_of
+from rank_steps import each, on_host, parts_of_all, place_of
 from reference import EXPERTS, SHAPE
 
 from combinatorial import Box, cover
@@ -39,7 +39,6 @@ from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.tracer import trinity_step
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
@@ -417,8 +416,7 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """By the names that files have, put together from the ranks of one copy, flat: either sharding
     cuts what lies one after the other. Every copy has the same to the bit.
     """
-    own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
-    ranks = of_all(own)
+    ranks = parts_of_all(p.grad for p in model.parameters())
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     one, *others = (
         ranks[first : first + layout.shard_degree]
