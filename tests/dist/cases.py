@@ -28,6 +28,7 @@ from rank_steps import (
 from reference import Documents, reference_gradients, reference_training
 from torch import nn
 
+from combinatorial import in_pairs
 from engine_models import built, on_meta
 from highwater.engine.data.batches import Batch, Document, pack, share_of
 from highwater.engine.models import random_weights
@@ -253,15 +254,18 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
     }
 
 
+def random_ways() -> list[tuple[Any, ...]]:
+    """Model, strategy, offload and loss of the layouts that are filled with random weights."""
+    return in_pairs(("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None))
+
+
 def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
     """By strategy and offload, the worst deviation of random weights from those of a model that
     nothing shards.
     """
     random_weights.CHUNK_NUMBERS = 1000  # several to a parameter, whose rows they cut anywhere
     deviations = {}
-    for name, strategy, offload, loss in product(
-        ("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None)
-    ):
+    for name, strategy, offload, loss in random_ways():
         config = read_config(str(weights / name), length_tokens=64, rope="auto")
         plain = on_meta(config, loss=loss)
         Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
