@@ -51,7 +51,7 @@ CONFIG = {
 """The vocabulary, which no number of ranks divides, leaves the last one fewer rows."""
 NUMBERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.1)
 """Every step is clipped."""
-STEPS = 3
+STEPS = 2
 PIECE = 1024
 """Numbers of a piece: shards of one piece, of several, and of a part of one."""
 WAYS = {"resident": False, "on the host": True}
