@@ -206,8 +206,7 @@ def family_by_name(name: str) -> str | None:
     """The family that a model's name begins as; None where that tells none, or where the names of
     several begin alike: ``Llama-3.2-11B-Vision``.
     """
-    of_families = {_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)}
-    known = {**of_families, **_TABLE.names}
+    known = {**{_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)}, **_TABLE.names}
     said = _letters(name.rpartition("/")[2])
     begun = (each for each in known if len(each) >= _LEAST_FAMILY and said.startswith(each))
     longest = max(begun, key=len, default="")
