@@ -16,8 +16,8 @@ Box = Mapping[str, Sequence[str]]
 """Allowed values of every factor, each free of all others. What constrains them is said by which
 boxes there are."""
 
-CANDIDATES = 60
-"""Random cases that have the meeting next in turn; the one that has most others is taken."""
+CANDIDATES = 3
+"""Cases made around the meeting next in turn; the one that has most others is taken."""
 
 
 def in_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -36,14 +36,16 @@ def in_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
 def cover(boxes: Sequence[Box], *, strength: int, seed: int) -> list[Case]:
     """Cases that lie in a box each and have every meeting of ``strength`` values that any box has;
     the same for the same seed.
+
+    Source: Cohen et al., The AETG System, https://doi.org/10.1109/32.605761
     """
     chance = random.Random(seed)
     missing = {meeting: box for box in boxes for meeting in meetings(box, strength)}
     chosen: list[Case] = []
     while missing:
         wanted, box = chance.choice(list(missing.items()))
-        candidates = [_random(box, wanted, chance) for _ in range(CANDIDATES)]
-        best = max(candidates, key=lambda case: len(missing.keys() & _of(case, strength)))
+        made = [_around(wanted, box, missing, chance) for _ in range(CANDIDATES)]
+        best = max(made, key=lambda case: len(missing.keys() & _of(case, strength)))
         chosen.append(best)
         for meeting in _of(best, strength):
             missing.pop(meeting, None)
@@ -61,5 +63,19 @@ def _of(case: Case, strength: int) -> set[Meeting]:
     return set(combinations(sorted(case.items()), strength))
 
 
-def _random(box: Box, wanted: Meeting, chance: random.Random) -> Case:
-    return {name: chance.choice(values) for name, values in box.items()} | dict(wanted)
+def _around(
+    wanted: Meeting, box: Box, missing: Mapping[Meeting, Box], chance: random.Random
+) -> Case:
+    """A case with this meeting; the other factors in turn take a value that has most meetings with
+    those that are there.
+    """
+    case = dict(wanted)
+    others = [name for name in box if name not in case]
+    for name in chance.sample(others, len(others)):
+        beside = list(combinations(case.items(), len(wanted) - 1))
+
+        def meets(value: str, own: str = name, beside: list[Meeting] = beside) -> int:
+            return sum(tuple(sorted((*those, (own, value)))) in missing for those in beside)
+
+        case[name] = max(chance.sample(box[name], len(box[name])), key=meets)
+    return case

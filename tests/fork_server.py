@@ -91,7 +91,7 @@ def program_of(words: list[str]) -> tuple[str, list[str]] | None:
         return f"-m{words[3]}", words[4:]
     if (name := Path(words[0]).name) in COMMANDS:
         return COMMANDS[name], words
-    if words[0] == sys.executable and Path(words[1]).is_relative_to(TESTS):
+    if words[0] == sys.executable and Path(words[1]).is_relative_to(TESTS.parent):
         return words[1], words[2:]
     return None
 

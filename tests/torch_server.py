@@ -13,7 +13,7 @@ SERVER = ForkServer(
     *("highwater.engine.models.build", "highwater.engine.training.checkpoint"),
     *("highwater.engine.training.rank_run", "highwater.engine.tracer.tracer"),
     *("highwater.engine.tracer.trinity_step", "highwater.engine.bench.attention.contenders"),
-    *("layer", "trial_specs"),
+    *("layer", "trial_specs", "forked_modules", "warmed_weights"),
     *(name for name in ("bitsandbytes", "peft", "torchao.optim") if find_spec(name.split(".")[0])),
     environment={
         **ON_THE_CPU,

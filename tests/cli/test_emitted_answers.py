@@ -16,7 +16,13 @@ from conftest import Run
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.trainer import REGISTRY, is_step_of, predicted_as, trainer_title
+from highwater.nouns.trainer import (
+    REGISTRY,
+    is_step_of,
+    predicted_as,
+    step_in_words,
+    trainer_title,
+)
 from highwater.trainers.targets import TARGETS
 
 REPORTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "reports.csv"
@@ -55,7 +61,9 @@ def recorded() -> list[tuple[str, ...]]:
 def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target, capsys):
     """Over every recorded cell; what is not predicted as its own has no word of a verdict."""
     own = TARGETS[target].predicted_for
-    trained = "accelerate's scripts" if own == "accelerate" else f"{trainer_title(own)}'s trainer"
+    who = "accelerate's scripts" if own == "accelerate" else f"{trainer_title(target)}'s trainer"
+    step = "" if target == own else f" for {step_in_words(own)}"
+    outside = " A step's seconds leave out generation." * (own == "trinity")
     kinds: set[str] = set()
     for words in recorded():
         rollout = ("--rollout-gpus", "1") * (target == "areal")
@@ -70,10 +78,10 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
             assert re.search("not predicted for|nothing fits|does not fit", said.err)
             kinds.add("nothing")
         elif not first.startswith(("# Not predicted for this trainer: ", '"""Not predicted')):
-            assert f" for {trained}" in first
+            assert f" for {who}" in first
             assert first.startswith(("# Yes: ", "# Likely: ", "# Tight: "))
             by = predicted_as(own)
-            assert first.endswith(f". P{by[1:]}.")
+            assert first.endswith(f". P{by[1:]}{step}.{outside}")
             kinds.add("predicted")
         else:
             assert not VERDICT.search(said.out + said.err)

@@ -249,3 +249,10 @@ def test_what_was_found_is_an_answer_though_the_budget_ended_it(highwater, tmp_p
     shown = highwater("show", "s.jsonl")
     assert shown.stdout.startswith("Qwen3-0.6B trains up to ")
     assert "not searched yet" in shown.stdout
+
+
+def test_notes_of_a_dry_run_follow_its_answer(highwater):
+    done = highwater("find", "Qwen3-0.6B", *SIMULATED)
+    *_, note, after = done.stderr.splitlines()
+    assert "other settings are not tried" in note
+    assert after.startswith("next: ")

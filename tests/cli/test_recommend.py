@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from conftest import following
 
 ASKED = ("recommend", "Qwen3-8B", "--gpus", "4xH20-96GB", "--length", "96k")
@@ -68,6 +69,14 @@ def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
         paired = highwater(command, *words, "dpo").stdout.splitlines()[0]
         assert paired.endswith(" Lengths are of one sequence of a pair.")
         assert "pair" not in highwater(command, *words, "sft").stdout.splitlines()[0]
+
+
+@pytest.mark.parametrize("asked", ["predict", "predict --trainer trl", "recommend --length 8k"])
+def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked):
+    words = (*asked.split(), "Qwen3-8B", "--gpus", "8xH100", "--objective")
+    said = " A step's seconds leave out generation."
+    assert highwater(*words, "grpo").stdout.splitlines()[0].endswith(said)
+    assert said not in highwater(*words, "sft").stdout
 
 
 def test_a_trainer_that_knows_other_states_is_told_of_them_where_nothing_fits(highwater):

@@ -129,11 +129,11 @@ def test_the_bar_of_a_training_stays_on_one_line_and_cuts_nothing(tiny, tmp_path
     (tmp_path / "data.jsonl").write_text('{"text": "The cat sat on the mat."}\n')
     words = (
         *("train", str(tiny), "--data", "data.jsonl", "--eval-data", "data.jsonl"),
-        *("--length", "64", "--steps", "300", "--eval-every", "30", "--output", "run"),
+        *("--length", "64", "--steps", "100", "--eval-every", "20", "--output", "run"),
         *("--device", "cpu", "--memory", "4GiB"),
     )
     shown = on_a_terminal(tmp_path, *words, columns=80).replace("\r\x1b[2K", "\n")
-    bars = [line for line in plainly(shown) if "/300 " in line]
+    bars = [line for line in plainly(shown) if "/100 " in line]
     trained = [line for line in bars if line.startswith("loss ")]
     assert trained
     for line in trained:
@@ -245,6 +245,12 @@ def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater
     ):
         words = command.split()
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
+
+
+def test_a_search_of_several_counts_of_gpus_is_answered_in_25_lines(on_a_terminal, tmp_path):
+    counts = ("--gpus", "1", "2", "4", "8")
+    shown = on_a_terminal(tmp_path, "find", "Qwen3-8B", *SIMULATED, *counts)
+    assert len(standing(shown)) <= 25
 
 
 def test_a_terminal_gets_a_drawn_table_and_the_next_command(on_a_terminal, tmp_path):

@@ -28,7 +28,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from rank_steps import each, of_all, on_host, place_of
+from rank_steps import each, on_host, parts_of_all, place_of
 from reference import EXPERTS, SHAPE
 
 from combinatorial import Box, cover
@@ -39,7 +39,6 @@ from highwater.engine.models.build import read_config
 from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.engine.tracer import trinity_step
 from highwater.engine.training.step import Training, backward_of
 from highwater.nouns.hyperparameters import Hyperparameters
@@ -48,6 +47,7 @@ from highwater.nouns.settings import Settings
 from references import objectives as plain
 from references.documents import Document
 from references.wide import lift_float32_casts
+from tables import deep
 
 VOCABULARY = 97
 LENGTH_TOKENS = 64
@@ -118,7 +118,7 @@ _EVERYWHERE: Box = {
         *("none", "layer", "all-but-attention"),
         *("layer on host", "all-but-attention on host"),
     ),
-    "micro-batches": ("1", "3"),
+    "micro-batches": ("1", *(deep("3") or ("2",))),
     "model": ("dense", "moe", "moe-balanced"),
     "trained": ("everywhere", "hardly on rank 0"),
 }
@@ -183,10 +183,13 @@ PAIRED: tuple[Box, ...] = (
         "ranks": ("4 ulysses 2 ring 2", "6 ulysses 2 ring 3", "8 ulysses 2 ring 2"),
     },
     _shared({**_RW, **_HEAVY}, "4 ring 4 copies 4", "4 copies 2"),
-    _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", "6 ring 3 copies 2"),
+    _shared({**_DPO, **_HEAVY}, "4 ring 4 copies 4", *deep("6 ring 3 copies 2")),
     _shared({**_PPO, **_HEAVY_RATIOS, "objective": ("ppo critic",)}, "6 ulysses 2 ring 3 copies 3"),
-    _shared({**_GRPO, **_HEAVY_RATIOS, "estimator": ("k1", "k3")}, "8 ring 4 copies 2"),
-    _shared({**_SFT, **_HEAVY}, COPIED[-1], "8 ulysses 2 ring 4"),
+    _shared(
+        {**_GRPO, **_HEAVY_RATIOS, "estimator": ("k1", "k3")},
+        *(deep("8 ring 4 copies 2") or ("4 ulysses 2 copies 2",)),
+    ),
+    _shared({**_SFT, **_HEAVY}, COPIED[-1], *deep("8 ulysses 2 ring 4")),
 )
 """Boxes whose every two values meet."""
 WHOLE: tuple[Box, ...] = (
@@ -413,8 +416,7 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """By the names that files have, put together from the ranks of one copy, flat: either sharding
     cuts what lies one after the other. Every copy has the same to the bit.
     """
-    own = [None if p.grad is None else local_shard(p.grad).flatten() for p in model.parameters()]
-    ranks = of_all(own)
+    ranks = parts_of_all(p.grad for p in model.parameters())
     names = [name_in_files(name) for name, _ in model.named_parameters()]
     one, *others = (
         ranks[first : first + layout.shard_degree]
@@ -483,6 +485,14 @@ def reference(
 
 
 def _plain_model(kind: Any, directory: Path) -> nn.Module:
+    """A model without gradients, which nothing changes: read once."""
+    model = _read(kind, directory)
+    model.zero_grad()
+    return model
+
+
+@cache
+def _read(kind: Any, directory: Path) -> nn.Module:
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return kind.from_pretrained(directory, dtype=torch.float64, local_files_only=True, **eager)
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from references.wide import asks_for_float32
+
 _READS_BYTES = {torch.Tensor.view, torch.frombuffer, torch.asarray}
 """What files are read with: a dtype that says what bytes are, no cast."""
 _PACKAGES = ("transformers", "highwater")
@@ -41,9 +43,7 @@ class Lifted(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        asks = function is torch.Tensor.float or any(
-            value is torch.float32 for value in (*arguments, *keywords.values())
-        )
+        asks = asks_for_float32(function, arguments, keywords)
         if not asks or function in _READS_BYTES or (place := _place()).startswith(_ROUNDS):
             return function(*arguments, **keywords)
         self.casts.add(place)

@@ -44,7 +44,7 @@ CONFIG = {
 }
 """Of its matrices some have 8 bits as a whole and not as halves, and one never has."""
 NUMBERS = Hyperparameters(learning_rate=0.01)
-STEPS = 3
+STEPS = 2
 
 
 def results(path: str) -> dict[str, Any]:

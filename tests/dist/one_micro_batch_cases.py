@@ -27,7 +27,7 @@ from highwater.engine.training.step import Training, train_step
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 
-STEPS = 3
+STEPS = 2
 HYPERPARAMETERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.5)
 
 

@@ -2,18 +2,26 @@
 of gradients that lie there from the start, in every way to shard and to share sequences.
 """
 
+from pathlib import Path
+
 import pytest
 from cover_cases import save_models
 from one_micro_batch_cases import STEPS, cases_for
 
 
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    save_models(folder)
+    return folder
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(
-    processes, ranks, tmp_path
+    processes, ranks, weights
 ):
-    save_models(tmp_path / "weights")
-    found = ranks.results("one_micro_batch_cases", processes, tmp_path / "weights")
+    found = ranks.results("one_micro_batch_cases", processes, weights)
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}
     for case in cases:

@@ -3,8 +3,9 @@ bit by bit, and training goes on from what either saved; bytes as counted.
 """
 
 import pytest
-from host_state_cases import CASES, CONFIG
+from host_state_cases import CONFIG, SAVED_AS_OTHERS, cases_for
 
+from tables import deep
 from tiny_models import write_model
 
 PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
@@ -18,7 +19,7 @@ def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters
 ):
     write_model(tmp_path, CONFIG)
     found = ranks.results("host_state_cases", processes, tmp_path)
-    assert set(found) == set(CASES)
+    assert set(found) == {*cases_for(processes)}
     for name, of_ranks in found.items():
         assert len(of_ranks) == processes
         models = 2 if "critic" in name else 1
@@ -27,6 +28,8 @@ def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters
             assert rank["clipped"], name
             assert rank["same norms"], name
             assert rank["same"], name
+            if name in SAVED_AS_OTHERS and not deep(name):
+                continue
             assert set(rank["loaded"].values()) == {True}, (name, rank["loaded"])
             goes_on = rank["goes on"]
             assert models == 2 or set(goes_on.values()) == {True}, (name, goes_on)

@@ -55,11 +55,10 @@ def crashing_in_rank_1(*, length_tokens: int, data_rank: int, **_: Any) -> Batch
 
 
 def talking_without_end(*, length_tokens: int, **_: Any) -> Batches:
-    """An exception of 30 MB, with a token in its beginning and in its end."""
+    """An exception of 6 MB, with a token in its beginning and in its end."""
     yield from _first_step(length_tokens)
     raise RuntimeError(
-        f"HF_TOKEN=hf_abcdefghijklmnopqrst {'x' * 30_000_000} Authorization: Bearer "
-        f"abcdefgh12345678"
+        f"HF_TOKEN=hf_abcdefghijklmnopqrst {'x' * 6_000_000} Authorization: Bearer abcdefgh12345678"
     )
 
 

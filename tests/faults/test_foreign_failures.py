@@ -110,7 +110,7 @@ GOOD = {
         step(1), step(2)
     """,
     "megabytes of a progress bar": """
-        for _ in range(100_000):
+        for _ in range(40_000):
             bar(1)
         bar(2)
     """,

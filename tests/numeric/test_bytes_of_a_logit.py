@@ -7,7 +7,6 @@ gradient each: ``Kernel`` stands in for both. The rest is PyTorch's own operator
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +21,7 @@ from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
 from highwater.engine.tracer.inplace_accumulation import InplaceAccumulation
 from highwater.nouns.events import Allocate, Enter, Free, TraceEvent
+from torch_server import SERVER
 
 TOKENS, VOCABULARY, HIDDEN = 16_384, 151_936, 1024
 """The published measurement's."""
@@ -54,13 +54,7 @@ def test_a_division_costs_the_same_without_entropy():
 @cache
 def measured() -> dict[str, float]:
     """Bytes a logit of each spelling, from a process that has fake CUDA tensors."""
-    done = subprocess.run(
-        [sys.executable, "-P", __file__],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = SERVER.run(__file__, within_s=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -8,7 +8,6 @@ import resource
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from corpora import ids_of, made, order, write_lines, write_tokenizer
+from forked_python import forked
 
 from highwater.engine.data import conversations, tokenise
 from highwater.engine.data.data_files import data_files, records
@@ -25,6 +25,7 @@ from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.trial import REFUSED_FILE, Refused, TrialEndedError, unheard
 from highwater.trials.inputs import tokenised
 from highwater.trials.trial_process import cache_directory
+from torch_server import SERVER
 
 pytestmark = pytest.mark.timeout(120)
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -110,8 +111,10 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [*((name, 1) for name in ENDLESS), ("nested loops", 2), ("a loop for one record alone", 2)],
+)
 def test_a_template_that_does_not_end_is_refused_with_its_record(
     name, processes, tmp_path, monkeypatch
 ):
@@ -167,6 +170,14 @@ GROWN = {
 }
 
 
+TOKENISE = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+runpy.run_module("highwater.engine.data.tokenise", run_name="__main__", alter_sys=True)
+"""
+"""The process that tokenises; a test that fails takes no machine with it."""
+
+
 @pytest.mark.parametrize("name", GROWN)
 def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(name, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", GROWN[name])
@@ -174,12 +185,8 @@ def test_a_template_that_grows_is_refused_with_its_record_and_takes_no_memory(na
     order_file, answer = tmp_path / "order.json", tmp_path / "made" / "answer.json"
     answer.parent.mkdir()
     order_file.write_text(to_json(order(data, tokenizer=tokenizer)))
-    module = "highwater.engine.data.tokenise"
-    command = [sys.executable, "-m", module, *map(str, (order_file, answer, tmp_path))]
-    limits = (4 << 30, 4 << 30)  # a test that fails takes no machine with it
-    subprocess.run(
-        command, check=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits)
-    )
+    done = forked(TOKENISE, *map(str, (order_file, answer, tmp_path)))
+    assert done.returncode == 0, done.stderr[-2000:]
     refused = from_json(answer.with_name(REFUSED_FILE).read_bytes(), Refused)
     assert refused.problem.startswith("d.jsonl:1: the chat template makes more than ")
     assert "chat_template.jinja" in refused.hint
@@ -207,18 +214,17 @@ def test_a_long_conversation_is_within_the_limit(tmp_path):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(subprocess, "Popen", SERVER.popen_of_commands)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "highwater" / "corpora"
 
 
-def test_a_corpus_is_made_in_the_cache_by_a_process_that_says_what_it_does(cache, tmp_path):
+def test_a_corpus_is_made_in_the_cache_by_a_process_of_its_own(cache, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "été"}, {"text": "b"}])
-    told: list[str] = []
-    summary = tokenised(order(data), on_phase=told.append)
+    summary = tokenised(order(data))
     assert Path(summary.directory) == cache / summary.digest
     assert list(cache.iterdir()) == [Path(summary.directory)]
     assert ids_of(open_corpus(summary.directory)) == [[*"été".encode(), 256], [98, 256]]
-    assert told
 
 
 def test_what_it_refuses_is_raised_as_it_was_said(cache, tmp_path):
@@ -239,7 +245,7 @@ def test_what_a_users_function_raises_is_told_with_the_record(tmp_path, monkeypa
         tokenised(order(data, objective="ppo", reward="strict_judge:judge"))
 
 
-def test_nothing_is_left_of_one_that_is_ended(cache, tmp_path):
+def test_it_says_what_it_does_and_nothing_is_left_of_one_that_is_ended(cache, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 99}] * 400_000)
     ended = threading.Event()
     others = psutil.Process().children(recursive=True)

@@ -118,12 +118,12 @@ SHAPE = config_of("tiny") | {
     "vocab_size": 2048,
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "head_dim": 64,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-DEEP = SHAPE | {"num_hidden_layers": 24}
+DEEP = SHAPE | {"num_hidden_layers": 12}
 """States of few tokens are most of it, and the update is the peak."""
 WIDE = SHAPE | {"vocab_size": 120_000, "tie_word_embeddings": False, "num_hidden_layers": 2}
 """Of whose embedding a piece is a part."""

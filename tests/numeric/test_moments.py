@@ -29,14 +29,14 @@ CONFIG: dict[str, Any] = {
     **{name: value for name, value in TINY.items() if name != "architectures"},
     "hidden_size": 384,
     "intermediate_size": 960,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "vocab_size": 512,
     "pad_token_id": 0,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "sliding_window": 700,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 MIXTURE = {
     **dict.fromkeys(EXPERT_COUNTS, 6),
@@ -47,9 +47,9 @@ MIXTURE = {
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 320),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 1),
 }
-"""A layer without experts where a family has such, then five with them, and an MLP beside."""
+"""A layer without experts where a family has such, then three with them, and an MLP beside."""
 DELTA = {
-    "layer_types": ["linear_attention", "full_attention"] * 3,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_attention_heads": 8,

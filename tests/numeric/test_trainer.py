@@ -3,8 +3,6 @@ leaves behind; and the example, on one process and on two.
 """
 
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +29,7 @@ from highwater.nouns.trial import MemoryBudget, RankMemory
 from highwater.units import GIB
 from tables import table
 from tiny_models import SIZES
+from torch_server import SERVER
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -355,11 +354,8 @@ def test_random_weights_are_told(model, tmp_path):
 
 @pytest.mark.timeout(280)
 def test_the_example_trains_the_same_on_one_process_and_on_two(model):
-    ways = ([], ["-m", "highwater.engine.ranks", "--nproc", "2"])
-    alone, together = (
-        subprocess.run([sys.executable, *way, EXAMPLE, model], capture_output=True, text=True)
-        for way in ways
-    )
+    two = ("-mhighwater.engine.ranks", "--nproc", "2")
+    alone, together = (SERVER.run(*way, str(EXAMPLE), model, within_s=200) for way in ((), two))
     assert alone.returncode == together.returncode == 0, alone.stderr + together.stderr
     assert alone.stdout == together.stdout
     losses = [float(line.split()[3].rstrip(",")) for line in alone.stdout.splitlines()]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 
 class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with float32_casts_lifted():`
@@ -25,10 +25,7 @@ class float32_casts_lifted(TorchFunctionMode):  # noqa: N801 - read as `with flo
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        asks = func is torch.Tensor.float or any(
-            value is torch.float32 for value in (*args, *kwargs.values())
-        )
-        if not asks or not _is_asked_by_transformers():
+        if not asks_for_float32(func, args, kwargs) or not _is_asked_by_transformers():
             return func(*args, **kwargs)
         if func is torch.Tensor.float:
             return args[0].double()
@@ -54,10 +51,24 @@ def lift_float32_casts(model: nn.Module) -> None:
 def _lifted(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def wide(*args: Any, **kwargs: Any) -> Any:
+        modes = _get_current_function_mode_stack()
+        if any(isinstance(mode, float32_casts_lifted) for mode in modes):
+            return forward(*args, **kwargs)  # a mode in each module would be asked once for each
         with float32_casts_lifted():
             return forward(*args, **kwargs)
 
     return wide
+
+
+def asks_for_float32(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call casts to float32. Plain loops, as it is asked of every call of PyTorch's."""
+    for value in args:
+        if value is torch.float32:
+            return True
+    for value in kwargs.values():
+        if value is torch.float32:
+            return True
+    return func is torch.Tensor.float
 
 
 def _is_asked_by_transformers() -> bool:

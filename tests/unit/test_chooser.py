@@ -191,9 +191,8 @@ def test_the_configuration_is_what_emit_makes_of_the_answer():
         found = as_typed(page.values[answer["command"]])
         assert found.trainer == "trinity"
         if found.chosen is not None:
-            said = recommendation_answer(found)
             expected = {
-                each.target: answered_first(each, said).text
+                each.target: answered_first(each, recommendation_answer(found, each.target)).text
                 for each in (emit(found, found.chosen) for emit in (trinity, verl))
             }
             assert page.configurations(answer) == expected

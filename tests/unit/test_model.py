@@ -302,6 +302,8 @@ def test_a_short_name_and_the_id_of_a_larger_model_open_the_catalogs(cache, name
 
 
 UNKNOWN = [("Kimi-Linear-48B-A3B-Instruct", "kimi_linear"), ("DeepSeek-V3-0324", "deepseek_v3")]
+UNKNOWN += [("Kimi-K2-Instruct", "deepseek_v3"), ("GLM-5.2", "glm_moe_dsa")]
+UNKNOWN += [("Qwen3-VL-30B-A3B", "qwen3_vl_moe"), ("DeepSeek-V4-Flash", "deepseek_v4")]
 UNKNOWN += [("Llama-4-Scout-17B", "llama4"), ("falcon-mamba-7b", "falcon_mamba")]
 
 
@@ -317,4 +319,20 @@ def test_a_family_that_is_not_supported_says_so_and_none_of_a_name_that_only_beg
 ):
     with pytest.raises(ModelError, match=said) as error:
         model_place(name)
-    assert "supported" not in said or "`highwater models` lists the catalog" in error.value.hint
+    listed = "`highwater models` lists the catalog and all families"
+    assert "supported" not in said or listed in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("GLM-4.5", "its family, glm4_moe, trains"),
+        ("Qwen3-VL-2B", "its family, qwen3_vl, trains: put its config.json here"),
+        ("Qwen2.5-VL-7B-Instruct", "./config.json instead, or the like of it, `Qwen2.5-7B"),
+        ("Mistral-Small-3.1-24B-Instruct", "text model of its family, mistral3, trains"),
+    ],
+)
+def test_a_model_whose_family_trains_is_not_only_said_to_be_in_no_catalog(cache, name, family):
+    with pytest.raises(ModelError, match="not in the catalog") as error:
+        model_place(name)
+    assert family in error.value.hint

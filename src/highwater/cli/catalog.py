@@ -17,6 +17,7 @@ from highwater.cli.flags import Shell
 from highwater.cli.grammar import Parser, grammar
 from highwater.errors import EXIT_ANSWERED, ModelError, UsageError
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.model.families import TRAINED, WRAPPERS
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
@@ -37,7 +38,7 @@ def models(arguments: argparse.Namespace) -> int:
             {"model": row, "parameters": shape.parameters, "shape": shape} for row, shape in listed
         ]
         return console.answer_json({"schema_version": 1, "models": found})
-    console.answer_table(_model_table(listed))
+    console.answer_table(_model_table(listed, is_whole=not arguments.words))
     command = f"highwater find {rows[0].name}"
     with suppress(ModelError):  # of a family that no prediction knows
         refuse_unknown_family(load_model(rows[0].name))
@@ -74,7 +75,8 @@ def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, co
         )
 
 
-def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]]) -> TextTable:
+def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]], *, is_whole: bool) -> TextTable:
+    families = f"families that train: {', '.join(sorted(TRAINED))}; their text models: "
     return TextTable(
         title=f"{counted(len(listed), 'model')} in the catalog; any other is named by its "
         "directory, or by its id on the Hub",
@@ -92,7 +94,10 @@ def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]]) -> TextTable
             )
             for row, shape in listed
         ),
-        footnotes=("tuned models of the same shape, and the source of each: `--json`",),
+        footnotes=(
+            "tuned models of the same shape, and the source of each: `--json`",
+            *([f"{families}{', '.join(sorted(WRAPPERS))}"] if is_whole else []),
+        ),
     )
 
 

@@ -67,10 +67,11 @@ def find(arguments: argparse.Namespace) -> int:
         return EXIT_ANSWERED
     known = completed_study(request)
     if known is not None:
-        console.notes(known.notes)
-        return _say_found(arguments, known)
+        return _say_found(arguments, known, known.notes)
     planned = search.prepare(request)
-    console.notes((*ignored_options(os.environ, planned.question.device), *planned.notes))
+    # before trials start all that is to be known; a dry run's notes follow what they are about
+    first = [each for each in planned.notes if not request.dry_run or each == ON_THE_CPU_NOTE]
+    console.notes((*ignored_options(os.environ, planned.question.device), *first))
     is_resumed = _note_resumed(request, planned.question)
     for line in outlook_lines(planned, is_resumed=is_resumed):
         console.talk(line)
@@ -81,10 +82,10 @@ def find(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as interrupt:
         say_interrupted(search.study_file(request, planned.question))
         return exit_code_of(interrupt)
-    console.notes([note for note in study.notes if note not in planned.notes])
+    noted = [each for each in (*planned.notes, *study.notes) if each not in first]
     if request.memory_profiler is not None:
         console.notes(tuple(study_snapshot_lines(study, request.memory_profiler)))
-    return _say_found(arguments, study, request, planned)
+    return _say_found(arguments, study, tuple(dict.fromkeys(noted)), request, planned)
 
 
 def try_(arguments: argparse.Namespace) -> int:
@@ -202,14 +203,16 @@ def say_interrupted(path: Path | None) -> None:
 def _say_found(
     arguments: argparse.Namespace,
     study: Study,
+    noted: Sequence[str],
     request: Request | None = None,
     planned: Plan | None = None,
 ) -> int:
     """The answer, as JSON or as a sentence and a table with the next command; the exit code."""
     if arguments.json:
         console.answer_json(study)
+        console.notes(noted)
     else:
-        console.answer_page(study_answer(study), answer_table(study))
+        console.answer_page(study_answer(study), answer_table(study), noted=noted)
     if request is not None and study.complete:
         _diagnose(request, study)
     if not arguments.json:

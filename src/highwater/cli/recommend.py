@@ -197,7 +197,8 @@ def emit(arguments: argparse.Namespace) -> int:
     title = trainer_title(arguments.for_)
     answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
     if is_predicted:
-        answer = recommendation_answer(msgspec.structs.replace(found, chosen=chosen))
+        of_it = msgspec.structs.replace(found, chosen=chosen)
+        answer = recommendation_answer(of_it, arguments.for_)
         emitted = answered_first(emitted, answer)
     if emitted.fits is False:  # the trainer's logits alone are larger than a GPU
         if arguments.json:

@@ -11,6 +11,7 @@ transformers 5.23; tests/unit/test_families.py and, of logits that a family scal
 tests/numeric/test_transformed_logits.py compare with those that are installed.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -176,6 +177,7 @@ class _Refused(Record, frozen=True, kw_only=True):
 class _Table(Record, frozen=True, kw_only=True):
     families: Mapping[str, Family]
     wrappers: Mapping[str, Wrapper]
+    names: Mapping[str, str]
     refused: tuple[_Refused, ...]
 
 
@@ -195,6 +197,25 @@ _NULL_SAYS = ("num_key_value_heads", "head_dim", "sliding_window", "attn_logit_s
 """Fields where null is not the same as nothing: as the query heads, as they share the hidden size,
 no window, no cap."""
 _PLAIN = Family()
+UNCOMPARED = ("nobody has compared it with its own class", _TABLE.refused[0].instead)
+_LEAST_FAMILY = 4
+"""Letters of a family that a name is told by: shorter ones begin other names too."""
+
+
+def family_by_name(name: str) -> str | None:
+    """The family that a model's name begins as; None where that tells none, or where the names of
+    several begin alike: ``Llama-3.2-11B-Vision``.
+    """
+    known = {**{_letters(each): each for each in (*TRAINED, *WRAPPERS, *REFUSED)}, **_TABLE.names}
+    said = _letters(name.rpartition("/")[2])
+    begun = (each for each in known if len(each) >= _LEAST_FAMILY and said.startswith(each))
+    longest = max(begun, key=len, default="")
+    is_told = longest in _TABLE.names or known.get(longest) not in TRAINED
+    return known.get(longest) if is_told else None
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def family_row(name: str) -> Family:

@@ -20,7 +20,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
-from highwater.model.families import REFUSED
+from highwater.model.families import REFUSED, TRAINED, UNCOMPARED, WRAPPERS, family_by_name
 from highwater.nouns.codec import Record, from_json, read_file
 from highwater.nouns.declaration import ALIKE
 
@@ -339,11 +339,10 @@ def _catalog_place(name: str) -> ModelPlace:
         raise ModelError(
             f"no model {name!r}: not a directory", hint=f"the catalog calls it `{base}`"
         )
-    _refuse_by_name(name)
     raise ModelError(
         f"no model {name[:_LONGEST_NAME]!r}: not a directory, not in the catalog",
-        hint=f"{_meant(near_names(name))}{_LIST}; a directory, or an id of the Hub such as "
-        "`Qwen/Qwen3-0.6B`, is a model too",
+        hint=f"{_by_name(name) or _meant(near_names(name))}{_LIST}; a directory, or an id of the "
+        "Hub such as `Qwen/Qwen3-0.6B`, is a model too",
     )
 
 
@@ -354,29 +353,35 @@ def _fetched(hub_id: str) -> Path:
     try:
         return fetched_directory(hub_id)
     except ModelError as error:
-        _refuse_by_name(hub_id)
-        base = catalog_model(hub_id.rpartition("/")[2])
+        told, base = _by_name(hub_id), catalog_model(hub_id.rpartition("/")[2])
         near = [base[0]] if base else near_names(hub_id)
-        raise ModelError(error.problem, hint=f"{_meant(near)}{error.hint}") from error
+        raise ModelError(error.problem, hint=f"{told or _meant(near)}{error.hint}") from error
 
 
-_LEAST_FAMILY = 4
-"""Letters of a family that a name is told by: shorter ones begin other names too."""
+_LIKE = 0.75
+"""Least share of the larger of two models that the smaller has, to stand for it."""
 
 
-def _refuse_by_name(name: str) -> None:
-    """Raise ModelError for a name that begins as a family that is not trained: ``Qwen3.5-9B``."""
-    said = re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())
-    families = {re.sub(r"[^a-z0-9]", "", family): family for family in REFUSED}
-    begun = [each for each in families if len(each) >= _LEAST_FAMILY and said.startswith(each)]
-    if begun:
-        family = families[max(begun, key=len)]
-        why, instead = REFUSED[family]
+def _by_name(name: str) -> str:
+    """Say of a model by its name that its family trains, or its text model, and what to give; empty
+    where no family is told. Raises ModelError for a family that is not trained: ``Llama-4-Scout``.
+    """
+    family = family_by_name(name)
+    if family is None:
+        return ""
+    if family not in TRAINED and family not in WRAPPERS:
+        why, instead = REFUSED.get(family, UNCOMPARED)
         raise ModelError(
             f"{name[:_LONGEST_NAME]} is by its name of the family {family}, which is not "
             f"supported: {why}",
-            hint=f"{instead}; {_LIST}",
+            hint=f"{instead}; `highwater models` lists the catalog and all families",
         )
+    size = _told_by(name.lower())[2]
+    like = (each for each in near_names(name) if _LIKE <= _told_by(each.lower())[2] / size <= 1)
+    near = next(like, None) if size else None
+    which = "the text model of its family" if family in WRAPPERS else "its family"
+    said = f"{which}, {family}, trains: put its config.json here and name ./config.json instead"
+    return f"{said}, or the like of it, `{near}`; " if near else f"{said}; "
 
 
 def _meant(near: list[str]) -> str:

@@ -33,12 +33,14 @@ _COUNT_BEHIND = re.compile(r"(\D.*(?=:)|\d{4}(?=:)|\D.*\d.*?)\s*[:xX×*]\s*(\d+)
 """A kind and then its count: ``A100:4``, as SkyPilot has them, or ``A100x4``."""
 _UNLISTED = {
     r"(nvidia )?(dgx ?spark|gb10)": ("has its host's memory, which no driver tells", "119GiB"),
-    r".*\b(ascend|910[abc]|gaudi ?\d?|tpu|trainium)\b.*": (
+    r"(nvidia )?gb300( .*)?": ("is B300 beside a CPU, whose driver nobody has read", "B300"),
+    r"(apple )?m\d( (pro|max|ultra))?": ("is Apple's, and shares its host's memory", "16GiB"),
+    r"(.*\b)?(ascend|910[abc]|gaudi ?\d?|tpu ?(v\d\w*)?|v\d[ep]|trainium ?\d?)\b.*": (
         "is of neither NVIDIA nor AMD, whose libraries alone are known",
         "60GiB",
     ),
 }
-"""Names of no kind of the catalog, why, and the memory of an example."""
+"""Names of no kind of the catalog, why, and an example's memory or the kind that is like it."""
 _COUNT_ALONE = re.compile(rf"(\d{{1,{_DIGITS}}})\s*[xX×*]")
 """A count that no kind follows."""
 _SIZE = re.compile(r"(\d{2,3})(?:gi?b?)?")
@@ -233,7 +235,7 @@ def _parse(text: str | None) -> _Named:
         raise UsageError(problem, hint=f"ask for each alone: `--gpus {first}`")
     behind = _COUNT_BEHIND.fullmatch(text.strip())
     text = text if behind is None else f"{behind[2]}x{behind[1]}"
-    is_card = text.strip().isdecimal() and _by_number(text.strip()) is not None
+    is_card = text.strip().isdecimal() and kind_by_number(text.strip()) is not None
     if text.strip().isdecimal() and not is_card:
         return _Named(gpus=_counted(text, text))
     match = _NAMED.fullmatch(text.strip())
@@ -276,11 +278,13 @@ def _kind(name: str, named: _Named, gpu_memory_bytes: int | None) -> GpuKind:
     """The kind by the catalog's or a driver's name; raises UsageError for another memory."""
     kinds = {kind.name.lower(): kind for kind in gpu_catalog()}
     said = re.sub(r"[\s_-]+", " ", name.lower()).strip()
-    found = kinds.get(name.lower()) or kind_of(name) or _by_number(name)
-    for pattern, (why, size) in _UNLISTED.items():
+    found = kinds.get(name.lower()) or kind_of(name) or kind_by_number(name)
+    for pattern, (why, like) in _UNLISTED.items():
         if found is None and re.fullmatch(pattern, said):
-            gpus = _typed(named.gpus or 1, None, machines=named.machines)
-            hint = f"name what tensors may take: `--gpus {gpus} --gpu-memory {size}`"
+            kind = kinds.get(like.lower())
+            gpus = _typed(named.gpus or 1, kind and kind.name, machines=named.machines)
+            size = f"name what tensors may take, for {like} `--gpus {gpus} --gpu-memory {like}`"
+            hint = f"use `--gpus {gpus}`" if kind else size
             raise UsageError(f"{name} {why}", hint=hint)
     counted = _COUNT_ALONE.fullmatch(name) if named.gpus is None else None
     gpus = min(max(1, int(counted[1])), MOST_GPUS_OF_A_MACHINE) if counted else named.gpus
@@ -333,7 +337,7 @@ def _near(name: str) -> GpuKind | None:
     return next((kind for kind in kinds if _is_meant(kind, *typed)), None)
 
 
-def _by_number(name: str) -> GpuKind | None:
+def kind_by_number(name: str) -> GpuKind | None:
     """The kind that alone has this number of four digits: ``4090``."""
     having = [kind for kind in gpu_catalog() if re.search(rf"\b{re.escape(name)}\b", kind.name)]
     return having[0] if re.fullmatch(r"\d{4}", name) and len(having) == 1 else None

@@ -73,6 +73,12 @@ class ObjectiveTraits(Record, frozen=True, kw_only=True):
         return not self.pairs and self.advantages == "none"
 
     @property
+    def outside_step(self) -> str:
+        """Sentence that says which time no step's seconds have; empty where they have all."""
+        is_generated = self.advantages != "none"
+        return "A step's seconds leave out generation." if is_generated else ""
+
+    @property
     def documents_together(self) -> int:
         """Documents that one micro-batch has all of, or none."""
         return 2 if self.pairs else 1

@@ -11,7 +11,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
-from highwater.nouns.cluster import card_memory, cluster
+from highwater.nouns.cluster import card_memory, cluster, kind_by_number
 from highwater.nouns.declaration import (
     IN_A_STEP,
     KEYWORDS,
@@ -510,6 +510,8 @@ def request_from(
     spelling = in_file(config_file) if config_file else KEYWORDS if keywords else TYPED
     _check_names(values, spelling)
     values = {name: _loosened(name, value) for name, value in values.items()}
+    if spelling is TYPED and values.get("gpus") is not None:
+        _refuse_card(values["gpus"])
     try:
         request = msgspec.convert(values, Request, strict=config_file is not None)
     except msgspec.ValidationError as error:
@@ -586,12 +588,25 @@ def _mistyped(
     near = nearest(shown, allowed) or row.example or row.kind.example
     works = spelling.setting(name, DEFAULTS.get(name, near))
     if name == "gpus" and spelling is TYPED and " " not in shown:
-        with suppress(UsageError):  # GPUs as `predict` is told them
-            meant = cluster(shown, gpu_memory_bytes=None, machine=None)
-            memory = format_bytes(meant.device_bytes).replace(" ", "")
-            works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
-            works += f"{meant.gpus} --device cuda --memory {memory} --dry-run"
+        with suppress(UsageError):
+            works = _elsewhere(shown)
     return UsageError(f"{problem} {row.kind.expected}", hint=f"for example `{works}`")
+
+
+def _refuse_card(gpus: object) -> None:
+    """Raise UsageError for a card's number, ``4090``, which `predict` takes, in a count's place."""
+    shown = " ".join(map(str, gpus)) if isinstance(gpus, list | tuple) else str(gpus)
+    if (kind := kind_by_number(shown)) is not None:
+        problem = f"gpus {shown!r} is {kind.name}, and a count is asked for"
+        raise UsageError(problem, hint=f"for example `{_elsewhere(shown)}`")
+
+
+def _elsewhere(shown: str) -> str:
+    """What is typed of GPUs that are named as `predict` is told them; UsageError for others."""
+    meant = cluster(shown, gpu_memory_bytes=None, machine=None)
+    memory = format_bytes(meant.device_bytes).replace(" ", "")
+    works = f"--gpus {meant.gpus}`; find and try take as many that are elsewhere: `--gpus "
+    return f"{works}{meant.gpus} --device cuda --memory {memory} --dry-run"
 
 
 def setting_flags(settings: Settings, *, but_not: Collection[str] = ()) -> tuple[str, ...]:

@@ -384,7 +384,7 @@ def configurations(
                 answered = made.emitted
                 if answered.fits:
                     chosen = msgspec.structs.replace(found, chosen=made.candidate)
-                    answered = answered_first(answered, recommendation_answer(chosen))
+                    answered = answered_first(answered, recommendation_answer(chosen, target))
                 texts[target] = answered.text.rstrip("\n") + "\n"
     return texts
 

@@ -28,7 +28,14 @@ from highwater.nouns.settings import (
     short_settings,
 )
 from highwater.nouns.study import RISK_IN_WORDS, Cell, Risk, counted_ranks
-from highwater.nouns.trainer import OURS, REGISTRY, AnyTrainer, predicted_as, predicted_traits
+from highwater.nouns.trainer import (
+    OURS,
+    REGISTRY,
+    AnyTrainer,
+    predicted_as,
+    predicted_traits,
+    step_in_words,
+)
 from highwater.pages.page import template_lines
 from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
@@ -61,8 +68,9 @@ def prediction_answer(
     ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do;
     ``change``: what to write into the user's own file.
     """
+    is_trained = prediction.answer is not None
     said = _answered(prediction, longest, alternatives, is_fewest=is_fewest, change=change)
-    said += _of_sequences(prediction.explained.cell, prediction.trainer)
+    said += _of_objective(prediction.explained.cell, prediction.trainer, is_trained=is_trained)
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         said += " `--rollout vllm` has a cache of its own size."
@@ -131,6 +139,7 @@ def choice_answer(choice: "GpuChoice") -> str:
     return (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
+        f"{_of_objective(best.trained.cell, choice.trainer)}"
     )
 
 
@@ -161,25 +170,28 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_sequences(cell: Cell, trainer: AnyTrainer) -> str:
-    """Say whose lengths are meant where an objective keeps two sequences together, and of how many
-    a micro-batch is that TRL would have of 8.
+def _of_objective(cell: Cell, trainer: AnyTrainer, *, is_trained: bool = True) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together, of how many a
+    micro-batch is that TRL would have of 8, and which time its steps leave out.
     """
-    rows = cell.settings.sequences_per_micro_batch
-    if trainer == "trl" and cell.settings.traits.advantages != "none":
-        usual = "; TRL's own default is 8 (`--sequences-per-micro-batch 8`)" * (rows == 1)
-        return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
-    if cell.settings.traits.documents_together != 2:
-        return ""
-    is_first = trainer == "trl" and cell.settings.has_second_model
-    first = " The reference is run before training (`precompute_ref_log_probs: true`)." * is_first
-    return f" Lengths are of one sequence of a pair.{first}"
+    traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
+    if traits.documents_together == 2:
+        is_first = trainer == "trl" and cell.settings.has_second_model
+        first = " The reference runs before training (`precompute_ref_log_probs: true`)." * is_first
+        return f" Lengths are of one sequence of a pair.{first}"
+    said = f" {traits.outside_step}" if is_trained and traits.outside_step else ""
+    if trainer != "trl" or traits.advantages == "none":
+        return said
+    usual = "; TRL's own default is 8 (`--sequences-per-micro-batch 8`)" * (rows == 1)
+    return f" A micro-batch has {counted(rows, 'sequence')}{usual}.{said}"
 
 
-def recommendation_answer(found: Recommendation) -> str:
-    """The settings to take for a length, and who says that they fit; where none do, what would."""
+def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
+    """The settings to take for a length, and who says that they fit; where none do, what would.
+    ``target``: the trainer that it is written for, if not the one whose step is predicted.
+    """
     model = plain(found.model_name)
-    where = _where(found)
+    where = _where(found, target)
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = format_tokens(found.length_tokens), found.chosen
     if chosen is None:
@@ -193,17 +205,18 @@ def recommendation_answer(found: Recommendation) -> str:
         chosen, found.host_memory_bytes, found.usual_host, is_scaled=found.yarn is not None
     )
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
+    by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
     return (
         f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
-        f"{by[:1].upper()}{by[1:]}.{_of_sequences(chosen.cell, found.trainer)}"
+        f"{by[:1].upper()}{by[1:]}.{_of_objective(chosen.cell, found.trainer)}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
 
-def _where(found: Prediction | Recommendation) -> str:
+def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
     """``4 x A100-80GB``, and who trains where that is not our engine."""
-    row = REGISTRY[found.trainer]
+    row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
     return f"{_gpus(found)}{'' if found.trainer == OURS else by}"
@@ -611,8 +624,8 @@ def data_answer(found: "DataLengths") -> str:
         money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
         said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
         said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
-    is_text = found.tokenizer != "bytes"
-    return f"{said}." if is_text else f"{said}. Bytes are counted: no tokenizer is here."
+    said += "." if meant.trained is None else f".{_of_objective(meant.trained.cell)}"
+    return said + " Bytes are counted: no tokenizer is here." * (found.tokenizer == "bytes")
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:

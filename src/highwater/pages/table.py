@@ -135,6 +135,8 @@ _LINES_OF_A_HEADING = 2
 _WHOLE = 24
 """Columns beside a name that are room enough for a longer value."""
 _GAP = "  "
+_GAPS = (_GAP, " ")
+"""Gaps between columns, of which the last is for rows that would be folded for a gap's sake."""
 _GAP_OF_PAIRS = "   "
 _FIGURE = re.compile(r"[^\w`]*\d\S*(?<!:)(?: (?:[KMGT]iB|ms|s|%|GPUs?))?(?!\S)")
 """The beginning of a cell of figures."""
@@ -221,8 +223,9 @@ def _are_figures(cells: Sequence[str]) -> bool:
 def _drawn(columns: Sequence[_DrawnColumn], width: int) -> _Drawn:
     """Draw in the form of fewest lines, with whole names if they do not take many more."""
     whole = [_whole_width(column) for column in columns]
-    if _taken(whole) <= width:
-        return _side_by_side(columns, whole)
+    for gap in _GAPS:
+        if sum(whole) + len(gap) * (len(whole) - 1) <= width:
+            return _side_by_side(columns, whole, gap)
     names, *others = [_narrowest_by_height(column) for column in columns]
     forms: list[tuple[float, _Drawn]] = []
     for name_width in names:
@@ -332,14 +335,16 @@ def _lines_in_all(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> int
     return sum(map(max, zip(*heights, strict=True)))
 
 
-def _side_by_side(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> _Drawn:
+def _side_by_side(
+    columns: Sequence[_DrawnColumn], widths: Sequence[int], gap: str = _GAP
+) -> _Drawn:
     """Headings above a rule; each row has as many lines as its highest cell."""
     are_left = [column.is_left for column in columns]
     paired = list(zip(columns, widths, strict=True))
     headings = [folded(column.heading, width) for column, width in paired]
     height = max(map(len, headings))
     raised = [[""] * (height - len(heading)) + heading for heading in headings]
-    rule = _GAP.join("-" * width for width in widths).rstrip()
+    rule = gap.join("-" * width for width in widths).rstrip()
     cells = (
         [
             column.lines(column.cells[row], width)
@@ -348,13 +353,13 @@ def _side_by_side(columns: Sequence[_DrawnColumn], widths: Sequence[int]) -> _Dr
         for row in range(len(columns[0].cells))
     )
     return _Drawn(
-        headings=[*_joined(raised, widths, are_left), rule],
-        rows=[list(_joined(row, widths, are_left)) for row in cells],
+        headings=[*_joined(raised, widths, are_left, gap), rule],
+        rows=[list(_joined(row, widths, are_left, gap)) for row in cells],
     )
 
 
 def _joined(
-    cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool]
+    cells: Sequence[Sequence[str]], widths: Sequence[int], are_left: Sequence[bool], gap: str = _GAP
 ) -> Iterator[str]:
     """Cells of several lines beside each other."""
     for line in range(max(map(len, cells))):
@@ -362,7 +367,7 @@ def _joined(
             _aligned(cell[line] if line < len(cell) else "", width, is_left=is_left)
             for cell, width, is_left in zip(cells, widths, are_left, strict=True)
         ]
-        text = _GAP.join(texts).rstrip()
+        text = gap.join(texts).rstrip()
         if text:
             yield text
 

@@ -337,6 +337,7 @@ def unpredicted(
         takes = f"{step} takes {format_bytes(room_bytes - chosen.headroom_bytes)} of {each}"
     said = f"Not predicted for this trainer: nobody measured what {name} takes for {what}."
     said += f" For comparison, {takes}, {chosen.source}."
+    said = f"{said} {chosen.cell.settings.traits.outside_step}".rstrip()
     if logits_bytes is None:
         return said
     with_them = bytes_with_logits(found, chosen, logits_bytes)

@@ -48,7 +48,7 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     settings = chosen.cell.settings
     said = [
         "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
-        "how much, `highwater predict --rollout vllm` what it may be; nor is the time it generates"
+        "how much, `highwater predict --rollout vllm` what it may be"
     ]
     if settings.allocator == "expandable":
         said.append(
