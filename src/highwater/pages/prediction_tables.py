@@ -80,7 +80,9 @@ def prediction_answer(
         said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
     rollout = prediction.memory_limit.rollout
     if prediction.trainer == "trl" and rollout is not None and not rollout.own_gpus:
-        said += " Without it transformers generates, with keys and values of a whole batch."
+        said += (
+            " Without `--rollout` transformers generates, with keys and values of a whole batch."
+        )
     return said if rollout is None else f"{said} {ON_PAPER}"
 
 
