@@ -384,9 +384,9 @@ def test_no_native_length_is_said_to_train_where_none_does():
 @pytest.mark.parametrize(
     ("gpus", "named", "is_least", "factor"),
     [
-        ("8xA100-80GB", {}, True, 25.5),
-        ("4xA100-80GB", {"activations": "gpu"}, False, 18.25),
-        ("4xA100-80GB", {"max_length": "64k"}, True, 1.5),
+        ("8xA100-80GB", {}, True, 25.6),
+        ("4xA100-80GB", {"activations": "gpu"}, False, 18.3),
+        ("4xA100-80GB", {"max_length": "64k"}, True, 1.6),
         ("8xA100-80GB", {"max_length": 40_960}, False, None),
     ],
 )
@@ -398,6 +398,24 @@ def test_the_longest_is_marked_where_the_search_ends_it_and_says_how_far_yarn_st
     assert ("The longest is ≥" in said) == is_least
     assert prediction.yarn_factor == factor
     assert ("published models go up to 8" in said) == (factor is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "named"),
+    [
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl"}),
+        ("Qwen3-8B", "2xH100-80GB", {"offload": False}),
+        ("Qwen3-1.7B", "L40S", {"resolution": 2048}),
+    ],
+)
+def test_no_length_that_trains_is_more_than_a_step_above_the_longest(model, gpus, named):
+    longest = highwater.predict(model, gpus=gpus, **named).explained
+    reached, step = longest.capacity_tokens, named.get("resolution", 4096)
+    assert longest.cell.layout.gpus * reached > 40_960
+    assert longest.does_not_fit_tokens == reached + step
+    here = {name: value for name, value in named.items() if name != "resolution"}
+    above = [highwater.predict(model, gpus=gpus, length=reached + n * step, **here) for n in (1, 2)]
+    assert not any(cell.capacity_tokens for each in above for cell in each.cells)
 
 
 @pytest.mark.parametrize(
