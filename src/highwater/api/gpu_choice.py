@@ -42,6 +42,8 @@ class Offer(Record, frozen=True, kw_only=True):
     """The machine whose host memory is taken, where nobody said how much there is."""
     million_dollars: float | None = None
     """Dollars of a million tokens; None: nobody knows the price, or the speed."""
+    hour_dollars: float | None = None
+    """Dollars of these GPUs for an hour; None: nobody knows the price."""
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
@@ -89,13 +91,14 @@ def cheapest_gpus(
     offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
     notes = [note for each in tried for prediction in each for note in prediction.notes]
     known = tried[0][0]
+    is_listed = price is None and any(each.hour_dollars for each in offers)
     return GpuChoice(
         model_name=known.model_name,
         native_length_tokens=known.native_length_tokens,
         trainer=known.trainer,
         length_tokens=known.length_tokens or 0,
         offers=tuple(sorted(offers, key=_place)),
-        notes=tuple(dict.fromkeys([*notes, *([LISTED] if price is None else [])])),
+        notes=tuple(dict.fromkeys([*notes, *([LISTED] * is_listed)])),
     )
 
 
@@ -121,9 +124,10 @@ def _by_count(
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Sort key: what trains it for known dollars, then without, and what does not at the end."""
-    dollars = offer.million_dollars
-    return (offer.trained is None, dollars is None, round(dollars or 0.0, 2), offer.gpus)
+    """Sort key: what trains it for known dollars, then without by the hour, and what does not."""
+    dollars, hour = offer.million_dollars, offer.hour_dollars
+    known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
+    return (offer.trained is None, *known, offer.gpus)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
@@ -147,6 +151,7 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
                 host_memory_bytes=each.memory_limit.host_bytes,
                 usual_host=each.memory_limit.usual_host,
                 million_dollars=cost and cost.dollars,
+                hour_dollars=price and price * each.gpus,
             )
         )
     return min(offers, key=_place)

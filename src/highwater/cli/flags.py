@@ -180,8 +180,8 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="gpus",
         metavar=_KIND,
         helps={
-            "predict": f"for example 4xA100-80GB, {_GPUS}; with --length H100 alone asks for the "
-            "fewest, and A100-80GB,H100,B200 for the cheapest",
+            "predict": f"for example 4xA100-80GB, {_GPUS}; with --length A100-80GB,H100,B200 asks "
+            "for the cheapest",
             "recommend": f"for example 4xA100-80GB, {_GPUS}; how many, and which kind, says "
             "`predict`",
         },

@@ -53,13 +53,12 @@ def prediction_answer(
     *,
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
-    is_fewest: bool = False,
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
     nothing fits it says what would: ``longest`` is the prediction without that length, and
-    ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do.
+    ``alternatives`` are what else was found.
     """
-    said = _answered(prediction, longest, alternatives, is_fewest=is_fewest)
+    said = _answered(prediction, longest, alternatives)
     said += _of_pairs(prediction.explained.cell)
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
@@ -72,15 +71,12 @@ def _answered(
     prediction: Prediction,
     longest: Prediction | None,
     alternatives: Sequence[Alternative],
-    *,
-    is_fewest: bool,
 ) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
-        many = "up to " * (is_fewest and prediction.gpus > 1)
-        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives)
+        return _nothing(prediction, f"{where}, {by}", longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     by = f"{by[:1].upper()}{by[1:]}"
@@ -90,8 +86,6 @@ def _answered(
 
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens on {where}"
-        if is_fewest and prediction.gpus > 1:
-            first = f"{where} train {model} at {format_tokens(asked)} tokens, the fewest that do,"
         return f"{first} {trained(answer, asked)}. {by}."
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
@@ -119,6 +113,8 @@ def choice_answer(choice: "GpuChoice") -> str:
     which, dollars = "fewest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
+    elif best.hour_dollars is not None:
+        which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
     return (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
         f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
@@ -134,6 +130,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         choice.offers,
         ("GPUs", lambda each: f"{each.gpus} x {plain(each.device_name)}"),
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
+        ("dollars, 1h", lambda each: _dollars(each.hour_dollars)),
         ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
         ("tokens/s", "trained.step.tokens_per_s"),
         ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
