@@ -257,7 +257,7 @@ ASKED = [
     pytest.param("Qwen3-0.6B", "2xA100-80GB", 1 << 20, id="none fits"),
     pytest.param("Qwen3-0.6B", "1xH100-80GB", 8 << 10, id="all fit"),
 ]
-MOST_REPLAYS = 30
+MOST_REPLAYS = 34
 """What the question with the most cells that a trace speaks of takes: 12 of them, at one length and
 at their longest."""
 

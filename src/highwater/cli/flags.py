@@ -101,7 +101,10 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "data", REQUIRED, "a file of JSON lines, Parquet or text, or a folder", place="+"
     )
     counted_by: str | None = _flag(
-        "data", None, "whose tokenizer counts tokens; default: bytes are counted", name="model"
+        "data",
+        None,
+        "folder with the tokenizer that counts; default: 4 bytes a token",
+        name="model",
     )
     shown: _Texts = _flag("show", (), _NEWEST, place="*", metavar="STUDY", rung_field="studies")
     study: str | None = _flag("report", None, _NEWEST, place="?", metavar="STUDY")

@@ -551,25 +551,32 @@ def _bar(size: int, largest: int) -> str:
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Say which length keeps nearly all of the data, what the next one does, and what they take."""
+    """Say which length holds nearly all documents whole and how far the GPUs train; then what a
+    length keeps of the tokens, what the next one does, and what they take: a line each.
+    """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    enough, cut_first = found.enough, ""
+    is_estimated = found.bytes_per_token is not None
+    about, documents = "about " * is_estimated, counted(found.documents, "document")
+    lines = [
+        f"{name}: {about}{format_tokens(found.whole_tokens)} tokens hold 99 % of {documents} whole"
+    ]
+    if found.trained_by is not None:
+        reach = f"up to {format_tokens(found.reach_tokens)}" if found.reach_tokens else "none"
+        lines[0] += f"; {plain(found.trained_by)} {reach}"
     if found.cut is not None:
-        longer = found.documents - found.cut.documents
-        by = found.trained_by and f" that {plain(found.trained_by)}"
-        cut_first = (
-            f"{longer:,} of {counted(found.documents, 'document')} "
-            f"({longer / found.documents:.1%}) {'is' if longer == 1 else 'are'} longer than "
-            f"{'the ' * bool(by)}{format_tokens(found.cut.length_tokens)} tokens{by or ''}; cut "
-            f"there, {_of(found.cut, found)} of your tokens are left. "
+        longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
+        lines.append(
+            f"{longer:,} of {documents} ({longer / found.documents:.1%}) "
+            f"{'is' if longer == 1 else 'are'} longer than {at} tokens; cut there, "
+            f"{_of(found.cut, found)} of your tokens are left"
         )
+    enough = found.enough
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
     is_last = bool(longer and enough.trained and not longer.trained)
     said = (
-        f"{cut_first}{name}: {format_tokens(enough.length_tokens)} tokens"
+        f"{format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
-        f"tokens, and {enough.documents / found.documents:.0%} of "
-        f"{counted(found.documents, 'document')} whole"
+        f"tokens, and {enough.documents / found.documents:.0%} of the documents whole"
     )
     step, next_step = (each and each.trained and each.trained.step for each in (enough, longer))
     if longer is not None:
@@ -578,13 +585,18 @@ def data_answer(found: "DataLengths") -> str:
             said += ", and do not train here"
         elif step and next_step:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
+    lines.append(said)
     meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
     if meant.epoch_s is not None:
         money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
-        said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
-        said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
-    is_text = found.tokenizer != "bytes"
-    return f"{said}." if is_text else f"{said}. Bytes are counted: no tokenizer is here."
+        passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
+        lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
+    if is_estimated:
+        lines.append(
+            f"Tokens are estimated: {found.bytes_per_token} bytes each, as of English text. No "
+            "tokenizer is here: name a model's folder that has its tokenizer.json to count them"
+        )
+    return "\n".join(f"{line}." for line in lines)
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
@@ -605,9 +617,10 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     is_short = is_trained and not is_whole
     shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
     left = len(found.lengths) - len(shown)
+    how = "counted" if found.bytes_per_token is None else "estimated from bytes"
     return table_of(
         f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}{trained and f', {trained}'}: counted"
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}"
         + (", and predicted" if is_trained else ""),
         shown,
         ("up to", "length_tokens"),
