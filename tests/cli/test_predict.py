@@ -89,7 +89,7 @@ def test_nothing_that_fits_is_answered_no(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "RTX-3090", "--allocator", "native")
     assert done.returncode == 1
     assert done.stdout.startswith("No: Qwen3-8B does not train at any length on 1 x RTX-3090")
-    assert "What would fit: " in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[1].startswith("What would fit: ")
     assert "none" in done.stdout
 
 
@@ -98,8 +98,8 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
     longest = highwater(*asked).stdout.split(" longest is ")[1].split()[0]
     done = highwater(*asked, "--length", "900k")
     assert done.returncode == 1
-    first = done.stdout.splitlines()[0]
-    assert f"What would fit: {longest} tokens here with " in first
+    first = done.stdout.partition("\n\n")[0]
+    assert f"\nWhat would fit: {longest} tokens here with " in first
     typed = re.findall(r"\(`(--[^`]+)`\)", first)
     assert typed, "another technique"
     for flags in typed:

@@ -54,9 +54,9 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     for more in ((), ("--list",)):
         done = highwater(*words, *more)
         assert done.returncode == 1
-        first = done.stdout.splitlines()[0]
+        first = done.stdout
         assert first.startswith("No: Qwen3-8B does not train at ")
-        assert "What would fit: " in first
+        assert "\nWhat would fit: " in first
     assert highwater(*words, "--json").returncode == 1
     assert "--gpus" in following(done)
     assert highwater(*following(done)).returncode == 0
@@ -65,15 +65,15 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
 def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
     words = ("Qwen3-8B", "--gpus", "8xH100", "--length", "8k", "--objective")
     for command in ("predict", "recommend"):
-        paired = highwater(command, *words, "dpo").stdout.splitlines()[0]
-        assert paired.endswith(" Lengths are of one sequence of a pair.")
-        assert "pair" not in highwater(command, *words, "sft").stdout.splitlines()[0]
+        paired = highwater(command, *words, "dpo").stdout
+        assert "\nLengths are of one sequence of a pair.\n" in paired
+        assert "pair" not in highwater(command, *words, "sft").stdout
 
 
 def test_a_trainer_that_knows_other_states_is_told_of_them_where_nothing_fits(highwater):
     model = "mistralai/Mistral-Small-24B-Instruct-2501"
     words = ("recommend", model, "--gpus", "8xL40S", "--trainer", "axolotl", "--length", "8k")
-    first = highwater(*words).stdout.splitlines()[0]
+    first = highwater(*words).stdout
     assert first.startswith("No: ")
     assert "moments of 8 bits, which are lossy (`--optimizer adamw-8bit`)" in first
     done = highwater(*words, "--optimizer", "adamw-8bit")

@@ -22,6 +22,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import (
+    in_lines,
     prediction_answer,
     prediction_table,
     recommendation_answer,
@@ -40,7 +41,7 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     found = highwater.predict("Qwen3-4B", gpus="1xH100-80GB")
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB with ")
+    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB: ")
     settings = "expandable segments, a chunked loss, the layers' activations in host memory"
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
@@ -55,8 +56,30 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", length="64k")
     first = next(cell for cell in found.cells if cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Yes: Qwen3-8B trains 65,536 tokens on 4 x A100-80GB with ")
+    assert said.startswith("Yes: Qwen3-8B trains 65,536 tokens on 4 x A100-80GB: safe, ")
+    assert " of each GPU left, about " in said.partition(". With ")[0]
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "asked"),
+    [
+        ("Qwen3-4B", "RTX-4090", {"lora": 16}),
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "64k"}),
+        ("Llama-3.1-70B", "8xH100", {"length": "32k"}),
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "100k"}),
+        ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
+    ],
+)
+def test_the_first_line_is_a_sentence_of_thirty_words_and_each_that_follows_has_its_own(
+    model, gpus, asked
+):
+    said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
+    first, *rest = in_lines(said).splitlines()
+    assert len(first.split()) <= 30
+    assert rest
+    assert " ".join(map(str.strip, (first, *rest))) == said
+    assert not any(". " in each for each in rest)
 
 
 def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
@@ -93,8 +116,8 @@ def test_what_trials_measured_is_neither_safe_nor_tight():
     assert (found.chosen.source, found.chosen.risk) == ("measured", None)
     said = recommendation_answer(found)
     assert said.startswith("Yes: ")
-    assert "YaRN: 309.1 MiB of each GPU left" in said
-    assert said.endswith(" Measured.")
+    assert ": 309.1 MiB of each GPU left" in said
+    assert ". Measured. With " in said
 
 
 _LENGTH = re.compile(r"\d{1,3}(?:,\d{3})+(?! tokens/s)")

@@ -42,6 +42,7 @@ from highwater.pages.prediction_tables import (
     choice_table,
     data_answer,
     data_table,
+    in_lines,
     prediction_answer,
     prediction_table,
     rollout_tables,
@@ -84,7 +85,7 @@ def predict(arguments: argparse.Namespace) -> int:
         return console.answer_json(prediction, code)
     longest, would_fit = _instead(arguments, prediction)
     console.answer_page(
-        prediction_answer(prediction, longest=longest, alternatives=would_fit),
+        in_lines(prediction_answer(prediction, longest=longest, alternatives=would_fit)),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -184,7 +185,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     if arguments.json:
         console.notes(notes)
         return console.answer_json(choice, code)
-    console.answer_page(choice_answer(choice), choice_table(choice), noted=notes)
+    console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)

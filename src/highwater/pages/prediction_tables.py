@@ -3,6 +3,7 @@ left, how fast it is. Then tables of predictions: capacities by rung, bytes by t
 cells of a known table one hits; and the caveat below them, or all notes (``prediction.txt.j2``).
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -48,6 +49,14 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 """The first word of an answer about one length; without a risk, of files before there were any."""
 
 
+def in_lines(answer: str) -> str:
+    """The answer with a line for each sentence and each of several ways, who says so beside what
+    is said.
+    """
+    lines = re.sub(r"(?<=\.) (?=[A-Z])(?!Predicted|Measured)", "\n", answer)
+    return lines.replace("; or ", ";\n  or ")
+
+
 def prediction_answer(
     prediction: Prediction,
     *,
@@ -79,26 +88,27 @@ def _answered(
         return _nothing(prediction, f"{where}, {by}", longest, alternatives)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
-    by = f"{by[:1].upper()}{by[1:]}"
+    usual = (limit.host_bytes, limit.usual_host)
 
-    def trained(each: CellPrediction, length_tokens: int) -> str:
-        return _trained(each, limit.host_bytes, limit.usual_host, is_scaled=length_tokens > native)
+    def told(first: str, each: CellPrediction, length_tokens: int) -> str:
+        return _told(f"{first} on {where}", each, *usual, by=by, is_scaled=length_tokens > native)
 
     if asked is not None:
-        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens on {where}"
-        return f"{first} {trained(answer, asked)}. {by}."
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        return told(first, answer, asked)
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
     if simplest is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        said = f"{model} {may} up to {reach} on {where} {trained(answer, tokens)}"
-        return f"{said}. {by}.{_beside(prediction, answer)}"
-    first = f"{model} trains its native {format_tokens(native)} tokens on {where}"
-    said = f"{first} {trained(simplest, native)}. {by}."
+        said = told(f"{model} {may} up to {reach}", answer, tokens)
+        return f"{said}{_beside(prediction, answer)}"
+    said = told(f"{model} trains its native {format_tokens(native)} tokens", simplest, native)
     if tokens <= native:
         fails = answer.does_not_fit_tokens
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
-    return f"{said} The longest is {reach} {trained(answer, tokens)}.{_beside(prediction, answer)}"
+    how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
+    longest = ", ".join(filter(None, (facts, host)))
+    return f"{said} The longest is {reach} with {how}: {longest}.{_beside(prediction, answer)}"
 
 
 def choice_answer(choice: "GpuChoice") -> str:
@@ -109,16 +119,17 @@ def choice_answer(choice: "GpuChoice") -> str:
         kinds = listed([each.device_name for each in choice.offers])
         return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
     is_scaled = choice.length_tokens > choice.native_length_tokens
-    how = _trained(best.trained, best.host_memory_bytes, best.usual_host, is_scaled=is_scaled)
     which, dollars = "fewest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
     elif best.hour_dollars is not None:
         which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
-    return (
+    first = (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
-        f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
+        f"of these to train {model} at {tokens}{dollars}"
     )
+    host = (best.host_memory_bytes, best.usual_host)
+    return _told(first, best.trained, *host, by="predicted", is_scaled=is_scaled)
 
 
 def choice_table(choice: "GpuChoice") -> TextTable:
@@ -168,15 +179,13 @@ def recommendation_answer(found: Recommendation) -> str:
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
         return f"{said} {ON_PAPER}" if is_beside else said
-    how = _trained(
-        chosen, found.host_memory_bytes, found.usual_host, is_scaled=found.yarn is not None
-    )
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     by = "measured, in memory alone" if chosen.is_memory_only else by
+    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where}"
+    host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return (
-        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
-        f"{by[:1].upper()}{by[1:]}.{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
-        f"{_of_pairs(chosen.cell)}"
+        f"{_told(first, chosen, *host, by=by, is_scaled=is_scaled)}"
+        f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}{_of_pairs(chosen.cell)}"
     )
 
 
@@ -272,15 +281,32 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
+def _told(
+    first: str,
+    found: CellPrediction | Candidate,
+    host_memory_bytes: int | None,
+    usual_host: str | None,
+    *,
+    by: str,
+    is_scaled: bool,
+) -> str:
+    """Say in one sentence that something trains, how sure that is, what is left of a GPU and how
+    fast it is; then with which settings, and what they take of host memory.
+    """
+    how, facts, host = _trained(found, host_memory_bytes, usual_host, is_scaled=is_scaled)
+    said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
+    return f"{said} With {how}{'; ' * bool(host)}{host}."
+
+
 def _trained(
     found: CellPrediction | Candidate,
     host_memory_bytes: int | None,
     usual_host: str | None,
     *,
     is_scaled: bool,
-) -> str:
-    """Say with which settings it trains; then how sure it is, what is left of a GPU, what it takes
-    of host memory, how fast it is.
+) -> tuple[str, str, str]:
+    """The settings; how sure it is, what is left of a GPU, and how fast it is; and what it takes of
+    host memory, if much.
     """
     is_lowered = False
     if isinstance(found, Candidate):
@@ -289,21 +315,20 @@ def _trained(
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
-    processes_bytes = found.cell.layout.machine_gpus * PROCESS_BYTES
+    settings, layout, host = found.cell.settings, found.cell.layout, ""
     said = [] if found.risk is None else [str(found.risk)]
     if held is not None:
         said.append(f"vLLM holds {counted(held, 'such sequence')} at once")
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
-    if host_bytes is not None and host_bytes > processes_bytes:
-        of_host = _of_host(host_memory_bytes, usual_host, found.cell.settings)
-        said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
     if step is not None:
         each = format_seconds(step.time_s)
         said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
-    settings, layout = found.cell.settings, found.cell.layout
+    if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
+        of_host = _of_host(host_memory_bytes, usual_host, settings)
+        host = f"{format_bytes(host_bytes)} of host memory{of_host}"
     how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
-    return f"with {how}{': ' * bool(said)}{', '.join(said)}"
+    return how, ", ".join(said), host
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
@@ -504,7 +529,8 @@ def term_table(predicted: CellPrediction) -> TextTable:
         ("GiB", lambda row: f"{row[1].bytes / GIB:.2f}"),
         footnotes=(
             f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, "
-            f"and outside the allocator",
+            "and outside the allocator; the allocator only keeps "
+            f"{format_bytes(footprint.cached_bytes)} of it, and headroom counts that as left",
         ),
     )
 
