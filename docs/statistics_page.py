@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Group, Quantity
+from highwater.engine.training.statistics import DOCUMENT, QUANTITIES, Group, Quantity
 
 _TEXT = """\
 # Statistics of a step

@@ -25,9 +25,8 @@ from highwater.engine.data import batches as data
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.statistics import Statistics
+from highwater.engine.training.statistics import Group, Quantity, Statistics
 from highwater.engine.training.step import train_step
-from highwater.engine.training.step_quantities import Group, Quantity
 from highwater.engine.training.training_run import evaluate
 from highwater.nouns.layout import Layout
 from references import objectives as plain

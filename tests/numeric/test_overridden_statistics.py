@@ -15,10 +15,9 @@ from tiny_training import trained
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.data.batches import Document, pack
-from highwater.engine.training.statistics import Statistics
+from highwater.engine.training.statistics import QUANTITIES, Quantity, Statistics
 from highwater.engine.training.statistics_log import StatisticsLog
 from highwater.engine.training.step import Training, train_step
-from highwater.engine.training.step_quantities import QUANTITIES, Quantity
 from highwater.errors import UsageError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model

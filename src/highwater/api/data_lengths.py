@@ -153,16 +153,12 @@ def data_lengths(
         tokens=sum(documents),
         longest_tokens=documents[-1],
         lengths=kept,
-        whole_tokens=_rounded(documents[-(-99 * len(documents) // 100) - 1]),
+        whole_tokens=-(-documents[-(-99 * len(documents) // 100) - 1] // _ROUND) * _ROUND,
         reach_tokens=reach,
         cut=None if cut is None else keep(cut),
         trained_by=trained_by,
         notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,
     )
-
-
-def _rounded(tokens: int) -> int:
-    return -(-tokens // _ROUND) * _ROUND
 
 
 def _kept(

@@ -1,5 +1,5 @@
-"""GPU choice: the fewest GPUs of a kind that train a length, and of several kinds those that train
-it for the least money.
+"""GPU choice: of several kinds of GPUs those that train a length for the least money, and the
+fewest of each that do.
 
 ```python
 import highwater
@@ -18,7 +18,6 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import LISTED, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
@@ -58,18 +57,6 @@ class GpuChoice(Record, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def fewest_gpus(model: str, *, gpus: str, length: int | str, **asked: Any) -> Prediction:
-    """The prediction of the fewest GPUs of a kind, ``"H200"``, that train ``length``: of 1, 2, 4,
-    8 or 16, and of 16 where none does. The other keywords are those of ``predict``.
-    """
-    tried = []
-    for each in _by_count(model, gpus, (*_COUNTS, MOST_GPUS_OF_A_MACHINE), length=length, **asked):
-        tried.append(each)
-        if any(cell.capacity_tokens for cell in each.cells):
-            break
-    return tried[-1]
-
-
 def cheapest_gpus(
     model: str,
     *,
@@ -102,16 +89,14 @@ def cheapest_gpus(
     )
 
 
-def _by_count(
-    model: str, gpus: str, counts: Sequence[int] = _COUNTS, **asked: Any
-) -> Iterator[Prediction]:
+def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
     """The predictions of a kind's numbers of GPUs, or of the number that a text has."""
     if has_count(gpus):
         yield predict(model, gpus=gpus, **asked)
         return
     refused: UsageError | None = None
     is_predicted = False
-    for each in counts:
+    for each in _COUNTS:
         try:
             found = predict(model, gpus=gpus if each == 1 else f"{each}x{gpus}", **asked)
         except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more

@@ -8,16 +8,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from highwater.engine.training.statistics import Quantity as Quantity
     from highwater.engine.training.step import Training as Training
     from highwater.engine.training.step import train_step as train_step
-    from highwater.engine.training.step_quantities import Quantity as Quantity
     from highwater.engine.training.trainer import StepResult as StepResult
     from highwater.engine.training.trainer import Trainer as Trainer
     from highwater.engine.training.training_run import Evaluation
 
 _PUBLIC = {
     "Evaluation": "highwater.engine.training.training_run",
-    "Quantity": "highwater.engine.training.step_quantities",
+    "Quantity": "highwater.engine.training.statistics",
     "StepResult": "highwater.engine.training.trainer",
     "Trainer": "highwater.engine.training.trainer",
     "Training": "highwater.engine.training.step",

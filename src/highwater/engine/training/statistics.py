@@ -1,6 +1,6 @@
 """Statistics of a step: numbers that are the same however it is split over micro-batches and ranks.
 
-A quantity (step_quantities.py) says what it counts and from which ranks it is combined; each rank
+A quantity (``statistics.json``) says what it counts and from which ranks it is combined; each rank
 adds its parts. One sum over all ranks carries everything: scalars, and two numbers for each
 document. A number has a slot for each group of ranks that is combined, a minimum or maximum one for
 each rank, and nothing is averaged or exponentiated before the sum. The sum runs after the update,
@@ -11,6 +11,7 @@ memory for a new one, and its MIN and MAX lose a NaN.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from numbers import Real
 from reprlib import repr as shortened
 from typing import Literal, get_args
@@ -21,8 +22,38 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from highwater.engine.parallel import mesh as process_mesh
-from highwater.engine.training.step_quantities import DOCUMENT, QUANTITIES, Group, How, Quantity
 from highwater.errors import UsageError
+from highwater.nouns.codec import from_json
+
+Group = Literal["rank", "context", "data", "all"]
+"""Ranks that a number is put together from: this ``rank`` alone; the ``context`` ranks, which share
+its sequences; the ``data`` ranks, which have the same place in other sequences; or ``all``."""
+How = Literal["sum", "mean", "min", "max", "each", "same", "rate"]
+"""``each``: the number of every rank, as a list by rank. ``same``: every rank has it already.
+``rate``: from other quantities."""
+
+DOCUMENT = "document"
+"""The ``per`` of quantities with a number for each document, over all its ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """Rule by which one number of a step is put together."""
+
+    how: How
+    says: str = ""
+    """Description of the number, in a line of Markdown."""
+    per: str | None = None
+    """Denominator of a mean: a count of the step, a sum of the caller's own, or DOCUMENT."""
+    group: Group = "all"
+    is_count: bool = False
+    """True if it is a whole number, put together from whole numbers alone."""
+
+
+QUANTITIES: Mapping[str, Quantity] = from_json(
+    (files("highwater.engine.training") / "statistics.json").read_bytes(), dict[str, Quantity]
+)
+"""The quantities, in the order in which a line has them. A line leaves out what a step has not."""
 
 Reduced = float | int | tuple[float | int | None, ...] | None
 """A number, of every rank for ``each``; None if there was nothing to divide or compare."""

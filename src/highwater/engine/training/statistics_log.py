@@ -14,9 +14,8 @@ import msgspec
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import LanguageModel
 from highwater.engine.models.loss import LogitRange
-from highwater.engine.training.statistics import Reduced, Statistics
+from highwater.engine.training.statistics import QUANTITIES, Reduced, Statistics
 from highwater.engine.training.step import Training
-from highwater.engine.training.step_quantities import QUANTITIES
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.hardware import kind_of

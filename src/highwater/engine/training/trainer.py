@@ -41,9 +41,8 @@ from highwater.engine.training.rank_run import (
     settle,
     step_numbers,
 )
-from highwater.engine.training.statistics import Reduced, Statistics, known
+from highwater.engine.training.statistics import Quantity, Reduced, Statistics, known
 from highwater.engine.training.statistics_log import follow_logits
-from highwater.engine.training.step_quantities import Quantity
 from highwater.engine.training.trainer_keywords import in_keywords, trial_of
 from highwater.engine.training.training_run import Evaluation, evaluate
 from highwater.errors import HighwaterError, UsageError
