@@ -73,7 +73,7 @@ def test_the_first_line_is_true_of_the_trainer_and_no_verdict_is_anothers(target
             assert f" for {trained}" in first
             assert first.startswith(("# Yes: ", "# Likely: ", "# Tight: "))
             by = predicted_as(own)
-            assert first.endswith(f". P{by[1:]}.")
+            assert f". P{by[1:]}. With " in first
             kinds.add("predicted")
         else:
             assert not VERDICT.search(said.out + said.err)

@@ -14,8 +14,9 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     done = highwater(*ASKED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB with ")
-    assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
+    assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB: safe, ")
+    assert lines[1].startswith("With ")
+    assert lines[3] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
     rows = [re.split(" {2,}", line) for line in done.stdout.split("\n\n")[2].splitlines()]
     verdicts = [row[rows[0].index("this length")] for row in rows[1:]]
     chosen = verdicts.index("the simplest")
@@ -26,8 +27,8 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     assert len(done.stdout.strip().split("\n\n")[3:]) == 1, "one caveat"
     explained = highwater(*ASKED, "--explain").stdout
     lines = explained.splitlines()
-    assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each"
-    told = {line[:14].strip(): line[14:] for line in reversed(lines[2:])}
+    assert lines[3] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each"
+    told = {line[:14].strip(): line[14:] for line in reversed(lines[3:])}
     assert told["settings"] == "expandable, chunked loss, predicted"
     assert told["headroom"].endswith(" of each GPU: safe")
     assert re.findall(r"[\d,]+", told["token budget"]) == ["98,304", "1", "98,304"]
@@ -66,7 +67,7 @@ def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
     words = ("Qwen3-8B", "--gpus", "8xH100", "--length", "8k", "--objective")
     for command in ("predict", "recommend"):
         paired = highwater(command, *words, "dpo").stdout
-        assert "\nLengths are of one sequence of a pair.\n" in paired
+        assert " Lengths are of one sequence of a pair.\n" in paired
         assert "pair" not in highwater(command, *words, "sft").stdout
 
 

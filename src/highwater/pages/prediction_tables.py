@@ -50,11 +50,8 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """The answer with a line for each sentence and each of several ways, who says so beside what
-    is said.
-    """
-    lines = re.sub(r"(?<=\.) (?=[A-Z])(?!Predicted|Measured)", "\n", answer)
-    return lines.replace("; or ", ";\n  or ")
+    """The answer with a line for the settings, for the longest, and for what would fit."""
+    return re.sub(r"(?<=\.) (?=With |The longest |What would fit)", "\n", answer)
 
 
 def prediction_answer(
@@ -107,7 +104,8 @@ def _answered(
         fails = answer.does_not_fit_tokens
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
     how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
-    longest = ", ".join(filter(None, (facts, host)))
+    how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
+    longest = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
     return f"{said} The longest is {reach} with {how}: {longest}.{_beside(prediction, answer)}"
 
 
@@ -209,7 +207,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     said = ""
     if prediction.yarn_factor is not None:
         stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"
-        said = f" YaRN stretches positions {stretched}."
+        said = f" YaRN stretches {stretched}."
     is_longer = answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens
     if is_longer and prediction.native is None:
         edge = format_tokens(answer.likely_edge_tokens)
@@ -217,7 +215,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
     if answer.cell.settings.uses_host and any(on_gpus):
-        said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
+        said += f" On the GPUs alone: {format_tokens(max(on_gpus))}."
     return said
 
 
@@ -317,8 +315,6 @@ def _trained(
         held = rollout and rollout.sequences
     settings, layout, host = found.cell.settings, found.cell.layout, ""
     said = [] if found.risk is None else [str(found.risk)]
-    if held is not None:
-        said.append(f"vLLM holds {counted(held, 'such sequence')} at once")
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
     if step is not None:
@@ -327,6 +323,9 @@ def _trained(
     if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
         of_host = _of_host(host_memory_bytes, usual_host, settings)
         host = f"{format_bytes(host_bytes)} of host memory{of_host}"
+    if held is not None:
+        holds = f"vLLM holds {counted(held, 'such sequence')} at once"
+        host = f"{host}; {holds}" if host else holds
     how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
     return how, ", ".join(said), host
 
