@@ -51,7 +51,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 def in_lines(answer: str) -> str:
     """The answer with a line for the settings, for the longest, and for what would fit."""
-    return re.sub(r"(?<=\.) (?=With |The longest |What would fit)", "\n", answer)
+    return re.sub(r"(?<=\.) (?=With |The longest |What would fit|Nearest is)", "\n", answer)
 
 
 def prediction_answer(
