@@ -8,7 +8,6 @@ from highwater.version import __version__ as __version__
 if TYPE_CHECKING:
     from highwater.api.data_lengths import data_lengths as data_lengths
     from highwater.api.gpu_choice import cheapest_gpus as cheapest_gpus
-    from highwater.api.gpu_choice import fewest_gpus as fewest_gpus
     from highwater.api.prediction import predict as predict
     from highwater.api.search import find as find
     from highwater.api.search import open_study as open_study
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "cheapest_gpus": "highwater.api.gpu_choice",
     "data_lengths": "highwater.api.data_lengths",
-    "fewest_gpus": "highwater.api.gpu_choice",
     "find": "highwater.api.search",
     "predict": "highwater.api.prediction",
     "run_trial": "highwater.api.search",
@@ -61,7 +59,6 @@ __all__ = [
     "__version__",
     "cheapest_gpus",
     "data_lengths",
-    "fewest_gpus",
     "find",
     "guide",
     "open_study",

@@ -100,7 +100,7 @@ def test_the_public_names_are_these():
         *(
             *("BlockSparseAttention", "BlockSparseRingDilatedAttention", "DilatedAttention"),
             *("HighwaterError", "MemoryProfiler", "SparsePatternConfig", "__version__"),
-            *("cheapest_gpus", "data_lengths", "fewest_gpus", "find"),
+            *("cheapest_gpus", "data_lengths", "find"),
             *("guide", "open_study", "predict", "recommend", "register_block_sparse"),
             "run_trial",
         ),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,16 @@ from highwater.errors import HighwaterError
 
 pytestmark = pytest.mark.usefixtures("forks")
 LENGTHS = (*([500] * 60), *([3_000] * 25), *([9_000] * 10), *([20_000] * 4), 70_001)
-"""Bytes of each text, with the end of a text a token more."""
-TOKENS = sum(LENGTHS) + len(LENGTHS)
+"""Tokens of each text, of about 4 bytes."""
+TOKENS = sum(LENGTHS)
+highwater_api = highwater
+"""Under a name that no fixture has."""
 ON = ("--gpus", "8xH100-80GB")
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    texts = ["x" * length for length in LENGTHS]
+    texts = ["x" * (4 * length - 1) for length in LENGTHS]  # and the end of a text
     random.Random(0).shuffle(texts)
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
@@ -27,16 +30,18 @@ def data(tmp_path: Path) -> str:
 
 def kept(length: int) -> int:
     """What a length keeps, by the definition."""
-    return sum(min(each + 1, length) for each in LENGTHS)
+    return sum(min(each, length) for each in LENGTHS)
 
 
 def test_each_length_keeps_what_its_definition_says_and_the_last_one_everything(data):
     found = highwater.data_lengths(data)
-    assert (found.documents, found.tokens, found.longest_tokens) == (100, TOKENS, 70_002)
+    assert (found.documents, found.tokens, found.longest_tokens) == (100, TOKENS, 70_001)
+    assert (found.tokenizer, found.bytes_per_token) == ("bytes", 4)
+    assert (found.whole_tokens, found.reach_tokens) == (20_224, None)
     assert [each.length_tokens for each in found.lengths] == [8192, 16384, 32768, 65536, 131072]
     for each in found.lengths:
         assert each.kept_tokens == kept(each.length_tokens)
-        assert each.documents == sum(one + 1 <= each.length_tokens for one in LENGTHS)
+        assert each.documents == sum(one <= each.length_tokens for one in LENGTHS)
         assert each.trained is None
     assert found.lengths[-1].kept_tokens == TOKENS
     assert found.enough.kept_tokens >= 0.95 * TOKENS
@@ -54,8 +59,8 @@ def test_conversations_without_a_tokenizer_have_the_bytes_of_what_is_said_in_the
     found = highwater.data_lengths(str(path))
     assert (found.tokenizer, found.documents) == ("bytes", 2)
     short, long = found.tokens - found.longest_tokens, found.longest_tokens
-    assert short == len("12345678\u00fc".encode())
-    assert 900 < long < 900 + 2 * len(json.dumps(call))
+    assert short == -(-len("12345678\u00fc".encode()) // 4)
+    assert 900 < 4 * long < 900 + 2 * len(json.dumps(call))
     assert any("what is said is counted" in note for note in found.notes)
 
 
@@ -73,27 +78,30 @@ def test_one_pass_takes_the_kept_tokens_at_the_predicted_speed_and_costs_the_gpu
         assert each.epoch_price == pytest.approx(2.5 * 8 * each.epoch_s / 3600)
 
 
-def test_a_command_says_the_length_that_keeps_nearly_all_first_and_draws_the_documents(
+def test_a_command_says_the_length_that_holds_nearly_all_first_and_draws_the_documents(
     highwater, data
 ):
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    assert "65,536 tokens keep 98" in first or "65,536 tokens keep 99" in first
-    assert "131,072 keep all" in first
-    assert "Bytes are counted" in first
+    assert first.endswith(": about 20,224 tokens hold 99 % of 100 documents whole.")
+    assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
+    assert rest[1].startswith("Tokens are estimated: 4 bytes each, as of English text.")
+    assert any(": estimated from bytes" in line for line in rest)
     drawn = [line.count("#") for line in rest if "#" in line]
     assert drawn[0] == max(drawn) == 16
-    assert max(map(len, rest)) <= 80
+    assert max(map(len, rest[3:])) <= 80
     assert json.loads(highwater("data", data, "--json").stdout)["tokens"] == TOKENS
 
 
 def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(highwater, data):
     done = highwater("predict", "Qwen3-8B", *ON, "--data", data, "--price", "2.50")
     assert done.returncode == 0, done.stderr
-    first = done.stdout.splitlines()[0]
-    assert " times as long" in first
-    assert " dollars, predicted" in first
+    first, *_ = done.stdout.splitlines()
+    reach = highwater_api.predict("Qwen3-8B", gpus="8xH100-80GB").explained.capacity_tokens
+    assert first.endswith(f" whole; 8 x H100-80GB train Qwen3-8B up to {reach:,}.")
+    assert " times as long" in done.stdout
+    assert " dollars, predicted" in done.stdout
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
 
 
@@ -105,17 +113,19 @@ def test_of_data_longer_than_what_trains_the_longest_that_does_comes_first(run, 
     assert longest.kept_tokens < 0.95 * TOKENS
     words = ("--gpus", "1xRTX-4090", "--lora", "16", "--activations", "gpu", "--data", data)
     done = run("highwater", "predict", "Qwen3-8B", *words)
-    first = done.stdout.splitlines()[0]
+    first = done.stdout
     assert f"{longest.length_tokens:,} tokens, the longest that train here, keep" in first
     assert f"{2 * longest.length_tokens:,} keep" in first
     assert "and do not train here" in first
-    assert f"--length {longest.length_tokens}" in done.stderr.splitlines()[-1]
+    assert found.cut is not None
+    assert found.cut.length_tokens == found.reach_tokens
+    assert f"--length {found.reach_tokens}" in done.stderr.splitlines()[-1]
 
 
 def test_without_a_price_the_catalogs_is_taken_and_dated_where_it_has_one(highwater, data):
     asked = ("predict", "Qwen3-8B", "--data", data, "--gpus")
     listed = highwater(*asked, "8xH100-80GB")
-    assert " dollars, predicted" in listed.stdout.splitlines()[0]
+    assert " dollars, predicted" in listed.stdout
     assert "RunPod's list price (Secure Cloud) of 2026-09-25" in listed.stderr
     named = highwater(*asked, "8xH100-80GB", "--price", "3.49")
     assert named.stdout == listed.stdout
@@ -131,24 +141,25 @@ def test_gpus_that_train_no_length_leave_what_is_counted(data):
         highwater.data_lengths(data, price=-1)
 
 
-def test_of_another_trainer_the_share_that_its_longest_length_cuts_comes_first(run, data):
+def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, data):
     words = ("--gpus", "2xRTX-4090", "--lora", "16", "--trainer", "llamafactory")
     asked = {"gpus": "2xRTX-4090", "lora": 16, "trainer": "llamafactory"}
     longest = highwater.predict("Qwen3-8B", **asked).answer
     assert longest is not None
     at = longest.capacity_tokens
-    longer = sum(each + 1 > at for each in LENGTHS)
+    longer = sum(each > at for each in LENGTHS)
     done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
-    first = done.stdout.splitlines()[0]
-    assert first.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")
-    assert f"longer than the {at:,} tokens that LLaMA-Factory trains on 2 x RTX-4090; " in first
-    assert f" {kept(at) / TOKENS:.1%} of your tokens are left" in first
+    first, second, *_ = done.stdout.splitlines()
+    by = "2 x RTX-4090 train Qwen3-8B for LLaMA-Factory's trainer"
+    assert first.endswith(f" whole; {by} up to {at:,}.")
+    assert second.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")
+    assert f" longer than {at:,} tokens; cut there, {kept(at) / TOKENS:.1%} of" in second
     assert f"--length {at}" in done.stderr.splitlines()[-1]
 
 
 def test_a_length_that_is_named_says_what_it_cuts(run, data):
     done = run("highwater", "predict", "Qwen3-8B", *ON, "--length", "10k", "--data", data)
-    first = done.stdout.splitlines()[0]
+    first = done.stdout.splitlines()[1]
     assert first.startswith("5 of 100 documents (5.0%) are longer than 10,240 tokens; cut there, ")
     assert f" {kept(10_240) / TOKENS:.1%} of your tokens are left" in first
     found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", length="10k")

@@ -26,7 +26,7 @@ def test_a_dry_run_answers_the_ends_of_each_count_and_leaves_nothing_behind(high
     answer, _, title, _, header, *rows = done.stdout.splitlines()
     simple, longest = answer.split(" The longest is ")
     assert re.match(r"Qwen3-0\.6B trains up to [\d,]+ tokens on 1 x simulated GPU with ", simple)
-    assert re.match(r"≥1,044,480 tokens with expandable segments, a chunked loss, ", longest)
+    assert re.match(r"≥1,048,576 tokens with expandable segments, a chunked loss, ", longest)
     assert title == "Qwen3-0.6B on simulated GPU, 80.00 GiB per GPU: simulated, nothing was trained"
     assert header.split()[:5] == ["settings", "GPUs", "Ulysses", "capacity", "ended"]
     assert [re.split(" {2,}", row)[:3] for row in rows[:4]] == [

@@ -1,6 +1,7 @@
 """How many GPUs train a length, which kind does for the least money, and what training costs."""
 
 import json
+import re
 
 import pytest
 from conftest import following
@@ -11,6 +12,8 @@ from highwater.nouns.hardware import gpu_catalog
 
 KINDS = ("A100-80GB", "H100", "RTX-4090", "H20")
 LENGTH = ("--length", "64k")
+highwater_api = highwater
+"""Under a name that no fixture has."""
 
 
 def fits(model: str, gpus: str, **asked: object) -> bool:
@@ -21,26 +24,48 @@ def fits(model: str, gpus: str, **asked: object) -> bool:
 @pytest.mark.parametrize(
     ("kind", "length"), [("L40S", "32k"), ("RTX-4090", "4k"), ("A100-80GB", "128k"), ("H100", "8k")]
 )
-def test_a_kind_without_a_number_is_answered_by_the_fewest_that_train_the_length(kind, length):
-    found = highwater.fewest_gpus("Qwen3-8B", gpus=kind, length=length)
-    here = {n: fits("Qwen3-8B", f"{n}x{kind}", length=length) for n in (1, 2, 4, 8, 16)}
-    first = next((n for n, is_fit in here.items() if is_fit), 16)
-    assert found.gpus == first
-    alone = highwater.predict("Qwen3-8B", gpus=f"{first}x{kind}", length=length)
-    assert found.cells == alone.cells
+def test_of_a_kind_without_a_number_the_fewest_that_train_the_length_are_known(kind, length):
+    (offer,) = highwater.cheapest_gpus("Qwen3-8B", gpus=(kind,), length=length).offers
+    here = {n: fits("Qwen3-8B", f"{n}x{kind}", length=length) for n in (1, 2, 4, 8)}
+    assert offer.fewest_gpus == next((n for n, is_fit in here.items() if is_fit), None)
 
 
-def test_the_first_line_says_how_many(highwater):
+def test_a_kind_without_a_number_is_one_gpu_and_then_the_fewest_that_do(highwater):
     lora = ("--lora", "16", "--lora-targets", "q_proj,k_proj,v_proj,o_proj")
     asked = ("predict", "gpt-oss-120b", "--length", "32k", *lora)
     done = highwater(*asked, "--gpus", "H200")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     first = done.stdout.splitlines()[0]
-    assert first.startswith("2 x H200-141GB train gpt-oss-120b at 32,768 tokens, the fewest that ")
-    assert json.loads(highwater(*asked, "--gpus", "H200", "--json").stdout)["gpus"] == 2
-    one = highwater(*asked, "--gpus", "1xH200")
-    assert one.returncode == 1, "a number is not changed"
-    assert "What would fit: 2 x H200-141GB" in one.stdout
+    assert first.startswith("No: gpt-oss-120b does not train at 32,768 tokens on 1 x H200-141GB,")
+    assert "What would fit: 2 x H200-141GB" in done.stdout
+    assert json.loads(highwater(*asked, "--gpus", "H200", "--json").stdout)["gpus"] == 1
+    assert highwater(*asked, "--gpus", "1xH200").stdout == done.stdout
+
+
+def test_without_gpus_here_the_kinds_that_one_can_rent_are_compared(highwater):
+    asked = ("predict", "Qwen3-8B", "--lora", "16", *LENGTH)
+    done = highwater(*asked)
+    assert done.returncode == 0, done.stderr
+    assert " is the cheapest of these to train Qwen3-8B at 65,536 tokens for " in done.stdout
+    assert "no GPU is here: kinds with a list price are compared" in done.stderr
+    offers = json.loads(highwater(*asked, "--json").stdout)["offers"]
+    assert len(offers) > 4
+    kinds = ",".join(each["device_name"] for each in offers)
+    assert highwater(*asked, "--gpus", kinds).stdout == done.stdout
+    prices = {each.name: each.hour_dollars for each in gpu_catalog()}
+    for each in offers:
+        assert each["hour_dollars"] == pytest.approx(each["gpus"] * prices[each["device_name"]])
+        assert each["host_memory_bytes"], "a host of any size would train anything"
+    assert highwater(*following(done)).returncode == 0
+
+
+def test_kinds_whose_speed_nobody_knows_are_compared_by_the_hour(highwater):
+    done = highwater("predict", "Qwen3-8B", "--lora", "16", *LENGTH, "--trainer", "trl")
+    assert re.search(r"tokens for [\d.]+ dollars an hour", done.stdout)
+    offers = highwater_api.cheapest_gpus(
+        "Qwen3-8B", gpus=("H20", "H200", "L40S"), length="64k", lora=16, trainer="trl"
+    ).offers
+    assert [each.device_name for each in offers] == ["L40S", "H200-141GB", "H20-96GB"]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +74,8 @@ def test_the_first_line_says_how_many(highwater):
         (
             "Llama-3.1-405B --gpus H100",
             1,
-            "No: Llama-3.1-405B does not train at 8,192 tokens on up to 16 x H100-80GB",
-            "--gpus 16xH100 ",
+            "No: Llama-3.1-405B does not train at 8,192 tokens on 1 x H100-80GB",
+            "--gpus H100 ",
         ),
         (
             "Llama-3.1-405B --gpus A100-80GB,H100",
@@ -58,10 +83,10 @@ def test_the_first_line_says_how_many(highwater):
             "No: Llama-3.1-405B does not train at 8,192 tokens on up to 8 of",
             "",
         ),
-        ("Qwen3-8B --gpus RTX-4090 --lora 16 --lora-base nf4", 0, "on 1 x RTX-4090 ", ""),
+        ("Qwen3-8B --gpus RTX-4090 --lora 16 --lora-base nf4", 0, "on 1 x RTX-4090: ", ""),
         ("Qwen3-0.6B --gpus B200,H100", 0, "1 x H100-80GB is the cheapest of these to train", ""),
     ],
-    ids=["the most that was tried", "several kinds", "four bits are on one GPU alone", "one"],
+    ids=["one of a kind", "several kinds", "four bits are on one GPU alone", "one"],
 )
 def test_the_first_line_names_the_number_that_was_tried(highwater, words, code, said, typed):
     done = highwater("predict", *words.split(), "--length", "8k")
@@ -118,8 +143,7 @@ def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_
     highwater,
 ):
     asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
-    first = highwater(*asked, "--price", "2.50").stdout.splitlines()[0]
-    assert " A million tokens take " in first
+    assert " A million tokens take " in highwater(*asked, "--price", "2.50").stdout
     found = highwater(*asked, "--price", "2.50", "--tokens", "500M", "--json")
     document = json.loads(found.stdout)
     cost = document["cost"]
@@ -128,7 +152,7 @@ def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_
     assert cost["time_s"] == pytest.approx(5e8 / step)
     assert cost["dollars"] == pytest.approx(2.5 * 8 * 5e8 / step / 3600)
     told = highwater(*asked, "--tokens", "500M")
-    assert f" and cost {3.49 / 2.5 * cost['dollars']:,.2f} dollars." in told.stdout.splitlines()[0]
+    assert f" and cost {3.49 / 2.5 * cost['dollars']:,.2f} dollars." in told.stdout
     assert "RunPod's list price (Secure Cloud) of 2026-09-25" in told.stderr
     unpriced = highwater("predict", "Qwen3-8B", "--gpus", "H20", "--length", "8k", "--tokens", "1M")
     assert "dollars" not in unpriced.stdout

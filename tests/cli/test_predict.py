@@ -18,8 +18,10 @@ A100S = ("--gpus", "4xA100-80GB")
 def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     done = highwater("predict", "Qwen3-8B", *A100S)
     assert done.returncode == 0, done.stderr
-    answer, _, title, *_ = done.stdout.splitlines()
-    assert answer.startswith("Qwen3-8B trains its native 40,960 tokens on 4 x A100-80GB with ")
+    answer, settings, longest, _, title, *_ = done.stdout.splitlines()
+    assert answer.startswith("Qwen3-8B trains its native 40,960 tokens on 4 x A100-80GB: safe, ")
+    assert settings.startswith("With ")
+    assert longest.startswith("The longest is ")
     assert title == "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula"
     assert "Predicted." in answer
     caveat = done.stdout.rstrip().splitlines()[-1]
@@ -61,7 +63,7 @@ def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highw
     assert "(the peak)" in explained
     settings = "--gpus 1 --ulysses 1 --length 65536 --allocator expandable --loss chunked"
     assert following(done) == ["try", "Qwen3-8B", *settings.split(), "--activations", "host"]
-    assert "65,536*" in table.splitlines()[2]
+    assert "65,536*" in table.split("\n\n")[1]
     assert re.search(r"^\* .*40,960.*YaRN", table, re.MULTILINE)
     tried = highwater(*following(done), "--device", "cuda", "--memory", "139.8GiB", "--dry-run")
     assert tried.returncode == 0, "what was said to fit is what is tried"
@@ -83,13 +85,16 @@ def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater):
     ]
     assert any("until memory runs short" in line for line in table), "the cache is one of them"
     assert sum(figures) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(figures))
+    kept = float(re.search(r"only keeps ([\d.]+) GiB of it, and headroom", footnote)[1])
+    left = float(re.search(r"([\d.]+) GiB of each GPU left", done.stdout)[1])
+    assert float(footnote.split()[0]) - kept + left == pytest.approx(79.10, abs=0.02)
 
 
 def test_nothing_that_fits_is_answered_no(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "RTX-3090", "--allocator", "native")
     assert done.returncode == 1
     assert done.stdout.startswith("No: Qwen3-8B does not train at any length on 1 x RTX-3090")
-    assert "What would fit: " in done.stdout.splitlines()[0]
+    assert done.stdout.splitlines()[1].startswith("What would fit: ")
     assert "none" in done.stdout
 
 
@@ -98,8 +103,8 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
     longest = highwater(*asked).stdout.split(" longest is ")[1].split()[0]
     done = highwater(*asked, "--length", "900k")
     assert done.returncode == 1
-    first = done.stdout.splitlines()[0]
-    assert f"What would fit: {longest} tokens here with " in first
+    first = done.stdout.partition("\n\n")[0]
+    assert f"\nWhat would fit: {longest} tokens here with " in first
     typed = re.findall(r"\(`(--[^`]+)`\)", first)
     assert typed, "another technique"
     for flags in typed:
@@ -213,7 +218,7 @@ def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark
 def test_a_star_says_past_the_native_length_only_where_there_is_one(highwater):
     for length, starred in (("32k", False), ("64k", True)):
         table = highwater("predict", "Qwen3-8B", *A100S, "--length", length).stdout
-        assert ("past the native length" in table) == ("*" in table.splitlines()[2]) == starred
+        assert ("past the native length" in table) == ("*" in table.split("\n\n")[1]) == starred
 
 
 @pytest.mark.parametrize(
@@ -272,8 +277,9 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     done = highwater("predict", *words)
     assert done.returncode == 0
     assert done.stdout == (
-        "Yes: Qwen3-4B trains 131,072 tokens on 1 x H200-141GB for TRL's trainer with expandable "
-        "segments, a chunked loss and YaRN: safe, 39.76 GiB of each GPU left. Predicted.\n"
+        "Yes: Qwen3-4B trains 131,072 tokens on 1 x H200-141GB for TRL's trainer: safe, "
+        "39.76 GiB of each GPU left. Predicted.\n"
+        "With expandable segments, a chunked loss and YaRN.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "
         "by formula\n"

@@ -15,8 +15,9 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     done = highwater(*ASKED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB with ")
-    assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
+    assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB: safe, ")
+    assert lines[1].startswith("With ")
+    assert lines[3] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
     rows = [re.split(" {2,}", line) for line in done.stdout.split("\n\n")[2].splitlines()]
     verdicts = [row[rows[0].index("this length")] for row in rows[1:]]
     chosen = verdicts.index("the simplest")
@@ -27,8 +28,8 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     assert len(done.stdout.strip().split("\n\n")[3:]) == 1, "one caveat"
     explained = highwater(*ASKED, "--explain").stdout
     lines = explained.splitlines()
-    assert lines[2] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each"
-    told = {line[:14].strip(): line[14:] for line in reversed(lines[2:])}
+    assert lines[3] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each"
+    told = {line[:14].strip(): line[14:] for line in reversed(lines[3:])}
     assert told["settings"] == "expandable, chunked loss, predicted"
     assert told["headroom"].endswith(" of each GPU: safe")
     assert re.findall(r"[\d,]+", told["token budget"]) == ["98,304", "1", "98,304"]
@@ -55,9 +56,9 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
     for more in ((), ("--list",)):
         done = highwater(*words, *more)
         assert done.returncode == 1
-        first = done.stdout.splitlines()[0]
+        first = done.stdout
         assert first.startswith("No: Qwen3-8B does not train at ")
-        assert "What would fit: " in first
+        assert "\nWhat would fit: " in first
     assert highwater(*words, "--json").returncode == 1
     assert "--gpus" in following(done)
     assert highwater(*following(done)).returncode == 0
@@ -66,9 +67,9 @@ def test_nothing_that_fits_is_answered_no_with_what_would_do(highwater):
 def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
     words = ("Qwen3-8B", "--gpus", "8xH100", "--length", "8k", "--objective")
     for command in ("predict", "recommend"):
-        paired = highwater(command, *words, "dpo").stdout.splitlines()[0]
-        assert paired.endswith(" Lengths are of one sequence of a pair.")
-        assert "pair" not in highwater(command, *words, "sft").stdout.splitlines()[0]
+        paired = highwater(command, *words, "dpo").stdout
+        assert " Lengths are of one sequence of a pair.\n" in paired
+        assert "pair" not in highwater(command, *words, "sft").stdout
 
 
 @pytest.mark.parametrize("asked", ["predict", "predict --trainer trl", "recommend --length 8k"])
@@ -82,7 +83,7 @@ def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked
 def test_a_trainer_that_knows_other_states_is_told_of_them_where_nothing_fits(highwater):
     model = "mistralai/Mistral-Small-24B-Instruct-2501"
     words = ("recommend", model, "--gpus", "8xL40S", "--trainer", "axolotl", "--length", "8k")
-    first = highwater(*words).stdout.splitlines()[0]
+    first = highwater(*words).stdout
     assert first.startswith("No: ")
     assert "moments of 8 bits, which are lossy (`--optimizer adamw-8bit`)" in first
     done = highwater(*words, "--optimizer", "adamw-8bit")

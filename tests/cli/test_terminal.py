@@ -206,8 +206,8 @@ def test_a_live_table_is_as_narrow_as_the_terminal(on_a_terminal, tmp_path):
         assert int(cells[n + 1][2].removeprefix("trials: ")) > 1
     chunked = max(n for n, row in enumerate(cells) if row[0] == "expandable, chunked loss")
     assert cells[chunked : chunked + 2] == [
-        ["expandable, chunked loss", "4", "2", "done: ≥1,044,480*"],
-        ["", "longest that fit: 1,044,480", "trials: 1"],
+        ["expandable, chunked loss", "4", "2", "done: ≥1,048,576*"],
+        ["", "longest that fit: 1,048,576", "trials: 1"],
     ]
     assert max(map(len, live)) <= 60
 

@@ -22,6 +22,7 @@ from highwater.nouns.cells import simplicity
 from highwater.nouns.study import MemoryOnlyFit, Study
 from highwater.nouns.trial import Outcome
 from highwater.pages.prediction_tables import (
+    in_lines,
     prediction_answer,
     prediction_table,
     recommendation_answer,
@@ -30,7 +31,7 @@ from highwater.pages.study_answer import answer_table, study_answer
 from highwater.pages.table import TextTable, plain_table
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
-from highwater.units import format_bytes, format_tokens
+from highwater.units import format_bytes, format_seconds, format_tokens
 from places import question_of
 from tables import deep, table
 from trial_specs import answer_of, study_found
@@ -40,23 +41,47 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     found = highwater.predict("Qwen3-4B", gpus="1xH100-80GB")
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB with ")
+    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB: ")
     settings = "expandable segments, a chunked loss, the layers' activations in host memory"
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
     assert best.step is not None
-    assert f"{best.step.tokens_per_s:,.0f} tokens/s" in said
+    assert f" {format_seconds(best.step.time_s)} a step, " in said.partition("longest")[2]
     on_gpu = max(c.capacity_tokens for c in found.cells if not c.cell.settings.uses_host)
-    assert said.endswith(f"With everything on the GPUs: {format_tokens(on_gpu)}.")
+    assert said.endswith(f" On the GPUs alone: {format_tokens(on_gpu)}.")
 
 
 def test_at_one_length_it_is_yes_with_the_simplest_settings():
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", length="64k")
     first = next(cell for cell in found.cells if cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Yes: Qwen3-8B trains 65,536 tokens on 4 x A100-80GB with ")
+    assert said.startswith("Yes: Qwen3-8B trains 65,536 tokens on 4 x A100-80GB: safe, ")
+    assert " of each GPU left, about " in said.partition(". With ")[0]
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "asked"),
+    [
+        ("Qwen3-4B", "RTX-4090", {"lora": 16}),
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "64k"}),
+        ("Llama-3.1-70B", "8xH100", {"length": "32k"}),
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl", "length": "100k"}),
+        ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
+    ],
+)
+def test_the_first_line_is_a_sentence_of_thirty_words_and_the_rest_has_lines_of_its_own(
+    model, gpus, asked
+):
+    said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
+    first, *rest = in_lines(said).splitlines()
+    assert len(first.split()) <= 30
+    assert rest
+    assert " ".join((first, *rest)) == said
+    assert all(
+        each.startswith(("With ", "The longest ", "What would fit", "Nearest is")) for each in rest
+    )
 
 
 def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
@@ -93,8 +118,8 @@ def test_what_trials_measured_is_neither_safe_nor_tight():
     assert (found.chosen.source, found.chosen.risk) == ("measured", None)
     said = recommendation_answer(found)
     assert said.startswith("Yes: ")
-    assert "YaRN: 309.1 MiB of each GPU left" in said
-    assert said.endswith(" Measured.")
+    assert ": 309.1 MiB of each GPU left" in said
+    assert ". Measured. With " in said
 
 
 _LENGTH = re.compile(r"\d{1,3}(?:,\d{3})+(?! tokens/s)")
@@ -384,9 +409,9 @@ def test_no_native_length_is_said_to_train_where_none_does():
 @pytest.mark.parametrize(
     ("gpus", "named", "is_least", "factor"),
     [
-        ("8xA100-80GB", {}, True, 25.5),
-        ("4xA100-80GB", {"activations": "gpu"}, False, 18.25),
-        ("4xA100-80GB", {"max_length": "64k"}, True, 1.5),
+        ("8xA100-80GB", {}, True, 25.6),
+        ("4xA100-80GB", {"activations": "gpu"}, False, 18.3),
+        ("4xA100-80GB", {"max_length": "64k"}, True, 1.6),
         ("8xA100-80GB", {"max_length": 40_960}, False, None),
     ],
 )
@@ -398,6 +423,24 @@ def test_the_longest_is_marked_where_the_search_ends_it_and_says_how_far_yarn_st
     assert ("The longest is ≥" in said) == is_least
     assert prediction.yarn_factor == factor
     assert ("published models go up to 8" in said) == (factor is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "named"),
+    [
+        ("Qwen3-4B", "RTX-4090", {"lora": 16, "trainer": "trl"}),
+        ("Qwen3-8B", "2xH100-80GB", {"offload": False}),
+        ("Qwen3-1.7B", "L40S", {"resolution": 2048}),
+    ],
+)
+def test_no_length_that_trains_is_more_than_a_step_above_the_longest(model, gpus, named):
+    longest = highwater.predict(model, gpus=gpus, **named).explained
+    reached, step = longest.capacity_tokens, named.get("resolution", 4096)
+    assert longest.cell.layout.gpus * reached > 40_960
+    assert longest.does_not_fit_tokens == reached + step
+    here = {name: value for name, value in named.items() if name != "resolution"}
+    above = [highwater.predict(model, gpus=gpus, length=reached + n * step, **here) for n in (1, 2)]
+    assert not any(cell.capacity_tokens for each in above for cell in each.cells)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -256,7 +257,7 @@ ASKED = [
     pytest.param("Qwen3-0.6B", "2xA100-80GB", 1 << 20, id="none fits"),
     pytest.param("Qwen3-0.6B", "1xH100-80GB", 8 << 10, id="all fit"),
 ]
-MOST_REPLAYS = 30
+MOST_REPLAYS = 34
 """What the question with the most cells that a trace speaks of takes: 12 of them, at one length and
 at their longest."""
 
@@ -312,6 +313,7 @@ QUESTIONS = (
     (1, 32, 7.0, 1),
     (4, 128, 7.5, 64),
     (4, 512, 3.0, 64),
+    (1, 4, 24.0, 64),
 )
 """GPUs, thousands of tokens, GiB of each GPU and of the host: often only some plans fit."""
 
@@ -328,11 +330,12 @@ def every_plan(cells: tuple[Cell, ...], kv_heads: int) -> Iterator[Cell]:
         heads = kv_heads // cell.layout.ulysses_degree
         groups = [each for each in range(1, heads + 1) if heads % each == 0]
         counts = range(1, LAYERS + 1) if cell.settings.activations == "host" else (1,)
-        kinds = itertools.product(("layer", "all-but-attention"), groups, counts)
+        kinds = itertools.product(("none", "layer", "all-but-attention"), groups, counts)
         for recompute, number, layers in kinds:
-            yield cell.changed(
-                recompute=recompute, attention_head_groups=number, layers_on_gpu=layers
-            )
+            with suppress(UsageError):  # what is kept whole is neither on the host nor in groups
+                yield cell.changed(
+                    recompute=recompute, attention_head_groups=number, layers_on_gpu=layers
+                )
 
 
 def all_that_fit(
@@ -375,7 +378,17 @@ def test_the_best_plan_is_the_best_of_all_plans(model: str):
         assert fastest.cell in by_cell
         seen |= {fastest.cell.settings.recompute, fastest.cell.settings.activations}
         seen |= {"groups"} if lightest.cell.settings.attention_head_groups > 1 else set()
-    assert seen >= {"all-but-attention", "gpu", "host", "groups", "nothing"}
+    assert seen >= {"none", "all-but-attention", "gpu", "host", "groups", "nothing"}
+
+
+def test_the_fastest_recomputes_nothing_where_that_fits():
+    asked = {"length": "8k", "gpus": "A100-80GB", "lora": 16}
+    chosen = highwater.recommend("Llama-3.1-8B", aim="fastest", **asked).chosen
+    assert chosen is not None
+    assert chosen.cell.settings.recompute == "none"
+    answer = highwater.predict("Llama-3.1-8B", recompute="none", **asked).answer
+    assert answer is not None
+    assert chosen.step_time.tokens_per_s == pytest.approx(answer.step.tokens_per_s)
 
 
 def test_what_is_named_stays(model: str):

@@ -95,7 +95,7 @@ def put(words: Sequence[str]) -> Answer:
         both = [pair for pair in zip(rows[name], few[name], strict=True) if pair[1] != "-"]
         if any(one != other for one, other in both):
             differing.append(f"{name}: {rows[name]} predicted, {few[name]} found")
-    first, other = (sentence(text.splitlines()[0]) for _, text in (predicted, found))
+    first, other = (sentence(text.partition("\n\n")[0]) for _, text in (predicted, found))
     for name in first.keys() & other.keys():
         if first[name] != other[name]:
             differing.append(f"{name}: {first[name]} predicted, {other[name]} found")
@@ -125,7 +125,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 
 def sentence(line: str) -> dict[str, str]:
-    """Of a first line the longest length, what it leaves of a GPU, and takes of host memory."""
+    """Of an answer the longest length, what it leaves of a GPU, and takes of host memory."""
     longest = line[max(0, line.find("The longest is ")) :]
     patterns = {
         "longest": rf"({_LENGTH}) tokens",

@@ -34,6 +34,11 @@ _USUAL = 8192
 """The shortest length that is told of data with longer documents; of others an eighth of it."""
 _BYTES = 1 << 16
 """A vocabulary that has every byte, where no model is named."""
+_BYTES_PER_TOKEN = 4
+"""Bytes of a token of English text, about, where no tokenizer is here to count.
+Source: https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
+_ROUND = 256
+"""Tokens of which a length that holds documents is a multiple."""
 
 
 class KeptLength(Record, frozen=True, kw_only=True):
@@ -58,16 +63,23 @@ class DataLengths(Record, frozen=True, kw_only=True):
 
     data: tuple[str, ...]
     tokenizer: str
-    """Name of the tokenizer's class; ``bytes``: without one each byte is a token."""
+    """Name of the tokenizer's class; ``bytes``: none is here, and tokens are estimated."""
+    bytes_per_token: int | None = None
+    """Bytes that are taken as one token; None: a tokenizer counted them."""
     documents: int
     tokens: int
     longest_tokens: int
     lengths: tuple[KeptLength, ...]
     """Each twice the one before; the last one keeps everything."""
+    whole_tokens: int = 0
+    """The shortest length, of multiples of 256, that holds 99 % of the documents whole."""
     cut: KeptLength | None = None
-    """The length that was named, or the longest that a named trainer trains; longer is cut."""
+    """The length that was named, or the longest that trains if documents are longer: they are cut.
+    """
+    reach_tokens: int | None = None
+    """The longest length that trains on the GPUs; None: none are named; 0: no length does."""
     trained_by: str | None = None
-    """Who trains that on which GPUs; None where the length was named, or nobody trains it."""
+    """Who trains which model on which GPUs; None where none are named."""
     notes: tuple[str, ...]
 
     @property
@@ -89,9 +101,9 @@ def data_lengths(
 ) -> DataLengths:
     """The lengths of the documents in files, by the tokenizer of ``model``; with ``gpus`` and the
     other keywords of ``predict`` also how each length is trained, and how long one pass takes;
-    ``length`` is one of yours, and with a ``trainer`` the longest that it trains is told too;
-    ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's.
-    Raises HighwaterError for what cannot be read, or predicted.
+    ``length`` is one of yours; without a tokenizer tokens are estimated; ``price`` is that of one
+    GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's. Raises HighwaterError for
+    what cannot be read, or predicted.
     """
     hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)
@@ -113,26 +125,36 @@ def data_lengths(
     offsets = array("q")
     offsets.frombytes(Path(corpus.directory, "offsets.bin").read_bytes())
     documents = sorted(after - before for before, after in pairwise(offsets))
+    is_estimated = corpus.tokenizer == "bytes"
+    if is_estimated:
+        documents = [-(-each // _BYTES_PER_TOKEN) for each in documents]
     lengths = [_USUAL if documents[-1] > _USUAL else _USUAL // 8]
     while lengths[-1] < documents[-1]:
         lengths.append(2 * lengths[-1])
     may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
     keep = partial(_kept, documents, model if may_cost else None, hour_price, asked)
     kept = tuple(map(keep, lengths))
-    cut, trained_by = None if length is None else parse_tokens(str(length)), None
-    if cut is None and model is not None and may_cost and asked.get("trainer", OURS) != OURS:
+    cut, reach, trained_by = None if length is None else parse_tokens(str(length)), None, None
+    if model is not None and may_cost:
         longest = predict(model, **asked)
-        cut = longest.explained.capacity_tokens or None
-        title = REGISTRY[longest.trainer].title
-        trained_by = f"{title} trains on {longest.gpus} x {longest.device_name}" if cut else None
+        row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens
+        for_whom = row.trained or f"{row.title}'s trainer"
+        by = "" if longest.trainer == OURS else f" for {for_whom}"
+        trains = "trains" if longest.gpus == 1 else "train"
+        where = f"{longest.gpus} x {longest.device_name}"
+        trained_by = f"{where} {trains} {longest.model_name}{by}"
+        cut = reach if cut is None and 0 < reach < documents[-1] else cut
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
     return DataLengths(
         data=paths,
         tokenizer=corpus.tokenizer,
+        bytes_per_token=_BYTES_PER_TOKEN if is_estimated else None,
         documents=len(documents),
-        tokens=corpus.tokens,
+        tokens=sum(documents),
         longest_tokens=documents[-1],
         lengths=kept,
+        whole_tokens=-(-documents[-(-99 * len(documents) // 100) - 1] // _ROUND) * _ROUND,
+        reach_tokens=reach,
         cut=None if cut is None else keep(cut),
         trained_by=trained_by,
         notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,

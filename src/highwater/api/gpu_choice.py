@@ -1,5 +1,5 @@
-"""GPU choice: the fewest GPUs of a kind that train a length, and of several kinds those that train
-it for the least money.
+"""GPU choice: of several kinds of GPUs those that train a length for the least money, and the
+fewest of each that do.
 
 ```python
 import highwater
@@ -18,7 +18,6 @@ from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.cluster import has_count
 from highwater.nouns.codec import Record
-from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE
 from highwater.nouns.hardware import LISTED, hour_dollars_of
 from highwater.nouns.trainer import TrainerName
 from highwater.speed import cost_of
@@ -42,6 +41,8 @@ class Offer(Record, frozen=True, kw_only=True):
     """The machine whose host memory is taken, where nobody said how much there is."""
     million_dollars: float | None = None
     """Dollars of a million tokens; None: nobody knows the price, or the speed."""
+    hour_dollars: float | None = None
+    """Dollars of these GPUs for an hour; None: nobody knows the price."""
 
 
 class GpuChoice(Record, frozen=True, kw_only=True):
@@ -54,18 +55,6 @@ class GpuChoice(Record, frozen=True, kw_only=True):
     length_tokens: int
     offers: tuple[Offer, ...]
     notes: tuple[str, ...]
-
-
-def fewest_gpus(model: str, *, gpus: str, length: int | str, **asked: Any) -> Prediction:
-    """The prediction of the fewest GPUs of a kind, ``"H200"``, that train ``length``: of 1, 2, 4,
-    8 or 16, and of 16 where none does. The other keywords are those of ``predict``.
-    """
-    tried = []
-    for each in _by_count(model, gpus, (*_COUNTS, MOST_GPUS_OF_A_MACHINE), length=length, **asked):
-        tried.append(each)
-        if any(cell.capacity_tokens for cell in each.cells):
-            break
-    return tried[-1]
 
 
 def cheapest_gpus(
@@ -89,26 +78,25 @@ def cheapest_gpus(
     offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
     notes = [note for each in tried for prediction in each for note in prediction.notes]
     known = tried[0][0]
+    is_listed = price is None and any(each.hour_dollars for each in offers)
     return GpuChoice(
         model_name=known.model_name,
         native_length_tokens=known.native_length_tokens,
         trainer=known.trainer,
         length_tokens=known.length_tokens or 0,
         offers=tuple(sorted(offers, key=_place)),
-        notes=tuple(dict.fromkeys([*notes, *([LISTED] if price is None else [])])),
+        notes=tuple(dict.fromkeys([*notes, *([LISTED] * is_listed)])),
     )
 
 
-def _by_count(
-    model: str, gpus: str, counts: Sequence[int] = _COUNTS, **asked: Any
-) -> Iterator[Prediction]:
+def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
     """The predictions of a kind's numbers of GPUs, or of the number that a text has."""
     if has_count(gpus):
         yield predict(model, gpus=gpus, **asked)
         return
     refused: UsageError | None = None
     is_predicted = False
-    for each in counts:
+    for each in _COUNTS:
         try:
             found = predict(model, gpus=gpus if each == 1 else f"{each}x{gpus}", **asked)
         except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more
@@ -121,9 +109,10 @@ def _by_count(
 
 
 def _place(offer: Offer) -> tuple[float, ...]:
-    """Sort key: what trains it for known dollars, then without, and what does not at the end."""
-    dollars = offer.million_dollars
-    return (offer.trained is None, dollars is None, round(dollars or 0.0, 2), offer.gpus)
+    """Sort key: what trains it for known dollars, then without by the hour, and what does not."""
+    dollars, hour = offer.million_dollars, offer.hour_dollars
+    known = (dollars is None, round(dollars or 0.0, 2), hour is None, hour or 0.0)
+    return (offer.trained is None, *known, offer.gpus)
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
@@ -147,6 +136,7 @@ def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
                 host_memory_bytes=each.memory_limit.host_bytes,
                 usual_host=each.memory_limit.usual_host,
                 million_dollars=cost and cost.dollars,
+                hour_dollars=price and price * each.gpus,
             )
         )
     return min(offers, key=_place)

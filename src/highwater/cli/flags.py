@@ -102,7 +102,10 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         "data", REQUIRED, "a file of JSON lines, Parquet or text, or a folder", place="+"
     )
     counted_by: str | None = _flag(
-        "data", None, "whose tokenizer counts tokens; default: bytes are counted", name="model"
+        "data",
+        None,
+        "folder with the tokenizer that counts; default: 4 bytes a token",
+        name="model",
     )
     shown: _Texts = _flag("show", (), _NEWEST, place="*", metavar="STUDY", rung_field="studies")
     study: str | None = _flag("report", None, _NEWEST, place="?", metavar="STUDY")
@@ -181,8 +184,8 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
         name="gpus",
         metavar=_KIND,
         helps={
-            "predict": f"for example 4xA100-80GB, {_GPUS}; with --length H100 alone asks for the "
-            "fewest, and A100-80GB,H100,B200 for the cheapest",
+            "predict": f"for example 4xA100-80GB, {_GPUS}; with --length A100-80GB,H100,B200 asks "
+            "for the cheapest",
             "recommend": f"for example 4xA100-80GB, {_GPUS}; how many, and which kind, says "
             "`predict`",
         },

@@ -4,12 +4,12 @@ prediction scores.
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from highwater.api.gpu_choice import cheapest_gpus, fewest_gpus
+from highwater.api.gpu_choice import cheapest_gpus
 from highwater.api.prediction import predict as predicted
 from highwater.api.prediction import predict_against
 from highwater.cli import console
@@ -26,9 +26,9 @@ from highwater.cli.flags import (
 from highwater.errors import EXIT_ANSWERED, EXIT_ANSWERED_NO, UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.table_accuracy import TableAccuracy
-from highwater.nouns.cluster import has_count, kinds_named
+from highwater.nouns.cluster import kinds_named
 from highwater.nouns.declaration import flag_of, words_of
-from highwater.nouns.hardware import LISTED, runs_trials
+from highwater.nouns.hardware import LISTED, default_host, gpu_catalog, runs_trials
 from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
@@ -42,11 +42,13 @@ from highwater.pages.prediction_tables import (
     choice_table,
     data_answer,
     data_table,
+    in_lines,
     prediction_answer,
     prediction_table,
     rollout_tables,
     term_table,
 )
+from highwater.trials.probe import probe
 from highwater.units import format_tokens
 
 if TYPE_CHECKING:
@@ -63,18 +65,14 @@ def predict(arguments: argparse.Namespace) -> int:
         return _against(arguments)
     if arguments.read_data:
         return _of_data(arguments)
-    kinds = kinds_named(arguments.cluster)
+    kinds = kinds_named(arguments.cluster) or _rented(arguments)
     if len(kinds) > 1:
         return _of_kinds(arguments, kinds)
     is_priced = arguments.price is not None or arguments.tokens is not None
     if is_priced and arguments.length is None:
         problem = "a price of training, and neither a length nor data"
         raise UsageError(problem, hint="add `--length 32k` or `--data data.jsonl`")
-    is_counted = arguments.length is None or arguments.exact or all(map(has_count, kinds))
-    prediction = _predicted(arguments, predicted if is_counted else fewest_gpus)
-    if not is_counted:
-        gpus = prediction.gpus + arguments.rollout_gpus
-        arguments.cluster = f"{gpus}x{arguments.cluster}"
+    prediction = _predicted(arguments)
     limit, cost = prediction.memory_limit, prediction.cost
     is_bound = any(cell.binding == "host" for cell in prediction.cells)
     is_bound &= prediction.answer is None  # an answer says what host memory is taken for
@@ -87,12 +85,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return console.answer_json(prediction, code)
     longest, would_fit, change = _instead(arguments, prediction)
     console.answer_page(
-        prediction_answer(
-            prediction,
-            longest=longest,
-            alternatives=would_fit,
-            is_fewest=not is_counted,
-            change=change,
+        in_lines(
+            prediction_answer(prediction, longest=longest, alternatives=would_fit, change=change)
         ),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *rollout_tables(prediction),
@@ -172,6 +166,14 @@ def _instead(
     return longest, found.alternatives, "" if found.chosen is None else found.notes[0]
 
 
+def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Kinds of GPUs that one can rent, for a length where none is named and none is here."""
+    if arguments.length is None or {arguments.cluster, arguments.gpu_memory} != {None}:
+        return ()
+    every = () if probe().gpus else gpu_catalog()  # without a usual host any host would do
+    return tuple(e.name for e in every if e.hour_dollars and default_host(e.name, 1))
+
+
 def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     """Print which of several kinds of GPUs train a length for the least money."""
     if arguments.length is None:
@@ -185,11 +187,13 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     place = typed_place(arguments) | {"gpus": kinds, "price": arguments.price}
     choice = cheapest_gpus(model, length=arguments.length, **place, **settings)
     notes, best = told_notes(arguments, choice.notes), choice.offers[0]
+    if arguments.cluster is None:
+        notes.append("no GPU is here: kinds with a list price are compared; `--gpus` names yours")
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
         console.notes(notes)
         return console.answer_json(choice, code)
-    console.answer_page(choice_answer(choice), choice_table(choice), noted=notes)
+    console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest
         cell, refused = best.trained.cell, TRAINERS[choice.trainer].refused(DECLARED)
@@ -201,13 +205,11 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
     return code
 
 
-def _predicted(
-    arguments: argparse.Namespace, ask: Callable[..., Prediction] = predicted
-) -> Prediction:
+def _predicted(arguments: argparse.Namespace) -> Prediction:
     """The prediction that was asked for."""
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
-    return ask(
+    return predicted(
         model,
         length=arguments.length,
         tokens=arguments.tokens,

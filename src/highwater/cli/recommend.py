@@ -36,7 +36,7 @@ from highwater.nouns.trainer import (
     step_in_words,
     trainer_title,
 )
-from highwater.pages.prediction_tables import assumed_host, recommendation_answer
+from highwater.pages.prediction_tables import assumed_host, in_lines, recommendation_answer
 from highwater.pages.recommendation_tables import (
     check_page,
     recommendation_tables,
@@ -83,7 +83,7 @@ def recommend(arguments: argparse.Namespace) -> int:
         tables = recommendation_tables(found, is_explained=True)
     else:
         tables = [telling_table(found)]
-    console.answer_page(recommendation_answer(found), *tables, noted=notes)
+    console.answer_page(in_lines(recommendation_answer(found)), *tables, noted=notes)
     console.next_command(_next(arguments, found))
     return code
 

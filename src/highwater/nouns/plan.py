@@ -54,7 +54,9 @@ LONGEST_TOKENS: dict[Device, int] = {"cuda": CEILING_TOKENS, "cpu": 8192}
 
 
 def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple[str, ...]]:
-    """The lengths to try, and why they end where nobody asked for an end."""
+    """The lengths to try, and why they end where nobody asked for an end. Predictions cost
+    little: they are as fine past the native length as before it, but for the published scan.
+    """
     longest, notes = _longest(request, model, device)
     grid = usual_grid(
         model.shape.native_length_tokens,
@@ -62,6 +64,9 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
         resolution_tokens=request.resolution_tokens,
         max_tokens=longest,
     )
+    if request.dry_run and request.method == "bisect":
+        finest = min(grid.step_tokens, grid.beyond_step_tokens)
+        grid = msgspec.structs.replace(grid, beyond_step_tokens=finest)
     return grid, notes
 
 

@@ -273,7 +273,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
     )
     resolution: Tokens | None = setting(
         None,
-        "step between lengths; default: 4096 up to the native length, then a quarter of it",
+        "step between lengths; default: 4096; of trials past the native length a quarter of it",
         rung_field="resolution_tokens",
         **_LENGTHS,
     )

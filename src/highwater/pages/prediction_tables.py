@@ -3,6 +3,7 @@ left, how fast it is. Then tables of predictions: capacities by rung, bytes by t
 cells of a known table one hits; and the caveat below them, or all notes (``prediction.txt.j2``).
 """
 
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -55,21 +56,24 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 """The first word of an answer about one length; without a risk, of files before there were any."""
 
 
+def in_lines(answer: str) -> str:
+    """The answer with a line for the settings, for the longest, and for what would fit."""
+    return re.sub(r"(?<=\.) (?=With |The longest |What would fit|Nearest is)", "\n", answer)
+
+
 def prediction_answer(
     prediction: Prediction,
     *,
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
-    is_fewest: bool = False,
     change: str = "",
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
-    nothing fits it says what would: ``longest`` is the prediction without that length, and
-    ``alternatives`` are what else was found. ``is_fewest``: fewer GPUs of the kind do not do;
-    ``change``: what to write into the user's own file.
+    nothing fits it says what would: ``longest`` is the prediction without that length,
+    ``alternatives`` are what else was found, and ``change`` what to write into the user's own file.
     """
     is_trained = prediction.answer is not None
-    said = _answered(prediction, longest, alternatives, is_fewest=is_fewest, change=change)
+    said = _answered(prediction, longest, alternatives, change)
     said += _of_objective(prediction.explained.cell, prediction.trainer, is_trained=is_trained)
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
@@ -90,40 +94,37 @@ def _answered(
     prediction: Prediction,
     longest: Prediction | None,
     alternatives: Sequence[Alternative],
-    *,
-    is_fewest: bool,
     change: str,
 ) -> str:
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
     if answer is None:
-        many = "up to " * (is_fewest and prediction.gpus > 1)
-        return _nothing(prediction, f"{many}{where}, {by}", longest, alternatives, change)
+        return _nothing(prediction, f"{where}, {by}", longest, alternatives, change)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
-    by = f"{by[:1].upper()}{by[1:]}"
+    usual = (limit.host_bytes, limit.usual_host)
 
-    def trained(each: CellPrediction, length_tokens: int) -> str:
-        return _trained(each, limit.host_bytes, limit.usual_host, is_scaled=length_tokens > native)
+    def told(first: str, each: CellPrediction, length_tokens: int) -> str:
+        return _told(f"{first} on {where}", each, *usual, by=by, is_scaled=length_tokens > native)
 
     if asked is not None:
-        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens on {where}"
-        if is_fewest and prediction.gpus > 1:
-            first = f"{where} train {model} at {format_tokens(asked)} tokens, the fewest that do,"
-        return f"{first} {trained(answer, asked)}. {by}."
+        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        return told(first, answer, asked)
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
     if simplest is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        said = f"{model} {may} up to {reach} on {where} {trained(answer, tokens)}"
-        return f"{said}. {by}.{_beside(prediction, answer)}"
-    first = f"{model} trains its native {format_tokens(native)} tokens on {where}"
-    said = f"{first} {trained(simplest, native)}. {by}."
+        said = told(f"{model} {may} up to {reach}", answer, tokens)
+        return f"{said}{_beside(prediction, answer)}"
+    said = told(f"{model} trains its native {format_tokens(native)} tokens", simplest, native)
     if tokens <= native:
         fails = answer.does_not_fit_tokens
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
-    return f"{said} The longest is {reach} {trained(answer, tokens)}.{_beside(prediction, answer)}"
+    how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
+    how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
+    longest = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
+    return f"{said} The longest is {reach} with {how}: {longest}.{_beside(prediction, answer)}"
 
 
 def choice_answer(choice: "GpuChoice") -> str:
@@ -134,15 +135,18 @@ def choice_answer(choice: "GpuChoice") -> str:
         kinds = listed([each.device_name for each in choice.offers])
         return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
     is_scaled = choice.length_tokens > choice.native_length_tokens
-    how = _trained(best.trained, best.host_memory_bytes, best.usual_host, is_scaled=is_scaled)
     which, dollars = "fewest", ""
     if best.million_dollars is not None:
         which, dollars = "cheapest", f" for {best.million_dollars:,.2f} dollars a million tokens"
-    return (
+    elif best.hour_dollars is not None:
+        which, dollars = "cheapest", f" for {best.hour_dollars:,.2f} dollars an hour"
+    first = (
         f"{best.gpus} x {plain(best.device_name)} {'is' if best.gpus == 1 else 'are'} the {which} "
-        f"of these to train {model} at {tokens}{dollars}, {how}. Predicted."
-        f"{_of_objective(best.trained.cell, choice.trainer)}"
+        f"of these to train {model} at {tokens}{dollars}"
     )
+    host = (best.host_memory_bytes, best.usual_host)
+    said = _told(first, best.trained, *host, by="predicted", is_scaled=is_scaled)
+    return f"{said}{_of_objective(best.trained.cell, choice.trainer)}"
 
 
 def choice_table(choice: "GpuChoice") -> TextTable:
@@ -154,6 +158,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         choice.offers,
         ("GPUs", lambda each: f"{each.gpus} x {plain(each.device_name)}"),
         ("fewest", lambda each: str(each.fewest_gpus or "-")),
+        ("dollars, 1h", lambda each: _dollars(each.hour_dollars)),
         ("dollars, 1M", lambda each: _dollars(each.million_dollars)),
         ("tokens/s", "trained.step.tokens_per_s"),
         ("Ulysses", lambda each: each.trained.cell.layout.sharing if each.trained else "-"),
@@ -203,15 +208,14 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
         return f"{said} {ON_PAPER}" if is_beside else said
-    how = _trained(
-        chosen, found.host_memory_bytes, found.usual_host, is_scaled=found.yarn is not None
-    )
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
+    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where}"
+    host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     return (
-        f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where} {how}. "
-        f"{by[:1].upper()}{by[1:]}.{_of_objective(chosen.cell, found.trainer)}"
+        f"{_told(first, chosen, *host, by=by, is_scaled=is_scaled)}"
+        f"{_of_objective(chosen.cell, found.trainer)}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
@@ -236,7 +240,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     said = ""
     if prediction.yarn_factor is not None:
         stretched = f"{prediction.yarn_factor:.3g} times: published models go up to {YARN_IN_USE}"
-        said = f" YaRN stretches positions {stretched}."
+        said = f" YaRN stretches {stretched}."
     is_longer = answer.capacity_tokens and answer.likely_edge_tokens > answer.capacity_tokens
     if is_longer and prediction.native is None:
         edge = format_tokens(answer.likely_edge_tokens)
@@ -244,7 +248,7 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
     if answer.cell.settings.uses_host and any(on_gpus):
-        said += f" With everything on the GPUs: {format_tokens(max(on_gpus))}."
+        said += f" On the GPUs alone: {format_tokens(max(on_gpus))}."
     return said
 
 
@@ -315,15 +319,32 @@ def _lacking_bytes(predicted: CellPrediction) -> int:
     return max(0, -predicted.headroom_bytes) if lacks_bytes is None else lacks_bytes
 
 
+def _told(
+    first: str,
+    found: CellPrediction | Candidate,
+    host_memory_bytes: int | None,
+    usual_host: str | None,
+    *,
+    by: str,
+    is_scaled: bool,
+) -> str:
+    """Say in one sentence that something trains, how sure that is, what is left of a GPU and how
+    fast it is; then with which settings, and what they take of host memory.
+    """
+    how, facts, host = _trained(found, host_memory_bytes, usual_host, is_scaled=is_scaled)
+    said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
+    return f"{said} With {how}{'; ' * bool(host)}{host}."
+
+
 def _trained(
     found: CellPrediction | Candidate,
     host_memory_bytes: int | None,
     usual_host: str | None,
     *,
     is_scaled: bool,
-) -> str:
-    """Say with which settings it trains; then how sure it is, what is left of a GPU, what it takes
-    of host memory, how fast it is.
+) -> tuple[str, str, str]:
+    """The settings; how sure it is, what is left of a GPU, and how fast it is; and what it takes of
+    host memory, if much.
     """
     is_lowered = False
     if isinstance(found, Candidate):
@@ -332,21 +353,21 @@ def _trained(
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
-    processes_bytes = found.cell.layout.machine_gpus * PROCESS_BYTES
+    settings, layout, host = found.cell.settings, found.cell.layout, ""
     said = [] if found.risk is None else [str(found.risk)]
-    if held is not None:
-        said.append(f"vLLM holds {counted(held, 'such sequence')} at once")
     if found.headroom_bytes is not None:
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
-    if host_bytes is not None and host_bytes > processes_bytes:
-        of_host = _of_host(host_memory_bytes, usual_host, found.cell.settings)
-        said.append(f"{format_bytes(host_bytes)} of host memory{of_host}")
     if step is not None:
         each = format_seconds(step.time_s)
         said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
-    settings, layout = found.cell.settings, found.cell.layout
+    if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
+        of_host = _of_host(host_memory_bytes, usual_host, settings)
+        host = f"{format_bytes(host_bytes)} of host memory{of_host}"
+    if held is not None:
+        holds = f"vLLM holds {counted(held, 'such sequence')} at once"
+        host = f"{host}; {holds}" if host else holds
     how = settings_in_words(settings, layout, is_lowered=is_lowered, is_scaled=is_scaled)
-    return f"with {how}{': ' * bool(said)}{', '.join(said)}"
+    return how, ", ".join(said), host
 
 
 def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) -> str:
@@ -547,7 +568,8 @@ def term_table(predicted: CellPrediction) -> TextTable:
         ("GiB", lambda row: f"{row[1].bytes / GIB:.2f}"),
         footnotes=(
             f"{format_bytes(footprint.device_used_bytes)} of the GPU: the peak, reserved besides, "
-            f"and outside the allocator",
+            "and outside the allocator; the allocator only keeps "
+            f"{format_bytes(footprint.cached_bytes)} of it, and headroom counts that as left",
         ),
     )
 
@@ -594,25 +616,32 @@ def _bar(size: int, largest: int) -> str:
 
 
 def data_answer(found: "DataLengths") -> str:
-    """Say which length keeps nearly all of the data, what the next one does, and what they take."""
+    """Say which length holds nearly all documents whole and how far the GPUs train; then what a
+    length keeps of the tokens, what the next one does, and what they take: a line each.
+    """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    enough, cut_first = found.enough, ""
+    is_estimated = found.bytes_per_token is not None
+    about, documents = "about " * is_estimated, counted(found.documents, "document")
+    lines = [
+        f"{name}: {about}{format_tokens(found.whole_tokens)} tokens hold 99 % of {documents} whole"
+    ]
+    if found.trained_by is not None:
+        reach = f"up to {format_tokens(found.reach_tokens)}" if found.reach_tokens else "none"
+        lines[0] += f"; {plain(found.trained_by)} {reach}"
     if found.cut is not None:
-        longer = found.documents - found.cut.documents
-        by = found.trained_by and f" that {plain(found.trained_by)}"
-        cut_first = (
-            f"{longer:,} of {counted(found.documents, 'document')} "
-            f"({longer / found.documents:.1%}) {'is' if longer == 1 else 'are'} longer than "
-            f"{'the ' * bool(by)}{format_tokens(found.cut.length_tokens)} tokens{by or ''}; cut "
-            f"there, {_of(found.cut, found)} of your tokens are left. "
+        longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)
+        lines.append(
+            f"{longer:,} of {documents} ({longer / found.documents:.1%}) "
+            f"{'is' if longer == 1 else 'are'} longer than {at} tokens; cut there, "
+            f"{_of(found.cut, found)} of your tokens are left"
         )
+    enough = found.enough
     longer = next((e for e in found.lengths if e.length_tokens > enough.length_tokens), None)
     is_last = bool(longer and enough.trained and not longer.trained)
     said = (
-        f"{cut_first}{name}: {format_tokens(enough.length_tokens)} tokens"
+        f"{format_tokens(enough.length_tokens)} tokens"
         f"{', the longest that train here,' if is_last else ''} keep {_of(enough, found)} of your "
-        f"tokens, and {enough.documents / found.documents:.0%} of "
-        f"{counted(found.documents, 'document')} whole"
+        f"tokens, and {enough.documents / found.documents:.0%} of the documents whole"
     )
     step, next_step = (each and each.trained and each.trained.step for each in (enough, longer))
     if longer is not None:
@@ -621,13 +650,20 @@ def data_answer(found: "DataLengths") -> str:
             said += ", and do not train here"
         elif step and next_step:
             said += f", and a step takes {next_step.time_s / step.time_s:.1f} times as long"
+    lines.append(said)
     meant = found.cut if found.cut and found.cut.epoch_s is not None else enough
     if meant.epoch_s is not None:
         money = "" if meant.epoch_price is None else f" and {meant.epoch_price:,.2f} dollars"
-        said += f". One pass at {format_tokens(meant.length_tokens)} takes about "
-        said += f"{format_seconds(meant.epoch_s)}{money}, predicted"
-    said += "." if meant.trained is None else f".{_of_objective(meant.trained.cell)}"
-    return said + " Bytes are counted: no tokenizer is here." * (found.tokenizer == "bytes")
+        passed = f"One pass at {format_tokens(meant.length_tokens)} takes about"
+        lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
+    if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
+        lines.append(outside.removesuffix("."))
+    if is_estimated:
+        lines.append(
+            f"Tokens are estimated: {found.bytes_per_token} bytes each, as of English text. No "
+            "tokenizer is here: name a model's folder that has its tokenizer.json to count them"
+        )
+    return "\n".join(f"{line}." for line in lines)
 
 
 def _of(kept: "KeptLength", found: "DataLengths") -> str:
@@ -648,9 +684,10 @@ def data_table(found: "DataLengths", *, is_whole: bool) -> TextTable:
     is_short = is_trained and not is_whole
     shown = found.lengths[max(0, last - 4) : last] if is_short else found.lengths
     left = len(found.lengths) - len(shown)
+    how = "counted" if found.bytes_per_token is None else "estimated from bytes"
     return table_of(
         f"{found.documents:,} documents, {found.tokens:,} tokens, the longest "
-        f"{found.longest_tokens:,}{trained and f', {trained}'}: counted"
+        f"{found.longest_tokens:,}{trained and f', {trained}'}: {how}"
         + (", and predicted" if is_trained else ""),
         shown,
         ("up to", "length_tokens"),

@@ -94,6 +94,9 @@ def telling_table(found: Recommendation, *, is_whole: bool = False) -> TextTable
         return fits if each.fits else reason(each) if is_whole else reason(each).split(" of a ")[0]
 
     footnotes = _footnotes(found, is_explained=False)
+    if any(each.lacks_of == "device" and each.lacks_bytes for each in rows):
+        spare = format_bytes(found.margin_bytes)
+        footnotes = (f"lacks: until the pessimistic end fits and {spare} are left; {footnotes[0]}",)
     return table_of(
         f"{_title(found)}{shared if chosen else f'{shared}: nothing fits'}",
         rows,

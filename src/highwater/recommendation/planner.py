@@ -1,6 +1,6 @@
 """Planner: the fastest plan that trains a length, or the one that takes the least of each GPU, by
-formula: what a search would try, each with layers recomputed or attention kept, some of the last
-layers' activations on the GPU, and attention in head groups.
+formula: what a search would try, each with layers recomputed, attention or, for speed, everything
+kept, some of the last layers' activations on the GPU, and attention in head groups.
 
 Two monotone facts spare most of the plans (tests/unit/test_recommendation.py compares with all).
 Each layer more whose activations stay on the GPU takes more of it, less host memory, and no more
@@ -28,7 +28,10 @@ from highwater.nouns.trainer import OURS
 from highwater.recommendation.candidates import Goal, candidate_of, longest_of
 from highwater.speed import predicted_step, rates_of
 
-_RECOMPUTED: tuple[Recompute, ...] = ("layer", "all-but-attention")
+_RECOMPUTED: dict[Aim, tuple[Recompute, ...]] = {
+    "fastest": ("none", "layer", "all-but-attention"),
+    "lightest": ("layer", "all-but-attention"),
+}
 
 
 def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
@@ -55,7 +58,7 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
                 hint="use `--lightest`, or leave `--fastest` out",
             )
         search = _PlanSearch(goal, question)
-        for cell in chain.from_iterable(map(search.variants, question.cells)):
+        for cell in chain.from_iterable(search.variants(each, aim) for each in question.cells):
             plan = search.best(cell, aim)
             settings = plan.cell.settings
             kind = (settings.offload, settings.activations, settings.recompute, cell.layout)
@@ -113,11 +116,11 @@ class _PlanSearch(NamedTuple):
     goal: Goal
     question: Question
 
-    def variants(self, cell: Cell) -> Iterator[Cell]:
+    def variants(self, cell: Cell, aim: Aim) -> Iterator[Cell]:
         """The cell with each recomputation that nobody named."""
         yield cell
         if "recompute" not in self.goal.settings:
-            for recompute in _RECOMPUTED:
+            for recompute in _RECOMPUTED[aim]:
                 if recompute != cell.settings.recompute:
                     with suppress(UsageError):
                         yield cell.changed(recompute=recompute)
