@@ -255,7 +255,8 @@ def plan(
     of_adapters: tuple[str, ...] = ()
     if request.settings.adapters is not None:
         request, of_adapters = _adapters_here(request, model)
-        refuse_no_target(model.shape, request.settings.adapters)
+    if (adapters := request.settings.adapters) is not None:
+        refuse_no_target(model.shape, adapters)
         _refuse_adapted_experts(request.settings, model, device, trainer)
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
@@ -533,7 +534,7 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
     """
     notes, shape = tuple[str, ...](), model.shape
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
-    if has_experts and request.lora_targets == ALL_LINEAR:
+    if has_experts and request.settings.lora_targets == ALL_LINEAR:
         request = msgspec.structs.replace(request, lora_targets=",".join(ATTENTION))
         notes += ("adapters are on attention alone: routers and experts have none unless named",)
     if shape.model_type == "gpt_oss":

@@ -123,8 +123,8 @@ def _answered(
         return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
     how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
-    longest = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
-    return f"{said} The longest is {reach} with {how}: {longest}.{_beside(prediction, answer)}"
+    what = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
+    return f"{said} The longest is {reach} with {how}: {what}.{_beside(prediction, answer)}"
 
 
 def choice_answer(choice: "GpuChoice") -> str:

@@ -101,7 +101,8 @@ def recommend(
         )
     own_file, read = settings.pop("trainer_config", None), None
     if own_file is not None:
-        read = settings_of(known, Path(own_file), gpus=where.gpus, typed=settings)
+        own_file = Path(own_file)
+        read = settings_of(known, own_file, gpus=where.gpus, typed=settings)
         kept = {name: each for name, each in read.settings.items() if name not in SAVING}
         settings, length = {**kept, **settings}, length or read.length_tokens
     if length is None:
@@ -112,9 +113,9 @@ def recommend(
         rollout_gpus=rollout_gpus,
         reserved_bytes=parse_memory(str(reserved)),
     )
-    if read is None:
+    if own_file is None or read is None:
         return found
-    said = told_changes(found, Path(own_file), read.settings)
+    said = told_changes(found, own_file, read.settings)
     return msgspec.structs.replace(found, notes=(*said, *read.notes, *found.notes))
 
 
