@@ -30,8 +30,9 @@ def test_trinitys_file_is_what_stdout_has(highwater, tmp_path):
     answer, heading = done.stdout.splitlines()[:2]
     assert answer.startswith(
         "# Yes: Qwen3-0.6B trains 16,384 tokens on 2 x H20-96GB for Trinity-RFT's trainer and 2 "
-        "for rollout with expandable segments"
+        "for rollout: safe, "
     )
+    assert ". With expandable segments; " in answer
     assert heading == (
         "# Trinity-RFT 0.6.0: Qwen3-0.6B, 16,384 tokens, 2 x H20-96GB, 2 more for rollout"
     )
@@ -56,7 +57,7 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         if is_its_own:
             trained = "scripts" if target == "accelerate" else "trainer"
             where = f"4 x H20-96GB for {trainer_title(target)}'s {trained}"
-            said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where} with "
+            said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where}: safe, "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert ("highwater's own engine" in done.stdout) != is_its_own
