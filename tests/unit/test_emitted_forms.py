@@ -275,8 +275,6 @@ def test_a_step_of_grpo_says_of_how_many_sequences_and_what_generates():
     said = prediction_answer(highwater.predict("Qwen3-4B", **asked))
     assert "A micro-batch has 1 sequence; TRL's own default is 8" in said
     assert "Generation by transformers ends it" in said
-    said = prediction_answer(highwater.predict("Qwen3-4B", **asked, rollout="vllm"))
-    assert "Without `--rollout` transformers generates" in said
     eight = highwater.predict("Qwen3-4B", **asked, sequences_per_micro_batch=8)
     assert "A micro-batch has 8 sequences." in prediction_answer(eight)
 

@@ -82,12 +82,7 @@ def prediction_answer(
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
         said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
-    rollout = prediction.memory_limit.rollout
-    if prediction.trainer == "trl" and rollout is not None and not rollout.own_gpus:
-        said += (
-            " Without `--rollout` transformers generates, with keys and values of a whole batch."
-        )
-    return said if rollout is None else f"{said} {ON_PAPER}"
+    return said if prediction.memory_limit.rollout is None else f"{said} {ON_PAPER}"
 
 
 def _answered(
@@ -177,7 +172,7 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_objective(cell: Cell, trainer: AnyTrainer, *, is_trained: bool = True) -> str:
+def _of_objective(cell: Cell, trainer: AnyTrainer = OURS, *, is_trained: bool = True) -> str:
     """Say whose lengths are meant where an objective keeps two sequences together, of how many a
     micro-batch is that TRL would have of 8, and which time its steps leave out.
     """
