@@ -45,7 +45,6 @@ from highwater.recommendation.candidates import (
 )
 from highwater.recommendation.planner import planned_candidates
 from highwater.store.journal import read_study
-from highwater.trainers.user_file import SAVING, changes, settings_of
 from highwater.trials.probe import gpus_meant
 from highwater.units import format_tokens, parse_memory, parse_tokens
 
@@ -101,6 +100,8 @@ def recommend(
         )
     own_file, read = settings.pop("trainer_config", None), None
     if own_file is not None:
+        from highwater.trainers.user_file import SAVING, settings_of  # without a file no YAML
+
         own_file = Path(own_file)
         read = settings_of(known, own_file, gpus=where.gpus, typed=settings)
         kept = {name: each for name, each in read.settings.items() if name not in SAVING}
@@ -125,6 +126,8 @@ def told_changes(
     """What a user's file of these ``settings`` has to say for what is recommended."""
     if found.chosen is None or (trainer := predicted_trainer(found.trainer)) is None:
         return ()
+    from highwater.trainers.user_file import SAVING, changes
+
     after = found.chosen.cell.settings
     before = {"allocator": Settings().allocator, **settings}
     before = {n: v for n, v in before.items() if n in (*SAVING, "sequences_per_micro_batch")}
