@@ -16,7 +16,7 @@ PRELOADED = (
     *("highwater.engine.training.trainer_keywords", "highwater.engine.data.tokenise"),
     *("highwater.engine.bench.attention.benchmark", "highwater.engine.models.pretrained"),
     *("highwater.engine.training.worker", "highwater.engine.tracer.tracer"),
-    *("highwater.trials.reaper", "transformers.models.qwen3.modeling_qwen3", "warmed_weights"),
+    *("highwater.trials.reaper", "transformers.models.qwen3.modeling_qwen3"),
 )
 """Modules that take long to import, which what is started needs."""
 

@@ -86,7 +86,7 @@ def test_a_command_says_the_length_that_holds_nearly_all_first_and_draws_the_doc
     first, *rest = done.stdout.splitlines()
     assert first.endswith(": about 20,224 tokens hold 99 % of 100 documents whole.")
     assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
-    assert rest[1].startswith("Tokens are estimated: 4 bytes each, as of English text.")
+    assert rest[1].startswith("Estimated at 4 bytes a token; ")
     assert any(": estimated from bytes" in line for line in rest)
     drawn = [line.count("#") for line in rest if "#" in line]
     assert drawn[0] == max(drawn) == 16

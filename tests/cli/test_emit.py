@@ -180,6 +180,6 @@ def test_trainers_of_rollouts_are_written_for_grpo_which_may_be_named(highwater,
     assert named.stdout == highwater(*asked).stdout
     outside = "A step's seconds leave out generation."
     assert sum(outside in line for line in named.stdout.splitlines()[:2]) == 1
-    assert named.stdout.count("for verl's trainer with") == (target == "verl")
+    assert named.stdout.count(" for verl's trainer: ") == (target == "verl")
     problem, _ = refusal(highwater(*asked, "--objective", "dpo"), 2)
     assert "no words for --objective dpo" in problem

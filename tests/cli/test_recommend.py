@@ -72,11 +72,11 @@ def test_lengths_of_pairs_are_said_to_be_of_one_of_them(highwater):
         assert "pair" not in highwater(command, *words, "sft").stdout
 
 
-@pytest.mark.parametrize("asked", ["predict", "predict --trainer trl", "recommend --length 8k"])
+@pytest.mark.parametrize("asked", ["predict", "recommend --length 8k"])
 def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked):
     words = (*asked.split(), "Qwen3-8B", "--gpus", "8xH100", "--objective")
-    said = " A step's seconds leave out generation."
-    assert highwater(*words, "grpo").stdout.splitlines()[0].endswith(said)
+    said = " a step without generation)"
+    assert said in highwater(*words, "grpo").stdout.splitlines()[0]
     assert said not in highwater(*words, "sft").stdout
 
 

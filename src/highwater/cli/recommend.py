@@ -214,8 +214,7 @@ def emit(arguments: argparse.Namespace) -> int:
         (check,) = (path for path in paths if path.name == CHECK)
         console.next_command(shlex.join(("cat", str(check))))
     else:
-        half = "# This is half of the configuration: `-o DIR` writes the rest, too. Beside it "
-        console.answer_exactly(emitted.text.replace("# beside it ", half, 1).rstrip("\n"))
+        console.answer_exactly(emitted.alone)
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED
 

@@ -62,7 +62,8 @@ def predicted_question(
 ) -> tuple[Question, tuple[str, ...]]:
     """Every rung, on a grid or at one length, with the default headroom; and its plan's notes."""
     settings = {"headroom": default_headroom_bytes(where.device_bytes), **settings}
-    is_zero = trainer == "trl" and settings.get("deepspeed") == "zero3"
+    lacks = TRAINERS[trainer].is_watched and TRAINERS[trainer].refused(["deepspeed"])
+    is_zero = bool(lacks) and settings.get("deepspeed") == "zero3"
     if is_zero:
         del settings["deepspeed"]
     if length_tokens is not None:

@@ -164,6 +164,10 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
     """True if its optimizer's moments can be in host memory by themselves, at a step's peak too."""
     rollout: RolloutTraits = RolloutTraits()
     """What it tells an engine that generates beside it."""
+    usual_sequences: int = 1
+    """Sequences of a micro-batch where its users name none."""
+    reference_first: str = ""
+    """Its words by which a reference runs before training; empty: it has none."""
     targets: tuple[Target, ...] = ()
     """Names in ``highwater emit --for`` of the configurations whose very step this is, its own
     first: no other is predicted. Without any its settings are typed as flags."""

@@ -385,7 +385,7 @@ def configurations(
                 if answered.fits:
                     chosen = msgspec.structs.replace(found, chosen=made.candidate)
                     answered = answered_first(answered, recommendation_answer(chosen, target))
-                texts[target] = answered.text.rstrip("\n") + "\n"
+                texts[target] = f"{answered.alone}\n"
     return texts
 
 

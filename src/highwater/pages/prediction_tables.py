@@ -72,9 +72,9 @@ def prediction_answer(
     nothing fits it says what would: ``longest`` is the prediction without that length,
     ``alternatives`` are what else was found, and ``change`` what to write into the user's own file.
     """
-    is_trained = prediction.answer is not None
     said = _answered(prediction, longest, alternatives, change)
-    said += _of_objective(prediction.explained.cell, prediction.trainer, is_trained=is_trained)
+    said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
+    said += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         said += " `--rollout vllm` has a cache of its own size."
@@ -82,7 +82,7 @@ def prediction_answer(
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
         said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
-    return said if prediction.memory_limit.rollout is None else f"{said} {ON_PAPER}"
+    return said
 
 
 def _answered(
@@ -172,20 +172,22 @@ def _dollars(amount: float | None) -> str:
     return "-" if amount is None else f"{amount:,.2f}"
 
 
-def _of_objective(cell: Cell, trainer: AnyTrainer = OURS, *, is_trained: bool = True) -> str:
-    """Say whose lengths are meant where an objective keeps two sequences together, of how many a
-    micro-batch is that TRL would have of 8, and which time its steps leave out.
+def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
+    """Say whose lengths are meant where an objective keeps two sequences together, and of how many
+    a micro-batch is where the trainer's own default is more.
     """
     traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
+    known = predicted_traits(trainer)
     if traits.documents_together == 2:
-        is_first = trainer == "trl" and cell.settings.has_second_model
-        first = " The reference runs before training (`precompute_ref_log_probs: true`)." * is_first
+        words = known.reference_first if known and cell.settings.has_second_model else ""
+        first = f" The reference runs before training (`{words}`)." if words else ""
         return f" Lengths are of one sequence of a pair.{first}"
-    said = f" {traits.outside_step}" if is_trained and traits.outside_step else ""
-    if trainer != "trl" or traits.advantages == "none":
-        return said
-    usual = "; TRL's own default is 8 (`--sequences-per-micro-batch 8`)" * (rows == 1)
-    return f" A micro-batch has {counted(rows, 'sequence')}{usual}.{said}"
+    most = 1 if known is None else known.usual_sequences
+    if most == 1 or traits.advantages == "none":
+        return ""
+    title, flag = REGISTRY[trainer].title, f"`--sequences-per-micro-batch {most}`"
+    usual = f"; {title}'s own default is {most} ({flag})" * (rows == 1)
+    return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
 
 
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
@@ -208,9 +210,10 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     by = "measured, in memory alone" if chosen.is_memory_only else by
     first = f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
+    outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
         f"{_told(first, chosen, *host, by=by, is_scaled=is_scaled)}"
-        f"{_of_objective(chosen.cell, found.trainer)}"
+        f"{_of_objective(chosen.cell, found.trainer)}{outside and f' {outside}'}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
 
@@ -354,7 +357,8 @@ def _trained(
         said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
     if step is not None:
         each = format_seconds(step.time_s)
-        said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step)")
+        without = " without generation" * bool(found.cell.settings.traits.outside_step)
+        said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step{without})")
     if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
         of_host = _of_host(host_memory_bytes, usual_host, settings)
         host = f"{format_bytes(host_bytes)} of host memory{of_host}"
@@ -655,8 +659,8 @@ def data_answer(found: "DataLengths") -> str:
         lines.append(outside.removesuffix("."))
     if is_estimated:
         lines.append(
-            f"Tokens are estimated: {found.bytes_per_token} bytes each, as of English text. No "
-            "tokenizer is here: name a model's folder that has its tokenizer.json to count them"
+            f"Estimated at {found.bytes_per_token} bytes a token; a model's folder with "
+            "tokenizer.json counts them"
         )
     return "\n".join(f"{line}." for line in lines)
 

@@ -66,6 +66,12 @@ class Emitted(Record, frozen=True, kw_only=True):
     text: str
     """The file, to be written as it is."""
 
+    @property
+    def alone(self) -> str:
+        """The text where nothing is written beside it, which says so."""
+        half = "# This is half of the configuration: `-o DIR` writes the rest, too. Beside it "
+        return self.text.replace("# beside it ", half, 1).rstrip("\n")
+
 
 class Dialect(NamedTuple):
     """A trainer that configurations are written for: its name, and what every one of them says."""

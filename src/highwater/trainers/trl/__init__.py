@@ -182,6 +182,8 @@ PREDICTED = TrainerTraits(
         batched_tokens=4096,
         is_in_the_trainer=True,
     ),
+    usual_sequences=8,
+    reference_first="precompute_ref_log_probs: true",
     targets=("trl", "accelerate"),
 )
 MEMORY = TrainerMemory(
