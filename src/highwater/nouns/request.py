@@ -536,11 +536,10 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
                 hint=f"did you mean `{near}`?" if near else _EVERY_SETTING,
             )
     if not values.get("model"):
-        raise UsageError(
-            f"{where}no model is named",
-            hint="name a directory, an id of the Hub or a catalog model: "
-            "`highwater find Qwen3-0.6B`",
-        )
+        hint = "name a directory, an id of the Hub or a catalog model: `highwater find Qwen3-0.6B`"
+        if values.get("command"):
+            hint = "name the one that your command trains, for the answer: add `Qwen3-0.6B`"
+        raise UsageError(f"{where}no model is named", hint=hint)
     if all(values.get(name) is not None for name in PACKINGS):
         one, other = map(spelling.name, PACKINGS)
         raise UsageError(
