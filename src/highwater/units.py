@@ -77,6 +77,12 @@ def parse_memory(text: str) -> int:
 
 def parse_tokens(text: str) -> int:
     """Parse ``"32768"``, ``"128k"`` (131,072) or ``"1m"`` (1,048,576) to tokens; at least 1."""
+    one, comma, other = text.partition(",")
+    if comma and one[-1:].lower() in _TOKEN_UNITS and other:
+        raise UsageError(
+            f"{_short(text)} are several lengths",
+            hint=f"ask once for each: `{one}`, then `{other}`",
+        )
     number, unit = _split(text, what="a length in tokens", example="32k")
     if unit not in _TOKEN_UNITS:
         raise UsageError(

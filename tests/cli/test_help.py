@@ -16,6 +16,8 @@ EXAMPLES = [(name, each) for name, command in COMMANDS.items() for each in comma
 ON_A_GPU = {
     "highwater bench attention --gpus 2 --memory 24GiB",
     "highwater doctor --measure --json > constants.json",
+    "highwater find Qwen3-8B --trainer command --command "
+    "'python train.py --max-len {length} --steps {steps}'",
 }
 """Examples that only a machine with GPUs answers, and that have no dry run."""
 LONG = {"highwater bench attention --device cpu"}

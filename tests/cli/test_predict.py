@@ -313,3 +313,14 @@ def test_the_next_trial_is_held_to_the_memory_that_was_asked_about(highwater):
         assert words[0] == then
         limits = dict(pairwise(words))
         assert (limits["--memory"], limits["--host-memory"]) == ("24GiB", "64GiB")
+
+
+def test_amds_gpus_have_predictions_alone_by_every_answer(highwater):
+    done = highwater("predict", "Llama-3.1-70B", "--gpus", "MI300X", "--lora", "16")
+    assert done.returncode == 0
+    assert "no trial is run on it" in done.stderr
+    assert "try it first" not in done.stdout
+    assert done.stdout.rstrip().endswith("; no trial runs there")
+    assert re.search(r"On the GPUs alone: [\d,]+\.\n", done.stdout), "as where it is the longest"
+    listed = highwater("gpus", "MI300X").stdout
+    assert "predictions only" in listed.splitlines()[3]

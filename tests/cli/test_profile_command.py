@@ -90,3 +90,14 @@ def test_a_folder_of_ranks_is_shown_by_its_fullest_and_the_others_are_named(high
         assert following(printed)[:2] == ["profile", shown]
     only = highwater("profile", str(snapshots / "step_2"), MEGATRON, "--json")
     assert [each["rank"] for each in json.loads(only.stdout)["profiles"]] == [1, 0]
+
+
+def test_a_log_is_told_from_a_snapshot_and_the_hint_says_how_one_is_made(highwater, tmp_path):
+    log = "step 37: 71.3 GiB\ntorch.OutOfMemoryError: CUDA out of memory – größer\n"
+    (tmp_path / "run.log").write_text(log)
+    problem, hint = refusal(highwater("profile", "run.log"), 2)
+    assert problem == "run.log is a text, such as a log, and no memory snapshot"
+    assert "_record_memory_history()" in hint
+    assert "_dump_snapshot('snapshot.pickle')" in hint
+    (tmp_path / "broken.pickle").write_bytes(bytes(range(256)))
+    assert "pickle" in refusal(highwater("profile", "broken.pickle"), 2)[0].partition(": ")[2]

@@ -465,3 +465,12 @@ def test_a_prediction_of_before_has_every_cell_on_its_frontier():
             record.pop(name, None)
     again = msgspec.convert(old, Prediction)
     assert all(each.is_on_frontier for each in again.cells)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_no_loss_is_told_of_a_reward_model_which_has_no_logits(loss):
+    for trainer in ("highwater", "trl"):
+        asked = {"lora": 16, "objective": "rw", "trainer": trainer}
+        asked |= {"loss": loss} if trainer == "highwater" else {}
+        found = highwater.predict("Llama-3.1-8B", gpus="L4", **asked)
+        assert "chunked" not in prediction_answer(found) + plain_table(prediction_table(found))

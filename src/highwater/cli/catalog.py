@@ -20,7 +20,7 @@ from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.model.families import TRAINED, WRAPPERS
 from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
-from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking
+from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking, runs_trials
 from highwater.nouns.request import DECLARED
 from highwater.pages.table import TextTable
 from highwater.units import counted, format_bytes, format_tokens
@@ -105,6 +105,12 @@ def _hosts_with(kind: GpuKind) -> list[Host]:
     return [host for host in host_catalog() if host.kind == kind.name]
 
 
+def _trains(kind: GpuKind) -> str:
+    if lacking(kind):
+        return "no"
+    return "yes" if runs_trials(kind.name) else "predictions only"
+
+
 def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
     return TextTable(
         title=f"{counted(len(kinds), 'kind')} of GPUs in the catalog; of any other `--gpu-memory` "
@@ -118,7 +124,7 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 kind.name,
                 format_bytes(kind.usable_bytes),
                 "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
-                "no" if lacking(kind) else "yes",
+                _trains(kind),
                 ", ".join(
                     f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}"
                     for host in _hosts_with(kind)

@@ -46,11 +46,12 @@ from highwater.pages.recommendation_tables import (
 from highwater.recommendation.candidates import trainer_question, trainers_gpus
 from highwater.recommendation.recommend import drafted
 from highwater.recommendation.recommend import recommend as recommended
-from highwater.trainers.emitted import Emitted, answered_first, unpredicted
+from highwater.trainers.emitted import Emitted, answered_first, bytes_with_logits, unpredicted
 from highwater.trainers.targets import (
     CHECK,
     LAUNCH,
     TARGETS,
+    Configured,
     configured_choice,
     launch_script,
     refuse_drafts,
@@ -59,7 +60,7 @@ from highwater.trainers.targets import (
     write_folder,
 )
 from highwater.trials.probe import gpus_meant
-from highwater.units import counted, parse_tokens
+from highwater.units import counted, format_tokens, parse_tokens
 
 EXAMPLE = "highwater recommend Qwen3-8B --gpus 4xH20-96GB --length 64k"
 
@@ -200,10 +201,17 @@ def emit(arguments: argparse.Namespace) -> int:
         of_it = msgspec.structs.replace(found, chosen=chosen)
         answer = recommendation_answer(of_it, arguments.for_)
         emitted = answered_first(emitted, answer)
-    if emitted.fits is False:  # the trainer's logits alone are larger than a GPU
+    if emitted.fits is False:  # the trainer's logits are larger than a GPU
         if arguments.json:
             return console.answer_json(emitted, EXIT_ANSWERED_NO)
-        console.talk(answer)
+        shorter = _shorter(arguments, found, made)
+        if shorter is not None:
+            answer += f" {format_tokens(shorter)} tokens would fit by the same sum."
+            again = ("highwater", "emit", "--for", arguments.for_, arguments.model)
+            again += tuple(
+                words_again(arguments, drop=("--trainer",), **{"--length": str(shorter)})
+            )
+        console.answer(answer)
         console.next_command(shlex.join(again))
         return EXIT_ANSWERED_NO
     paths = () if arguments.output is None else _written(arguments, found, chosen, emitted, answer)
@@ -217,6 +225,22 @@ def emit(arguments: argparse.Namespace) -> int:
         console.answer_exactly(emitted.alone)
         console.next_command(shlex.join((*again, "--list")))
     return EXIT_ANSWERED
+
+
+def _shorter(arguments: argparse.Namespace, found: Recommendation, made: Configured) -> int | None:
+    """A shorter length, of whole 1,024 tokens, whose whole logits fit; None where none does."""
+    tokens, room_bytes = found.length_tokens, found.device_bytes - found.reserved_bytes
+    while made.emitted.fits is False:
+        needed_bytes = bytes_with_logits(found, made.candidate, made.emitted.logits_bytes or 0)
+        tokens = (tokens - 1) * room_bytes // needed_bytes // 1024 * 1024
+        if tokens < 1024:
+            return None
+        found = found_for(argparse.Namespace(**vars(arguments) | {"length": str(tokens)}))
+        again = configured_choice(arguments.for_, found, model=arguments.model)
+        if again is None:
+            return None
+        made = again
+    return tokens
 
 
 def _refuse_other_class(arguments: argparse.Namespace, model: str) -> None:
@@ -280,9 +304,9 @@ def _nothing(arguments: argparse.Namespace, found: Recommendation, again: str) -
     if not is_step_of(step_of, arguments.for_):
         which = f"not predicted for {title}; with {step_in_words(step_of)} {which}"
     would = "" if found.chosen else f". {recommendation_answer(found)}"
-    console.talk(f"{which}: there is nothing to configure{would}")
     if arguments.json:
         return console.answer_json(found, EXIT_ANSWERED_NO)
+    console.answer(f"{which}: there is nothing to configure{would}")
     console.next_command(again)
     return EXIT_ANSWERED_NO
 

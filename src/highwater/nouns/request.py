@@ -1,6 +1,7 @@
 """Request: what a user asks for, as flags of ``find``, keys of ``--config`` or API keywords."""
 
 import re
+import shlex
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -536,11 +537,11 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
                 hint=f"did you mean `{near}`?" if near else _EVERY_SETTING,
             )
     if not values.get("model"):
-        raise UsageError(
-            f"{where}no model is named",
-            hint="name a directory, an id of the Hub or a catalog model: "
-            "`highwater find Qwen3-0.6B`",
-        )
+        hint = "name a directory, an id of the Hub or a catalog model: `highwater find Qwen3-0.6B`"
+        if values.get("command"):
+            typed = shlex.join(("--trainer", "command", "--command", str(values["command"])))
+            hint = f"name the one that your command trains: `highwater find Qwen3-0.6B {typed}`"
+        raise UsageError(f"{where}no model is named", hint=hint)
     if all(values.get(name) is not None for name in PACKINGS):
         one, other = map(spelling.name, PACKINGS)
         raise UsageError(

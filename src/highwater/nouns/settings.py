@@ -710,6 +710,8 @@ def _told(settings: Settings, where: int) -> dict[str, str]:
             words = said[where].format(value)
         if words and row.name not in _OF_ANOTHER_TRAINING:
             told[row.name] = words
+    if settings.traits.gives_scalars:  # without logits every loss is the same
+        told.pop("loss", None)
     return told
 
 

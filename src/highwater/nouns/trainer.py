@@ -373,7 +373,7 @@ _INSTEAD: Mapping[str, str] = {
 
 def refuse_inexpressible(trainer: ForeignName, named: Iterable[str], spelling: Spelling) -> None:
     """Raise UsageError for the first named setting that a foreign trainer cannot be told."""
-    title = trainer_title(trainer)
+    title = f"`--trainer {trainer}`" if FOREIGN[trainer].is_typed else trainer_title(trainer)
     for name in FOREIGN[trainer].refused(named):
         hint, words = _INSTEAD.get(name), name.replace("_", " ")
         if hint is not None:

@@ -19,7 +19,7 @@ from highwater.memory.trainers import MEMORY, by_replay
 from highwater.model.footprint import PROCESS_BYTES
 from highwater.model.rope import YARN_IN_USE
 from highwater.nouns.cluster import nameless
-from highwater.nouns.hardware import THIS_MACHINE
+from highwater.nouns.hardware import THIS_MACHINE, runs_trials
 from highwater.nouns.recommendation import Alternative, Candidate, Recommendation
 from highwater.nouns.settings import (
     Settings,
@@ -115,7 +115,8 @@ def _answered(
     said = told(f"{model} trains its native {format_tokens(native)} tokens", simplest, native)
     if tokens <= native:
         fails = answer.does_not_fit_tokens
-        return said if fails is None else f"{said} {format_tokens(fails)} do not fit."
+        said += "" if fails is None else f" {format_tokens(fails)} do not fit."
+        return f"{said}{_on_gpus(prediction, simplest)}"
     how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
     what = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
@@ -243,11 +244,16 @@ def _beside(prediction: Prediction, answer: CellPrediction) -> str:
     if is_longer and prediction.native is None:
         edge = format_tokens(answer.likely_edge_tokens)
         said += f" Up to {edge} may fit, with nothing to spare."
+    return said + _on_gpus(prediction, answer)
+
+
+def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
+    """Say how far the GPUs alone go, where the answer has something in host memory."""
     cells = prediction.cells
     on_gpus = [each.capacity_tokens for each in cells if not each.cell.settings.uses_host]
-    if answer.cell.settings.uses_host and any(on_gpus):
-        said += f" On the GPUs alone: {format_tokens(max(on_gpus))}."
-    return said
+    if not answer.cell.settings.uses_host or not any(on_gpus):
+        return ""
+    return f" On the GPUs alone: {format_tokens(max(on_gpus))}."
 
 
 def _nothing(
@@ -405,6 +411,8 @@ def caveat(
         says = f"not measured yet with {plain(listed(named))}: try it first"
     if answer is not None and answer.risk is not None:
         says = _OF_A_RISK.get(answer.risk, says)
+    if not all(map(runs_trials, unlike)):
+        says = re.sub("[:;] try it first$", "; no trial runs there", says)
     return "; ".join((*star, says))
 
 

@@ -107,7 +107,8 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
         if layout.replicate_degree > 1:
             return f"{words.name} shares heads by DeepSpeed, whose ZeRO-3 has no copies"
         if fused_attention(shape) != "flash_attention_2":
-            return f"{words.name} shares heads by DeepSpeed, whose attention knows no sinks"
+            kind = "neither sinks nor wide heads"
+            return f"{words.name} shares heads by DeepSpeed, whose attention takes {kind}"
     elif 1 < layout.context_degree == layout.shard_degree < layout.gpus:
         return f"{words.name} has no copies of one ring: it wants two rings in each"
     return words.shared_copies(layout)

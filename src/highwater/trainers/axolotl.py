@@ -19,9 +19,9 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits
 from highwater.trainers.emitted import (
+    ATTENTIONS,
     CUT_CROSS_ENTROPY,
     DATASET,
-    FLEX,
     LIGER,
     WHOLE_SHARDS,
     Dialect,
@@ -136,7 +136,7 @@ class _Axolotl(Finetuner):
             *model_lies(training.model_path),
             *exports(self.variables(settings)),
             to_replace("datasets", "learning_rate", settings=settings),
-            *((FLEX,) if fused_attention(training.shape) == "flex_attention" else ()),
+            *filter(None, (ATTENTIONS.get(fused_attention(training.shape)),)),
             *((_RING,) if training.cell.layout.context_degree > 1 else ()),
             *((_LOSSES[str(fused["plugins.0"])],) if fused else ()),
         ]

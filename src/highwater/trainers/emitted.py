@@ -23,7 +23,7 @@ from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
 from highwater.nouns.objective import ALL_LINEAR, Lora, Objective, OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
@@ -56,7 +56,7 @@ class Emitted(Record, frozen=True, kw_only=True):
     """Parts of the recommendation that the trainer has no words for; the text says them too."""
     fits: bool | None = None
     """True if it fits, by a prediction of this very trainer's step. None: nobody predicted that
-    one. False: its logits alone are larger than a GPU."""
+    one. False: its logits are larger than a GPU, alone or with the rest of the predicted step."""
     logits_bytes: int | None = None
     """Bytes of a GPU that logits in float32 take, where the trainer's loss holds them whole."""
     beside: dict[str, str] = msgspec.field(default_factory=dict)
@@ -262,9 +262,17 @@ FLEX = (
     "nobody measured it"
 )
 
+ATTENTIONS = {
+    "flex_attention": FLEX,
+    "sdpa": f"sdpa: flash_attention_2 takes no heads of more than {WIDEST_FUSED_HEAD} numbers",
+}
+"""What is said of an attention other than flash_attention_2."""
+
 
 def fused_attention(shape: ModelShape | None) -> str:
     """The attention that transformers is told to use, of those that the model's class takes."""
+    if shape is not None and shape.widest_head > WIDEST_FUSED_HEAD:
+        return "sdpa"
     has_sinks = shape is not None and any(run.kind.attention.has_sinks for run in shape.runs)
     return "flex_attention" if has_sinks else "flash_attention_2"
 
@@ -326,7 +334,7 @@ def unpredicted(
     found: Recommendation, chosen: Candidate, *, name: str, logits_bytes: int | None
 ) -> str:
     """Say that nobody predicted a trainer, what the predicted step takes for comparison, and what
-    the trainer's logits take besides; that it does not fit where those alone exceed a GPU.
+    the trainer's logits take besides; that it does not fit where those exceed a GPU.
     """
     what = f"{found.model_name} at {format_tokens(found.length_tokens)} tokens"
     room_bytes = found.device_bytes - found.reserved_bytes
@@ -335,9 +343,12 @@ def unpredicted(
         f"{name}'s loss holds whole logits, 10 bytes for each token and word of the vocabulary: "
         f"{format_bytes(logits_bytes or 0)} of {each}"
     )
-    if logits_bytes is not None and logits_bytes > room_bytes:
-        return f"No: {what} does not fit. {logits}, for them alone."
     step = step_in_words(found.trainer).partition(",")[0]
+    if logits_bytes is not None and exceeds(found, chosen, logits_bytes):
+        with_them = format_bytes(bytes_with_logits(found, chosen, logits_bytes))
+        rest = f"{with_them} with the rest that {step} takes, {chosen.source}"
+        rest = "for them alone" if logits_bytes > room_bytes else rest
+        return f"No: {what} does not fit. {logits}, {rest}."
     takes = f"{step} trains it"
     if chosen.headroom_bytes is not None:
         takes = f"{step} takes {format_bytes(room_bytes - chosen.headroom_bytes)} of {each}"
@@ -346,9 +357,8 @@ def unpredicted(
     said = f"{said} {chosen.cell.settings.traits.outside_step}".rstrip()
     if logits_bytes is None:
         return said
-    with_them = bytes_with_logits(found, chosen, logits_bytes)
-    ends = ", more than there is" if with_them > room_bytes else ""
-    return f"{said} {logits}; {format_bytes(with_them)} with the rest of that comparison{ends}."
+    with_them = format_bytes(bytes_with_logits(found, chosen, logits_bytes))
+    return f"{said} {logits}; {with_them} with the rest of that comparison."
 
 
 def _bought(found: Recommendation, chosen: Candidate) -> list[str]:
@@ -464,3 +474,9 @@ def bytes_with_logits(found: Recommendation, chosen: Candidate, logits_bytes: in
     used_bytes = found.device_bytes - found.reserved_bytes - chosen.headroom_bytes
     own_bytes = logits_bytes // 5 if chosen.cell.settings.holds_logits else 0
     return used_bytes + logits_bytes - own_bytes
+
+
+def exceeds(found: Recommendation, chosen: Candidate, logits_bytes: int) -> bool:
+    """True if whole logits do not fit into a GPU together with the rest of the predicted step."""
+    room_bytes = found.device_bytes - found.reserved_bytes
+    return bytes_with_logits(found, chosen, logits_bytes) > room_bytes

@@ -33,6 +33,7 @@ from highwater.trainers.emitted import (
     Emitted,
     Value,
     environment,
+    fused_attention,
     nested,
     refuse_obstacle,
     shape_here,
@@ -163,11 +164,14 @@ class Finetuner(ABC):
         self.refuse_untrainable(cell)
         shape = shape_here(found, model_path)
         training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
+        values = self.values(training)
+        if fused_attention(shape) == "sdpa":
+            values |= self.without_flash
         return self.words.emitted(
             found,
             chosen,
             self.said(training),
-            self.values(training),
+            {name: value for name, value in values.items() if value is not None},
             command=self.command(training),
             environment=self.variables(cell.settings),
             cannot=self.cannot(training),
@@ -405,7 +409,7 @@ def launched(spec: TrialSpec, place: TrialPlace, *, has_flash: bool) -> Finetune
         shape=model.shape,
         place=place,
         yarn=yarn(model, length_tokens=spec.length_tokens, rope=spec.settings.rope),
-        has_flash=has_flash,
+        has_flash=has_flash and fused_attention(model.shape) != "sdpa",
     )
 
 

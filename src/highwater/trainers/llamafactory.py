@@ -19,6 +19,7 @@ from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS, launched_values
 from highwater.trainers.accelerate import FILE as LAUNCHER
 from highwater.trainers.emitted import (
+    ATTENTIONS,
     DATASET,
     LIGER,
     WHOLE_SHARDS,
@@ -53,7 +54,9 @@ OPTIMIZERS: Mapping[OptimizerName, str | None] = {
 }
 """``optim`` by optimizer: the other is torchao's, which FSDP shards."""
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
-_SINKS = "sinks: whatever flash_attn says, kernels-community/vllm-flash-attn3 is taken"
+_SINKS = {
+    "flex_attention": "sinks: whatever flash_attn says, kernels-community/vllm-flash-attn3 is taken"
+}
 FUSED = LIGER - {
     *("exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "olmo3", "smollm3")
 }
@@ -123,7 +126,7 @@ class _LlamaFactory(Finetuner):
             *model_lies(training.model_path),
             *exports(self.variables(settings)),
             to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
-            _SINKS if fused_attention(training.shape) == "flex_attention" else _FLASH,
+            (ATTENTIONS | _SINKS).get(fused_attention(training.shape), _FLASH),
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 

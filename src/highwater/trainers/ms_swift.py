@@ -22,8 +22,8 @@ from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
+    ATTENTIONS,
     DATASET,
-    FLEX,
     WHOLE_SHARDS,
     Dialect,
     Value,
@@ -118,7 +118,7 @@ class _MsSwift(Finetuner):
             *model_lies(path),
             to_replace("dataset", "learning_rate", settings=training.cell.settings),
             *(() if path and is_hub_id(path) else (_KIND,)),
-            FLEX if fused_attention(training.shape) == "flex_attention" else _FLASH,
+            ATTENTIONS.get(fused_attention(training.shape), _FLASH),
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 

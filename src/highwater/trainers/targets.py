@@ -38,6 +38,7 @@ from highwater.trainers.emitted import (
     Emitted,
     bytes_with_logits,
     comment,
+    exceeds,
     refuse_several_machines,
     shape_here,
 )
@@ -200,8 +201,7 @@ def configured(
         raise _without_words(target, unknown)
     if is_step_of(found.trainer, target):
         return msgspec.structs.replace(made, fits=chosen.fits)
-    room_bytes = found.device_bytes - found.reserved_bytes
-    is_too_large = (made.logits_bytes or 0) > room_bytes
+    is_too_large = made.logits_bytes is not None and exceeds(found, chosen, made.logits_bytes)
     return msgspec.structs.replace(made, fits=False if is_too_large else None)
 
 

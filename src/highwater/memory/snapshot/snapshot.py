@@ -35,6 +35,12 @@ _LONGEST_NAME = 1000
 _NO_FRAMES: list[Any] = []
 """The stack of what has none: one list, because stacks are told apart by their identity."""
 _HINT = "name a file that `torch.cuda.memory._dump_snapshot` wrote"
+_OF_A_TRAINING = (
+    "PyTorch makes one: `torch.cuda.memory._record_memory_history()` before the first step, "
+    "`torch.cuda.memory._dump_snapshot('snapshot.pickle')` after the last; `highwater profile "
+    "--help` says what else is read"
+)
+"""Hint where a log was named: how a training is recorded."""
 HOW_TO_MAKE_ONE = (
     "name one that is there; `highwater predict tiny --gpus 1xH200-141GB --length 4k --loss full "
     "--allocator native --exact --timeline predicted.pickle` makes one in seconds, without a GPU"
@@ -116,7 +122,15 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         return _Reading(read_plain_pickle(data)).snapshot(str(path))
     except PlainPickleError as error:
+        if _is_text(data[:4096]):
+            problem = f"{path} is a text, such as a log, and no memory snapshot"
+            raise SnapshotError(problem, hint=_OF_A_TRAINING) from error
         raise SnapshotError(f"{path} is no memory snapshot: {error}", hint=_HINT) from error
+
+
+def _is_text(beginning: bytes) -> bool:
+    text = beginning.decode("latin-1")  # letters past ASCII are what they will
+    return bool(text) and all(32 <= ord(each) != 127 or each in "\t\n\r\x1b\b" for each in text)
 
 
 def _unread(path: Path, error: OSError) -> SnapshotError:
