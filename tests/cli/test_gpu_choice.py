@@ -134,6 +134,7 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
     done = highwater(*words, "1,100")
     assert done.stdout.startswith("2 x A100-80GB are the cheapest of these to train Qwen3-8B")
     assert "RunPod" not in done.stderr
+    assert "or as typed" in done.stdout
     again = following(done)
     assert again[:4] == ["predict", "Qwen3-8B", "--gpus", "2xA100-80GB"]
     assert highwater(*again).returncode == 0

@@ -163,7 +163,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ),
         names=1,
         footnotes=(
-            "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
+            "fewest: of 1, 2, 4, 8, or as typed; settings: the fastest; `recommend`: the simplest",
         ),
     )
 
