@@ -134,6 +134,7 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
     done = highwater(*words, "1,100")
     assert done.stdout.startswith("2 x A100-80GB are the cheapest of these to train Qwen3-8B")
     assert "RunPod" not in done.stderr
+    assert "or as typed" in done.stdout
     again = following(done)
     assert again[:4] == ["predict", "Qwen3-8B", "--gpus", "2xA100-80GB"]
     assert highwater(*again).returncode == 0
@@ -172,3 +173,8 @@ def test_a_number_of_tokens_that_is_none_is_refused():
     for tokens in ("0", "5 elephants", "-3"):
         with pytest.raises(HighwaterError):
             highwater.predict("Qwen3-8B", gpus="8xH100", length="8k", tokens=tokens)
+
+
+def test_a_kind_that_a_degree_makes_more_than_one_of_is_noted():
+    choice = highwater.cheapest_gpus("Qwen3-8B", gpus=("2xH100", "H200"), length="8k", ulysses=[2])
+    assert "H200 is named without a number: fewer than 2 are refused here" in choice.notes

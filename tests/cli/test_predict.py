@@ -93,7 +93,9 @@ def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater):
 def test_nothing_that_fits_is_answered_no(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "RTX-3090", "--allocator", "native")
     assert done.returncode == 1
-    assert done.stdout.startswith("No: Qwen3-8B does not train at any length on 1 x RTX-3090")
+    assert done.stdout.startswith(
+        "No: Qwen3-8B does not train at 4,096 tokens or more on 1 x RTX-3090"
+    )
     assert done.stdout.splitlines()[1].startswith("What would fit: ")
     assert "none" in done.stdout
 

@@ -59,6 +59,23 @@ def test_a_trainer_is_offered_the_other_states_that_it_knows():
     assert "--optimizer" in recommend(**{**asked, "length": "128k"}).alternatives[-1].flags
 
 
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ({"model": "Llama-3.2-3B"}, "--optimizer adamw-8bit --parameters bf16 --micro-batches 1"),
+        ({"model": "Qwen3-8B", "host_memory": "256GiB"}, "--optimizer adamw"),
+    ],
+    ids=["narrow parameters", "states on the host"],
+)
+def test_moments_of_8_bits_that_do_not_fit_have_an_alternative_on_the_same_gpu(asked, flags):
+    asked = {"gpus": "1xRTX-4090", "length": "4k", **asked}
+    found = asked_of_any(optimizer="adamw-8bit", **asked)
+    assert found.chosen is None
+    technique = found.alternatives[-1]
+    assert " ".join(technique.flags) == flags
+    assert technique.cell is not None
+
+
 def test_one_micro_batch_is_a_technique_where_its_gradients_are_in_the_way():
     asked = {"model": "Qwen3-4B", "gpus": "1xA100-80GB", "length": "64k"}
     asked |= {"sequences_per_micro_batch": 1, "host_memory": "32GiB"}

@@ -92,7 +92,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     assert said.startswith("No: Qwen3-32B does not train at 65,536 tokens on 1 x H100-80GB")
     assert said.endswith(f"lacks {format_bytes(least)} of each GPU.")
     everywhere = prediction_answer(highwater.predict("Qwen3-32B", gpus="1xRTX-3090", offload=False))
-    assert everywhere.startswith("No: Qwen3-32B does not train at any length")
+    assert everywhere.startswith("No: Qwen3-32B does not train at 4,096 tokens or more")
 
 
 @pytest.mark.parametrize(("asked", "words"), table("answer_sentence", "settings_are_said_in_words"))

@@ -30,6 +30,7 @@ BY_ITSELF = ("axolotl", "llamafactory", "ms-swift")
 """Trainers that read everything, their data and adapters too, from one file of YAML."""
 IN_YAML = ("trinity", "areal", "trl", "accelerate", *BY_ITSELF)
 NF4 = {"lora": 16, "lora_base": "nf4", "gpus": "1xH200-141GB"}
+COPIED = {**NF4, "gpus": "2xH200-141GB", "copies": [2], "ulysses": [1]}
 ACTOR, VERLS_MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 NARROW = {"optimizer": "adamw-8bit", "parameters": "bf16", "micro_batches": 1}
 WINDOWED = {"model": "gemma-2-2b", "length": "8k"}
@@ -226,6 +227,17 @@ def test_what_a_trainer_has_no_words_for_is_refused_by_name(target):
     with pytest.raises(UsageError, match="--mlp-tiles 4") as refused:
         configured(target, found, msgspec.structs.replace(chosen, cell=cell), model="Qwen3-4B")
     assert refused.value.hint == "leave `--mlp-tiles 4` out"
+
+
+def test_copies_of_a_model_in_nf4_are_those_of_ddp():
+    """Nothing is sharded among them: FSDP's launcher would shard what NF4 has whole."""
+    launcher = emitted("llamafactory", length="16k", **COPIED).beside["accelerate.yaml"]
+    assert "distributed_type: MULTI_GPU" in launcher
+    assert "fsdp" not in launcher
+    swift = emitted("ms-swift", length="16k", **COPIED)
+    assert "fsdp" not in swift.values
+    assert (swift.values["ENV.NPROC_PER_NODE"], swift.values["gradient_checkpointing"]) == (2, True)
+    assert swift.beside == {}
 
 
 def test_torchtitan_has_adapters_on_its_own_models_alone():

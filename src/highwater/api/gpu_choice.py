@@ -77,6 +77,9 @@ def cheapest_gpus(
     tried = [list(_by_count(model, kind, length=length, **asked)) for kind in gpus]
     offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
     notes = [note for each in tried for prediction in each for note in prediction.notes]
+    for kind, each in zip(gpus, tried, strict=True):
+        if not has_count(kind) and (least := each[0].gpus) > 1:
+            notes.append(f"{kind} is named without a number: fewer than {least} are refused here")
     known = tried[0][0]
     is_listed = price is None and any(each.hour_dollars for each in offers)
     return GpuChoice(

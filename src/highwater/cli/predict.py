@@ -242,9 +242,7 @@ def _against(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_beside_a_table(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for what has no part in a comparison: other ways to predict, and what the
-    rows name themselves.
-    """
+    """Raise UsageError for what has no part in a comparison, or stands in its rows."""
     own = ("exact", "timeline", "constants", "calibrate", "explain", "length")
     typed = {name: getattr(arguments, name) for name in own}
     typed |= {"gpus": arguments.cluster, **typed_values(arguments), "host_memory": None}

@@ -22,9 +22,7 @@ from highwater.nouns.codec import Record, from_json
 
 
 class Experts(Record, frozen=True, kw_only=True):
-    """Defaults of a mixture's class, for fields that ``config.json`` leaves out;
-    beside a number, its field.
-    """
+    """Defaults of a mixture's class, if ``config.json`` has none; beside a number, its field."""
 
     experts: int
     """Experts of one layer."""

@@ -116,9 +116,7 @@ def device_state_bytes(
 
 @cache
 def trained_parameters(shape: ModelShape, settings: Settings) -> int:
-    """Number of the policy's trained parameters: all, or with adapters only theirs and those of a
-    reward model's head.
-    """
+    """Trained parameters of the policy: all, or with adapters theirs and a reward model's head."""
     if settings.adapters is None:
         return policy_parameters(shape, settings)
     number = shape.hidden_size if settings.traits.gives_scalars else 0

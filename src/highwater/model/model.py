@@ -114,9 +114,7 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def reads_everything(self) -> bool:
-        """True if every layer reads all earlier tokens, and nothing else: no window, no sinks, no
-        cap, no state.
-        """
+        """True if every layer reads all earlier tokens: no window, no sinks, no cap, no state."""
         kinds = (run.kind.attention for run in self.runs)
         return not any(
             each.window_tokens or each.has_sinks or each.soft_cap or each.delta for each in kinds

@@ -456,7 +456,11 @@ class ConfigSizes(NamedTuple):
                 f"{self.source}",
                 hint="set linear_num_key_heads to a divisor of linear_num_value_heads",
             )
-        kinds = self._kinds_of_layers()
+        kinds = self.config.get("layer_types")
+        if kinds is None:
+            every = self._class_size("full_attention_interval")
+            numbers = range(1, self.layers() + 1)
+            kinds = [DELTA_LAYER if n % every else "full_attention" for n in numbers]
         return tuple(
             delta if kind == DELTA_LAYER else attention
             for kind, attention in zip(kinds, softmax, strict=True)
@@ -536,14 +540,6 @@ class ConfigSizes(NamedTuple):
     def _class_size(self, field: str) -> int:
         """A size of the config, or else of its class, which has one."""
         return whole_number(value_of(self.config, field), field, self.source)
-
-    def _kinds_of_layers(self) -> Sequence[str]:
-        """Names of the layers' kinds, of a family with layers of a delta rule."""
-        kinds, layers = self.config.get("layer_types"), self.layers()
-        if kinds is None:
-            every = self._class_size("full_attention_interval")
-            return [DELTA_LAYER if (n + 1) % every else "full_attention" for n in range(layers)]
-        return kinds
 
     def score_cap(self) -> float | None:
         """Bound of attention's scores; None if there is no cap."""

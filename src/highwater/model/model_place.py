@@ -347,9 +347,7 @@ def _catalog_place(name: str) -> ModelPlace:
 
 
 def _fetched(hub_id: str) -> Path:
-    """Return the directory fetched from the Hub; on failure the hint also offers similar names of
-    the catalog.
-    """
+    """The directory fetched from the Hub; a failure's hint offers similar names of the catalog."""
     try:
         return fetched_directory(hub_id)
     except ModelError as error:

@@ -164,7 +164,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ),
         names=1,
         footnotes=(
-            "fewest: of 1, 2, 4, 8; settings are the fastest; `recommend` has the simplest",
+            "fewest: of 1, 2, 4, 8, or as typed; settings: the fastest; `recommend`: the simplest",
         ),
     )
 
@@ -264,8 +264,8 @@ def _nothing(
     change: str,
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
-    asked = prediction.length_tokens
-    what = "at any length" if asked is None else f"at {format_tokens(asked)} tokens"
+    asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
+    what = f"at {format_tokens(asked or shortest or 0)} tokens{'' if asked else ' or more'}"
     native = prediction.native_length_tokens
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
     if change:

@@ -129,9 +129,7 @@ def _at_least(study: Study, cell: Cell, length_tokens: int) -> str:
 
 
 def _how(question: Question, cell: Cell, length_tokens: int) -> str:
-    """Settings and degrees in words, what is predicted to lie in host memory, and YaRN where
-    positions are scaled.
-    """
+    """Settings and degrees in words, bytes predicted in host memory, and YaRN if there is any."""
     place, prompt_tokens = (cell.settings, cell.layout, length_tokens), question.prompt_tokens
     step = Step(question.model.shape, *place, question.device, prompt_tokens)
     on_host, is_scaled = footprint(step).host_bytes, _is_scaled(question, length_tokens)

@@ -194,21 +194,21 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
 def _other_trainings(goal: Goal) -> Iterator[_Change]:
     """Changes of what is learned: states of few bits, then adapters, then a base in few bits."""
     others: list[tuple[str, dict[str, object]]] = []
-    if "optimizer" not in goal.settings and "lora" not in goal.settings:
-        few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
-        others.append(("moments of 8 bits, which are lossy", few_bits))
-        what = "moments of 8 bits and parameters in bf16, which are lossy"
-        others.append((what, {**few_bits, "parameters": "bf16", "micro_batches": 1}))
     if "lora" not in goal.settings:
+        few_bits: dict[str, object] = {"optimizer": "adamw-8bit"}
+        both = {**few_bits, "parameters": "bf16", "micro_batches": 1}
+        others.append(("moments of 8 bits, which are lossy", few_bits))
+        others.append(("moments of 8 bits and parameters in bf16, which are lossy", both))
+        others.append(("AdamW in float32, its states in host memory", {"optimizer": "adamw"}))
         what = f"LoRA, another training: adapters of rank {_LORA_RANK} beside a frozen model"
         others.append((what, {"lora": _LORA_RANK}))
     if "lora_base" not in goal.settings and goal.where.gpus == 1:
         rank = goal.settings.get("lora", _LORA_RANK)
         what = f"QLoRA, which is lossy: adapters of rank {rank} beside a frozen model in 4 bits"
         others.append((what, {"lora": rank, "lora_base": "nf4"}))
-    traits = TRAINERS[goal.trainer]
+    traits, own = TRAINERS[goal.trainer], {"optimizer": "adamw", **goal.settings}
     for what, settings in others:
-        if traits.refused([*settings]):
+        if traits.refused([*settings]) or settings.items() <= own.items():
             continue
         changed = replace(goal, settings={**goal.settings, **settings})
         yield what, tuple(words_of(settings)), (), changed

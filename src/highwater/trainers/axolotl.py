@@ -112,6 +112,7 @@ class _Axolotl(Finetuner):
     attention = "attn_implementation"
     without_flash: ClassVar = {"attn_implementation": "sdpa"}
     multiple = 64
+    has_copies = True
 
     def obstacle(self, layout: Layout) -> str | None:
         if 1 < layout.context_degree == layout.shard_degree < layout.gpus:

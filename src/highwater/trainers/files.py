@@ -21,7 +21,7 @@ from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import OptimizerName
+from highwater.nouns.objective import Objective, OptimizerName
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -155,6 +155,8 @@ class Finetuner(ABC):
     """Tokens of which it pads each batch to a multiple."""
     more_tokens: ClassVar[int] = 0
     """Tokens of each document past the length: the trainer cuts what its template leaves over."""
+    has_copies: ClassVar[bool] = False
+    """True if copies of shards are written; False: those of DDP alone, see ``is_ddp``."""
 
     def emit(
         self, found: Recommendation, chosen: Candidate, *, model_path: str | None = None
@@ -182,10 +184,15 @@ class Finetuner(ABC):
 
     def refuse_untrainable(self, cell: Cell) -> None:
         """Raise UsageError for an objective, a layout or an optimizer that it does not have."""
-        words = self.words
-        refuse_obstacle(
-            cell, lambda o, each: words.other_objective(o, is_written=True) or self.obstacle(each)
-        )
+        words, has_copies = self.words, self.has_copies or is_ddp(cell)
+
+        def obstacle(objective: Objective, layout: Layout) -> str | None:
+            other = words.other_objective(objective, is_written=True) or self.obstacle(layout)
+            if other is None and layout.replicate_degree > 1 and not has_copies:
+                return f"{words.name}'s states are sharded among all GPUs, without copies"
+            return other
+
+        refuse_obstacle(cell, obstacle)
         words.refuse_optimizer(cell.settings, self.optimizers)
 
     def variables(self, settings: Settings) -> dict[str, str]:
@@ -196,9 +203,9 @@ class Finetuner(ABC):
         """Other files that the emitted one names."""
         return {}
 
-    @abstractmethod
-    def obstacle(self, layout: Layout) -> str | None:
+    def obstacle(self, layout: Layout) -> str | None:  # noqa: ARG002
         """Why its file is not written for a layout, in words; None where it is."""
+        return None
 
     @abstractmethod
     def fuses(self, training: FineTuning) -> bool:
@@ -241,6 +248,11 @@ class Finetuner(ABC):
     @abstractmethod
     def start(self, launched: FinetunerTrial, words: tuple[str, ...]) -> tuple[str, ...]:
         """The command of a trial, by the words of its program."""
+
+
+def is_ddp(cell: Cell) -> bool:
+    """True if several GPUs have a copy of the model each, in NF4, and nothing is sharded."""
+    return cell.settings.lora_base == "nf4" and 1 < cell.layout.replicate_degree == cell.layout.gpus
 
 
 def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> TrialFiles:

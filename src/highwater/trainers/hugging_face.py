@@ -330,9 +330,7 @@ def _fetched(step: Step, bucket: int, widest: int, *, is_cut: bool) -> tuple[Ter
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
-    """Raise UsageError for layers that nothing was learned of, and for what the step is not
-    predicted with.
-    """
+    """Raise UsageError for layers that nothing was learned of, and unpredicted settings."""
     settings, layout = spec.settings, spec.layout
     if shape.window_tokens is not None:
         raise UsageError(

@@ -41,6 +41,7 @@ from highwater.trainers.files import (
     Finetuner,
     FinetunerTrial,
     FineTuning,
+    is_ddp,
     trial_start,
 )
 from highwater.trainers.foreign import TRIAL_FIELDS, OwnFile, TrialFiles
@@ -62,6 +63,7 @@ FUSED = LIGER - {
 }
 """Families that it has Liger fuse the loss of (``model/model_utils/liger_kernel.py``)."""
 _FUSED_LOSS = "enable_liger_kernel is the chunked loss, and needs the package liger-kernel"
+_DDP = "DDP, a copy for each GPU"
 _DATASET = "documents"
 _DATASETS = "dataset_info.json"
 """The file in which it looks for what a dataset is."""
@@ -103,8 +105,6 @@ class _LlamaFactory(Finetuner):
     def obstacle(self, layout: Layout) -> str | None:
         if layout.context_degree > 1:
             return f"LLaMA-Factory {VERSION} shares no sequence among GPUs"
-        if layout.replicate_degree > 1:
-            return "LLaMA-Factory's states are sharded among all GPUs, without copies"
         return None
 
     def fuses(self, training: FineTuning) -> bool:
@@ -122,7 +122,7 @@ class _LlamaFactory(Finetuner):
     def said(self, training: FineTuning) -> list[str]:
         settings = training.cell.settings
         return [
-            f"beside it {LAUNCHER}: how it is sharded",
+            f"beside it {LAUNCHER}: " + (_DDP if is_ddp(training.cell) else "how it is sharded"),
             *model_lies(training.model_path),
             *exports(self.variables(settings)),
             to_replace("dataset", "template", "output_dir", "learning_rate", settings=settings),
@@ -234,8 +234,13 @@ LLAMAFACTORY = _LlamaFactory()
 
 
 def _launcher(cell: Cell) -> dict[str, Value]:
-    """Accelerate's settings by name, which leave recomputation to LLaMA-Factory."""
-    return launched_values(cell, "none") | {"fsdp_config.fsdp_activation_checkpointing": False}
+    """Accelerate's settings by name, which leave recomputation to LLaMA-Factory; those of DDP."""
+    values = launched_values(cell, "none")
+    if is_ddp(cell):
+        shared = ("fsdp_config.", "parallelism_config.")
+        kept = {name: value for name, value in values.items() if not name.startswith(shared)}
+        return kept | {"distributed_type": "MULTI_GPU"}
+    return values | {"fsdp_config.fsdp_activation_checkpointing": False}
 
 
 TRIED = ForeignTraits(settings=OF_FINETUNERS | {"strategy"}, has_run_on_gpus=False)

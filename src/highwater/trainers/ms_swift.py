@@ -41,6 +41,7 @@ from highwater.trainers.files import (
     Finetuner,
     FinetunerTrial,
     FineTuning,
+    is_ddp,
     of_recomputation,
     trial_start,
 )
@@ -61,6 +62,7 @@ _KIND = (
     "`--model_type qwen3 --template qwen3`, for example; the error lists those that it may be"
 )
 _FUSED_LOSS = "use_liger_kernel is the chunked loss, and needs the package liger-kernel"
+_DDP = "DDP: each GPU has a copy of the model in NF4"
 _RECOMPUTES = "gradient_checkpointing"
 _VARIABLES = "ENV"
 _PROCESSES = "NPROC_PER_NODE"
@@ -94,11 +96,6 @@ class _MsSwift(Finetuner):
     without_flash: ClassVar = {"attn_impl": "sdpa", "packing": None}
     more_tokens = 64
 
-    def obstacle(self, layout: Layout) -> str | None:
-        if layout.replicate_degree > 1:
-            return "ms-swift's states are sharded among all GPUs, without copies"
-        return None
-
     def fuses(self, training: FineTuning) -> bool:
         # with shared sequences Liger's loss would take no effect
         cell = training.cell
@@ -109,12 +106,16 @@ class _MsSwift(Finetuner):
         return f"swift sft {FILE}" + ("" if training.model_path else ' --model "$MODEL_PATH"')
 
     def beside(self, training: FineTuning) -> Mapping[str, str]:
+        if is_ddp(training.cell):
+            return {}
         return {SHARDING: json.dumps(_sharding(training.cell.settings), indent=2) + "\n"}
 
     def said(self, training: FineTuning) -> list[str]:
         path = training.model_path
         return [
-            f"beside it {SHARDING}: how it is sharded, and recomputed",
+            _DDP
+            if is_ddp(training.cell)
+            else f"beside it {SHARDING}: how it is sharded, and recomputed",
             *model_lies(path),
             to_replace("dataset", "learning_rate", settings=training.cell.settings),
             *(() if path and is_hub_id(path) else (_KIND,)),
@@ -166,8 +167,8 @@ class _MsSwift(Finetuner):
             "per_device_train_batch_size": settings.sequences_per_micro_batch,
             "gradient_accumulation_steps": 1,
             "sequence_parallel_size": layout.context_degree,
-            "gradient_checkpointing": False,
-            "fsdp": SHARDING,
+            _RECOMPUTES: is_ddp(cell) and settings.recompute != "none",
+            **({} if is_ddp(cell) else {"fsdp": SHARDING}),
             "optim": OPTIMIZERS[settings.optimizer],
             "learning_rate": 1e-5,
             **({"use_liger_kernel": True} if self.fuses(training) else {}),

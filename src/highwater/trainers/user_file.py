@@ -123,15 +123,9 @@ def settings_of(
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
     else:
         notes.append(f"{source} says how processes share, and the script all the rest")
-    known = {words.length, words.rows, *words.rank, *words.alpha, words.targets, words.optimizer}
-    known |= {
-        *words.fused,
-        *words.on_host,
-        *_ALL.refused,
-        *words.refused,
-        *_ALL.known,
-        *words.passed,
-    }
+    known = {words.length, words.rows, words.targets, words.optimizer, *_ALL.known, *_ALL.refused}
+    known |= {*words.rank, *words.alpha, *words.fused, *words.on_host}
+    known |= {*words.passed, *words.refused}
     left = [name for name in config if not any(fnmatchcase(name, str(each)) for each in known)]
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")

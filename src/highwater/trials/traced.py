@@ -181,9 +181,7 @@ class CachedTracer:
         trainer: TrainerName = OURS,
         on_trace: Callable[[TrialSpec], None] | None = None,
     ) -> None:
-        """Keep traces of a trainer's step in ``directory``; ``on_trace`` hears each trial that has
-        to be traced.
-        """
+        """Keep traces of a step in ``directory``; ``on_trace`` hears each trial to be traced."""
         refuse_package_obstacles(probe(), before="nothing can be traced here: ")
         self._directory = directory
         self._kernel: Kernel = kernel

@@ -78,9 +78,7 @@ def begin(
     rehearsal: Batch,  # noqa: ARG001 -- it rehearses nothing
     recorder: AllocationRecorder,
 ) -> HuggingFaceTraining:
-    """Build the model and its optimizer. Raises MachineError without a library that the step is
-    made of.
-    """
+    """Build the model and its optimizer; MachineError without a library that the step has."""
     assert context.mesh.size() == 1, "nobody asks for several GPUs"
     config = read_config(
         spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
