@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_166,
+    "src_lines": 72_245,
     "src_files": 288,
     "src_small_files": 10,
     "process_starts": 1,
@@ -27,8 +27,8 @@ what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; 
 trainer: 20, and vLLM's own settings where it has no room: the last 6; the delta rule's sweep over
 chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; counts and prices of
 GPUs, which no issue allowed: 218; a user's own file answered in its keys, vLLM in TRL's words,
-attention sinks in other trainers and the dead ends of twenty blind questions: 323, which are not paid
-for yet)."""
+attention sinks and heads of 512 in other trainers, and the dead ends of twenty blind questions:
+402, which are not paid for yet)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
     "find": {"modules": 200, "files": 121},
