@@ -166,7 +166,7 @@ class Finetuner(ABC):
         self.refuse_untrainable(cell)
         shape = shape_here(found, model_path)
         training = FineTuning(cell, found.length_tokens, model_path, found.yarn, shape)
-        values = self.values(training)
+        values: dict[str, Any] = {**self.values(training)}
         if fused_attention(shape) == "sdpa":
             values |= self.without_flash
         return self.words.emitted(
