@@ -97,7 +97,7 @@ PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
 check: lint types contracts
 	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit
 
-# Every test that needs no GPU, browser, trainer of others or Ray: 25 minutes on 2 cores.
+# Every test that needs no GPU, browser, trainer of others or Ray: some 20 minutes on 2 cores.
 test: lint types contracts
 	$(PYTEST)
 
