@@ -400,7 +400,7 @@ def test_everything_else_of_the_users_environment_is(monkeypatch):
         (b"", "Input data was truncated"),
         (b'{"rank":1,"losses":[6.0,null]}', "Expected `float`, got `null`"),
         (b'{"rank":1,"surprise":1}', "unknown field `surprise`"),
-        (b'{"rank":1,"device_name":"\xff"}', "cannot be read: "),
+        (b'{"rank":1,"device_name":"\xff"}', "utf-8"),
     ],
 )
 def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, written, why):
@@ -410,7 +410,7 @@ def test_a_report_that_cannot_be_read_counts_as_none_and_says_why(tmp_path, writ
     assert reports == (RankReport(rank=0),)
     assert len(damaged) == 1
     assert "rank-001.json" in damaged[0]
-    assert why in damaged[0]
+    assert why.lower() in damaged[0].lower()
 
 
 BUDGETS = st.integers(GIB // 2, 200 * GIB)
