@@ -92,7 +92,8 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
 
-PYTEST := $(BIN)/pytest -n $(JOBS) --dist worksteal
+# Bytecode is written down, whatever the shell says: thousands of tests start a command, and each would compile it anew.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(JOBS) --dist worksteal
 
 check: lint types contracts
 	$(PYTEST) --hypothesis-profile quick -m 'not corpus' tests/unit

@@ -242,8 +242,8 @@ def _traps(model: Model) -> Iterator[str]:
         )
     else:
         yield (
-            "**QLoRA is a copy on every GPU:** a model in NF4 is not sharded, so that several GPUs "
-            "need `--copies`, and their number saves no memory."
+            "**QLoRA is a copy on every GPU:** a model in NF4 is not sharded, so that more GPUs "
+            "save no memory."
         )
     if shape.vocab_size >= _MANY_ENTRIES:
         logits = format_bytes(2 * shape.vocab_size * 32_768)

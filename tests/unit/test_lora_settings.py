@@ -79,12 +79,14 @@ def test_adapters_beside_experts_are_on_attention_and_that_is_said(model):
     assert any(cell.capacity_tokens for cell in found.cells)
 
 
-def test_a_packed_model_is_not_sharded_and_the_hint_works():
+def test_a_packed_model_has_a_copy_on_each_gpu_and_is_not_sharded():
     asked = {"gpus": "4xH100-80GB", "lora": 32, "lora_base": "nf4", "rope": "yarn"}
     with pytest.raises(UsageError, match="not sharded") as refused:
-        highwater.predict("Llama-3.1-8B", **asked)
+        highwater.predict("Llama-3.1-8B", copies=2, **asked)
     assert refused.value.hint == "use `--copies 4`"
-    found = highwater.predict("Llama-3.1-8B", copies=4, **asked)
+    found = highwater.predict("Llama-3.1-8B", **asked)
+    assert found.cells == highwater.predict("Llama-3.1-8B", copies=4, **asked).cells
+    assert {each.cell.layout.replicate_degree for each in found.cells} == {4}
     shared = {each.cell.layout.ulysses_degree: each.capacity_tokens or 0 for each in found.cells}
     assert shared[4] > shared[1] > 0
 
@@ -142,10 +144,11 @@ def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
     asked = {"length": "128k", "lora": 16, "lora_base": "nf4", "activations": "gpu"}
     found = highwater.recommend("Llama-3.1-8B", gpus="1xRTX-4090", **asked)
     (more,) = (each for each in found.alternatives if each.kind == "more GPUs")
-    flags = dict(zip(more.flags[::2], more.flags[1::2], strict=True))
-    gpus, copies = flags["--gpus"], int(flags["--copies"])
-    assert gpus == f"{copies}xRTX-4090"
-    assert highwater.recommend("Llama-3.1-8B", gpus=gpus, copies=copies, **asked).chosen is not None
+    flag, gpus = more.flags
+    assert flag == "--gpus"
+    chosen = highwater.recommend("Llama-3.1-8B", gpus=gpus, **asked).chosen
+    assert chosen is not None
+    assert gpus == f"{chosen.cell.layout.replicate_degree}xRTX-4090"
 
 
 NATIVE = 32_768

@@ -101,14 +101,17 @@ def cells_of(
         with suppress(UsageError):  # where no layer keeps its input, nothing moves
             on_host = msgspec.structs.replace(request.settings, activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
-    degrees = dict.fromkeys(product(counts, request.ulysses or (1,), request.ring, request.copies))
-    asked = [_Degrees(*each, machines=machines) for each in degrees]
+    is_packed = request.settings.lora_base == "nf4"
+    degrees = product(counts, request.ulysses or (1,), request.ring, request.copies)
+    if is_packed and request.copies == (1,):  # nothing shards it: each GPU has a copy
+        degrees = ((gpus, ulysses, ring, gpus) for gpus, ulysses, ring, _ in degrees)
+    asked = [_Degrees(*each, machines=machines) for each in dict.fromkeys(degrees)]
     pattern = request.settings.pattern
     has_ring = has_ring and (pattern is None or _sparse_obstacle(pattern, device) is None)
     bounds = _Bounds(
         *(shape, device, request.settings.strategy),
         *(has_ring, within_machines, longest_tokens, pattern),
-        is_packed=request.settings.lora_base == "nf4",
+        is_packed=is_packed,
         head_groups=request.settings.attention_head_groups,
         machines=machines,
     )

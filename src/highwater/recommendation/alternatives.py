@@ -72,17 +72,14 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
 
 def _more_gpus(goal: Goal, rollout_gpus: int) -> Iterator[_Change]:
     """More GPUs of the same kind, the fewest first: above a machine's in copies that a machine
-    holds, where copies were named. Of a model in NF4 each GPU has a copy.
+    holds, where copies were named.
     """
     for where in _larger_clusters(goal):
-        copies = {"copies": [where.gpus]} if goal.settings.get("lora_base") == "nf4" else {}
-        limit = with_usual_host(goal.memory_limit, where)
-        settings = {**goal.settings, **copies}
+        larger = replace(goal, where=where, memory_limit=with_usual_host(goal.memory_limit, where))
         what = f"{where.gpus} x {where.device_name}"
         if where.is_several_machines:
             what += " on several machines (nobody has measured that)"
-        flags = (*_gpu_flags(where, rollout_gpus), *words_of(copies))
-        yield what, flags, (), replace(goal, where=where, memory_limit=limit, settings=settings)
+        yield what, _gpu_flags(where, rollout_gpus), (), larger
 
 
 def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
