@@ -5,6 +5,7 @@ What a fuzzer or a sweep counted (``record_property("counted", text)``) is print
 however many processes ran it.
 """
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -27,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What is collected stays: no collection of garbage walks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
