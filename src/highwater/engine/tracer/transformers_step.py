@@ -122,7 +122,7 @@ def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
     if settings.recompute != "none":
         model.activation_checkpointing_enable(offload=settings.activations == "host")
     if is_liger:
-        _put_liger(model, config.model_type)
+        _put_liger(model, config.model_type, settings)
     return model
 
 
@@ -137,8 +137,8 @@ def _adapt(model: Any, lora: Lora) -> None:
             parameter.data = parameter.data.float()
 
 
-def _put_liger(model: Any, family: str) -> None:
-    """Put Liger's kernels into a model, as ``use_liger_kernel`` does."""
+def _put_liger(model: Any, family: str, settings: Settings) -> None:
+    """Put Liger's kernels, or its loss alone, into a model, as ``use_liger_kernel`` does."""
     put: Any = None
     with suppress(ImportError):
         put = getattr(importlib.import_module(_LIGER), f"apply_liger_kernel_to_{family}", None)
@@ -147,7 +147,8 @@ def _put_liger(model: Any, family: str) -> None:
             f"no kernels of Liger for {family} are installed here",
             hint="pip install --no-deps liger-kernel==0.8.5, or leave `--exact` out",
         )
-    put(model=model)
+    others = ("rope", "rms_norm", "swiglu")
+    put(model=model, **dict.fromkeys(others, settings.liger == "all"))
 
 
 TRACED = TracedTrainer(
