@@ -5,18 +5,19 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
   that PyTorch rounds up to powers of two.
 - What a layer and the loss take is learned from traces of that very step
   (``tools/learn_hugging_face.py``; engine/tracer/transformers_step.py), by how it trains: adapters
-  on a model in bfloat16 (``lora``), parameters in float32 under autocast (``autocast``), or in
-  bfloat16, as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss)
-  or without, where the loss holds the logits of all tokens in float32, several times.
+  on a model in bfloat16 (``lora``) or in bitsandbytes' NF4, beside whose layers peft copies no
+  input in float32 (``nf4``), parameters in float32 under autocast (``autocast``), or in bfloat16,
+  as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss) or its
+  loss alone, or without, where the loss holds the logits of all tokens in float32, several times.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
   does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
 - DeepSpeed has the model in bfloat16, and of each GPU's part float32 parameters, both moments and
   gradients in bfloat16, which it reduces in buckets; without autocast, in the place of FSDP.
 
-Sources: transformers 5.23, peft 0.21, accelerate 1.15, liger-kernel 0.8.5; ``Reducer`` in
-torch/csrc/distributed/c10d/reducer.cpp; stage3.py, stage_1_and_2.py and
-partitioned_param_coordinator.py in deepspeed/runtime/zero of DeepSpeed 0.19.6.
+Sources: transformers 5.23, peft 0.21 (``tuners/lora/bnb.py``), accelerate 1.15, liger-kernel
+0.8.5, bitsandbytes 0.50.2; ``Reducer`` in torch/csrc/distributed/c10d/reducer.cpp; stage3.py,
+stage_1_and_2.py and partitioned_param_coordinator.py in deepspeed/runtime/zero of DeepSpeed 0.19.6.
 """
 
 from collections.abc import Mapping
@@ -102,7 +103,8 @@ def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments |
 def _variant(settings: Settings, shards: int) -> str:
     is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
     whole = "bf16" if is_narrow else "autocast"
-    training = whole if settings.lora is None else "lora"
+    base = "nf4" if settings.lora_base == "nf4" else "lora"
+    training = whole if settings.lora is None else base
     return training if settings.holds_logits else f"{training} liger"
 
 
@@ -139,8 +141,7 @@ def footprint(step: Step) -> Footprint:
     layer = Term(
         "one layer going backward",
         # without the head's gradient, which has come
-        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments)
-        + step.layer(run.kind).unpacked_bytes,
+        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments),
     )
     of_head = sizes | {"V*E": round(sizes["V*E"] * held.reduced)}
     loss = max(bytes_of(moment, of_head) for moment in learned.loss)
@@ -388,6 +389,6 @@ MEMORY = TrainerMemory(
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
     "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source alone, and never "
     "measured (docs/results/other_trainers)",
-    of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
+    of_adapters="of a model in NF4 4 % less than the one such step that was measured",
     refuse=refuse,
 )
