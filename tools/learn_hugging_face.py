@@ -43,7 +43,11 @@ from tiny_models import write_model
 from trial_specs import trial_of
 
 FAMILIES = ("llama", "qwen3", "qwen2")
-VARIANTS = ("lora", "lora liger", "autocast", "autocast liger", "bf16", "bf16 liger")
+VARIANTS = tuple(
+    f"{training}{kernels}"
+    for training in ("lora", "nf4", "autocast", "bf16")
+    for kernels in ("", " liger")
+)
 """How a step trains, and with whose kernels."""
 RANDOM_SHAPES = 5_000
 OWN_ROWS = (*ROWS, "V", "r*E", "r*F", "r*Q", "r*K")
@@ -130,7 +134,7 @@ def sample(family: str, variant: str, *, number: int) -> Sample:
     hidden, tokens = kind.hidden_size, spec.length_tokens
     sizes = {
         **products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=None),
-        **of_loss(variant, tokens, shape.vocab_size, hidden),
+        **of_loss(tokens, shape.vocab_size, hidden, is_whole=spec.settings.holds_logits),
         "one": 1,
         "D": kind.attention.head_dim,
         "E": hidden,
@@ -180,10 +184,11 @@ def between(seen: list[tuple[str, str, int]], beside: int) -> tuple[tuple[str, i
 def settings(variant: str, drawn: random.Random) -> Settings:
     """What a variant is traced with."""
     training, _, kernels = variant.partition(" ")
-    rank = drawn.choice((8, 16, 32)) if training == "lora" else None
+    rank = drawn.choice((8, 16, 32)) if training in ("lora", "nf4") else None
+    base = "nf4" if training == "nf4" else "bf16"
     narrow = {"parameters": "bf16", "optimizer": "adamw-bf16"} if training == "bf16" else {}
     loss = "chunked" if kernels == "liger" else "full"
-    return Settings(loss=loss, lora=rank, accumulates=False, **narrow)
+    return Settings(loss=loss, lora=rank, lora_base=base, accumulates=False, **narrow)
 
 
 def forked(order: TraceOrder, path: Path) -> EventLog:
@@ -230,7 +235,7 @@ def largest(names: list[str], moments: Any, variant: str) -> list[int]:
         of_shape = {
             **dict.fromkeys(OWN_ROWS, 0),
             **products(kind, tokens=tokens, attended_key=kind.attention.key_size, tile=None),
-            **of_loss(variant, tokens, vocab, kind.hidden_size),
+            **of_loss(tokens, vocab, kind.hidden_size, is_whole=not variant.endswith("liger")),
             "T*r": tokens * 16,
         }
         found.add(int((moments @ np.array([float(of_shape[name]) for name in names])).argmax()))

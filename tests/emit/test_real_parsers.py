@@ -20,7 +20,7 @@ from environments import program_of
 from highwater.model.families import TRAINED
 from highwater.model.model import load_model
 from highwater.nouns.recommendation import Candidate, Recommendation
-from highwater.nouns.trainer import Target, TrainerName
+from highwater.nouns.trainer import OURS, Target, TrainerName
 from highwater.recommendation.recommend import recommend
 from highwater.trainers.accelerate import accelerate
 from highwater.trainers.emitted import CUT_CROSS_ENTROPY, LIGER, Emitted
@@ -81,13 +81,21 @@ ON_ONE_GPU = {
 
 def cases_of(target: Target) -> Mapping[str, Case]:
     """What a trainer is asked to read; the last is the one without a directory."""
-    if TARGETS[target].predicted_for != "highwater":
+    if target in ("trinity", "verl", "areal"):
         return CASES
     if target == "llamafactory":
         return {name: case for name, case in CASES.items() if case.degree == 1} | ON_ONE_GPU
     if target == "ms-swift":
         return {name: case for name, case in RINGS_AND_COPIES.items() if case.copies == 1} | CASES
     return RINGS_AND_COPIES | CASES
+
+
+def predicting(target: Target, case: Case) -> TrainerName:
+    """Whose recommendations are written: this engine's, which have layouts and settings that the
+    law of a trainer's own says nothing of, but where that knows all cases.
+    """
+    is_known = target in ("trinity", "verl", "areal") and "activations" not in dict(case.asked)
+    return TARGETS[target].predicted_for if is_known else OURS
 
 
 CASES_OF: Mapping[Target, Mapping[str, Case]] = {target: cases_of(target) for target in TARGETS}
@@ -108,7 +116,7 @@ def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation,
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
     shutil.copytree(load_model(case.model).directory, model)
-    found = goal(TARGETS[target].predicted_for, target == "areal", replace(case, directory=None))
+    found = goal(predicting(target, case), target == "areal", replace(case, directory=None))
     chosen = next(each for each in found.candidates if each.cell.settings.offload is case.offload)
     return folder, model, found, chosen
 
@@ -274,6 +282,7 @@ def test_adapters_are_read_as_they_were_asked_for(target):
 
 
 ADAPTERS, LIGERS = ("lora", 16), ("axolotl", "llamafactory", "ms-swift")
+HOST = ("activations", "host")
 FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
     *((t, (("optimizer", "adamw-8bit"),), "optim", "adamw_torch_8bit") for t in ("trl", *LIGERS)),
     *(
@@ -287,7 +296,9 @@ FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
     ),
     *((target, (("loss", "chunked"),), "chunked", True) for target in LIGERS),
     *((target, (("recompute", "none"),), "recompute", False) for target in ("axolotl", "ms-swift")),
-    ("axolotl", (("activations", "host"),), "on_host", "hidden_states"),
+    ("axolotl", (HOST,), "on_host", "hidden_states"),
+    ("verl", (HOST, ("objective", "grpo")), "on_host", True),
+    *((target, (HOST,), "on_host", True) for target in ("trl", "accelerate")),
 ]
 """What is asked of a trainer, and the field in which its own parser has it."""
 
@@ -296,6 +307,30 @@ FIELDS: list[tuple[Target, tuple[Any, ...], str, Any]] = [
 def test_what_is_asked_for_is_in_the_trainers_own_field(target, asked, field, value):
     case = Case(gpus=1 if field == "packed" else 4, length="4k", asked=asked)
     assert read_alone(target, case)[field] == value
+
+
+@pytest.mark.parametrize("target", ["llamafactory", "ms-swift"])
+def test_copies_of_a_model_in_nf4_are_ddps_and_recomputed_once(target):
+    asked = (ADAPTERS, ("lora_base", "nf4"))
+    parsed = read_alone(target, Case(gpus=2, copies=2, length="4k", asked=asked))
+    assert (parsed["strategy"], parsed["gpus"]) == ("ddp", 2)
+    assert (parsed["recompute"], parsed["recomputes_twice"]) == (True, False)
+
+
+ATTENTIONS: Mapping[str, Mapping[Target, str]] = {
+    "gpt-oss-20b": {"llamafactory": "fa2", **dict.fromkeys(("trl", "axolotl"), "flex_attention")},
+    "gemma-4-E2B-text": dict.fromkeys(("trl", *LIGERS), "sdpa"),
+}
+"""Attentions of models with sinks or with heads that no fused kernel takes."""
+
+
+@pytest.mark.parametrize(
+    ("model", "target"), [(model, target) for model, of in ATTENTIONS.items() for target in of]
+)
+def test_another_attention_is_one_that_the_trainer_has(model, target):
+    asked = (ADAPTERS, ("lora_targets", "q_proj,v_proj"))
+    parsed = read_alone(target, Case(length="4k", model=model, asked=asked))
+    assert parsed["attention"] == ATTENTIONS[model][target]
 
 
 def test_a_loss_is_cut_by_what_each_trainer_has_for_a_family():
@@ -354,6 +389,7 @@ def test_accelerate_says_what_is_the_scripts(name):
         ("reward", {"objective": "rw"}),
         ("grpo", {"objective": "grpo"}),
         ("grpo", {"objective": "grpo", "entropy": "full"}),
+        ("grpo", {"objective": "grpo", "rollout": "vllm", "trainer": "trl"}),
     ],
 )
 def test_each_of_trls_commands_reads_every_name_that_is_written_for_it(command, settings, tmp_path):

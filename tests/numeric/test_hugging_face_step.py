@@ -35,6 +35,7 @@ SIZES = {
 }
 NARROW_STATES = {"parameters": "bf16", "optimizer": "adamw-bf16"}
 NARROW = {**NARROW_STATES, "accumulates": False}
+QLORA = {"lora": 16, "lora_base": "nf4"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,10 @@ NARROW = {**NARROW_STATES, "accumulates": False}
     [
         ("llama", 16_384, {"lora": 16}),
         ("qwen3", 4096, {"accumulates": False}),
+        ("qwen3", 4096, QLORA),
         *deep(
+            ("llama", 16_384, QLORA),
+            ("mistral", 4096, QLORA | {"activations": "host"}),
             ("mistral", 4096, {"lora": 16}),
             ("qwen3", 4096, {"lora": 16}),
             ("qwen2", 16_384, {}),

@@ -24,7 +24,8 @@ from highwater.nouns.objective import adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.trainers import trinity as trinity
-from highwater.trainers.trinity import OF_ADAPTERS, covers, footprint
+from highwater.trainers.trinity import MEMORY as TRINITY
+from highwater.trainers.trinity import covers, footprint
 from highwater.units import GIB, parse_memory
 from tables import table
 
@@ -350,8 +351,9 @@ def test_no_bundled_trace_speaks_of_adapters(model):
     assert any(cell.replayed for cell in whole.cells)
     assert not any(cell.replayed for cell in adapted.cells)
     assert {cell.cell.settings.strategy for cell in adapted.cells} == {"fsdp2"}
-    assert OF_ADAPTERS in adapted.accuracy
-    assert OF_ADAPTERS not in whole.accuracy
+    assert TRINITY.of_adapters is not None
+    assert TRINITY.of_adapters in adapted.accuracy
+    assert TRINITY.of_adapters not in whole.accuracy
     shape = load_model(model).shape
     of_whole = whole.cells[0].cell
     assert covers(shape, of_whole)

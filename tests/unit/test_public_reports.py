@@ -31,7 +31,7 @@ def test_of_ligers_kernels_the_loss_alone_is_between_all_of_them_and_none():
         "Llama-3.1-8B --gpus 1xH200-141GB --trainer transformers --lora 32 --length 65536 "
         "--allocator expandable --activations gpu --loss "
     )
-    full, chunked = (SCRIPT["predicted"](asked + loss) for loss in ("full", "chunked"))
-    alone = SCRIPT["_with_plain_layers"](chunked, 65_536).allocated_bytes
-    assert chunked.cells[0].footprint.allocated_bytes < alone
-    assert alone < full.cells[0].footprint.allocated_bytes
+    kernels = ("chunked", "chunked --liger loss", "full")
+    found = [SCRIPT["predicted"](asked + words).cells[0].footprint for words in kernels]
+    assert found == sorted(found, key=lambda each: each.allocated_bytes)
+    assert len({each.allocated_bytes for each in found}) == 3

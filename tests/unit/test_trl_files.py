@@ -74,7 +74,7 @@ def test_what_is_the_trials_own_is_said_and_the_batch_does_not_shrink_where_memo
     assert "dataset_name" not in found.config
     assert found.notes == (
         "the trial's own in base.yaml: max_length",
-        "left out of base.yaml, the data being the trial's: dataset_name",
+        "left out of base.yaml, the data and the reports being the trial's: dataset_name",
     )
     assert files(trial(), auto_find_batch_size=True).config["auto_find_batch_size"] is False
 

@@ -63,9 +63,78 @@ def test_axolotls_kernels_have_to_be_all_of_ligers_and_offload_is_its_hidden_sta
     found = predicted(tmp_path, "axolotl", AXOLOTL | whole | {"activation_offloading": True})
     assert settings(found).loss == "chunked"
     assert settings(found).activations == "host"
-    one = predicted(tmp_path, "axolotl", AXOLOTL | {"liger_fused_linear_cross_entropy": True})
-    assert settings(one).loss == "full"
-    assert any("takes more" in note for note in one.notes)
+    some = predicted(tmp_path, "axolotl", AXOLOTL | {"liger_rope": True})
+    assert settings(some).loss == "full"
+    assert any("takes more" in note for note in some.notes)
+
+
+ALONE = AXOLOTL | {"liger_fused_linear_cross_entropy": True}
+LAYERS = {f"liger_{name}": True for name in ("rope", "rms_norm", "glu_activation")}
+CONFIG = {"rope": False, "swiglu": False, "rms_norm": False, "fused_linear_cross_entropy": True}
+SWIFT = {"max_length": 16_384, "use_liger_kernel": True}
+KERNELS: dict[str, tuple[TrainerName, dict[str, Any], tuple[str, str]]] = {
+    "the loss alone": ("axolotl", ALONE, ("chunked", "loss")),
+    "some layers beside it": ("axolotl", ALONE | {"liger_rope": True}, ("chunked", "loss")),
+    "cut": ("axolotl", AXOLOTL | {"cut_cross_entropy": True}, ("chunked", "loss")),
+    "cut with layers": (
+        "axolotl",
+        AXOLOTL | LAYERS | {"cut_cross_entropy": True},
+        ("chunked", "all"),
+    ),
+    "one switch": ("ms-swift", SWIFT, ("chunked", "all")),
+    "its kernels named": (
+        "ms-swift",
+        SWIFT | {"liger_kernel_config": CONFIG},
+        ("chunked", "loss"),
+    ),
+    "layers alone": (
+        "ms-swift",
+        SWIFT | {"liger_kernel_config": {"fused_linear_cross_entropy": False}},
+        ("full", "all"),
+    ),
+    "trl's own loss": ("trl", TRL | SWIFT | {"liger_kernel_config": CONFIG}, ("chunked", "all")),
+}
+
+
+@pytest.mark.parametrize("how", KERNELS)
+def test_which_of_ligers_kernels_a_file_has_is_told_apart(tmp_path: Path, how: str):
+    trainer, config, kernels = KERNELS[how]
+    found = predicted(tmp_path, trainer, config)
+    assert (settings(found).loss, settings(found).liger) == kernels
+    assert any("Cut Cross Entropy" in note for note in found.notes) == how.startswith("cut")
+
+
+def test_a_typed_loss_leaves_the_files_kernels_aside(tmp_path: Path):
+    assert settings(predicted(tmp_path, "axolotl", ALONE, loss="full")).liger == "all"
+
+
+PAGED: dict[str, tuple[str, str, bool]] = {
+    "paged_adamw_8bit": ("adamw-8bit", "1", True),
+    "paged_adamw_32bit": ("adamw", "1", True),
+    "paged_adamw": ("adamw", "2", True),
+    "adamw_bnb_8bit": ("adamw-8bit", "1", False),
+    "adamw_torch": ("adamw", "1", False),
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_optimizers_are_read_by_their_names_in_transformers(tmp_path: Path, name: str):
+    optimizer, gpus, is_paged = PAGED[name]
+    found = predicted(tmp_path, "axolotl", AXOLOTL | {"optimizer": name}, gpus=gpus)
+    assert (settings(found).optimizer, settings(found).paged) == (optimizer, is_paged)
+    assert any("never measured" in note for note in found.notes) == is_paged
+
+
+@pytest.mark.parametrize("trainer", ["axolotl", "trl"])
+def test_paged_moments_that_are_sharded_or_trls_are_taken_as_on_the_gpu(
+    tmp_path: Path, trainer: TrainerName
+):
+    key = {"axolotl": "optimizer", "trl": "optim"}[trainer]
+    config = {"axolotl": AXOLOTL | {"adapter": "lora", "load_in_4bit": False}, "trl": TRL}[trainer]
+    config = config | {key: "paged_adamw_32bit", "fsdp_version": 2, "fsdp_config": {"a": 1}}
+    found = predicted(tmp_path, trainer, config, gpus="2")
+    assert not settings(found).paged
+    assert any("on the GPU, which takes more" in note for note in found.notes)
 
 
 def test_the_public_report_of_llamafactory_that_ran_out_is_predicted_from_its_file(tmp_path: Path):

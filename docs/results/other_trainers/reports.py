@@ -3,7 +3,6 @@
     python docs/results/other_trainers/reports.py
 
 prints the table of ``reports.csv``, whose ``asked`` are the words after ``highwater predict``.
-``layers: plain``: of Liger's kernels the loss alone is taken, which no flag says.
 """
 
 import csv
@@ -11,16 +10,10 @@ import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 import highwater
 from highwater.cli.flags import named_model, typed_limits
 from highwater.cli.grammar import parse
 from highwater.memory.capacity import Prediction
-from highwater.memory.formula.constants import Footprint
-from highwater.memory.formula.layers import Step
-from highwater.model.model import load_model
-from highwater.trainers.hugging_face import Moments, footprint_of, moments_of
 from highwater.units import GIB, format_tokens
 
 REPORTS = Path(__file__).with_name("reports.csv")
@@ -55,16 +48,12 @@ def _compared(row: dict[str, str]) -> Compared:
     if not row["asked"]:
         return Compared(row, missing=row["missing"])
     found = predicted(row["asked"])
-    asked = found.explained
-    if row["layers"] != "plain":
-        fits = found.answer is not None
-        least = min(each.footprint.reserved_bytes for each in found.cells)
-        reserved_bytes = asked.footprint.reserved_bytes if fits else least
-        return Compared(row, fits, reserved_bytes, row["missing"])
-    plain = _with_plain_layers(found, int(row["length_tokens"]))
-    fits = plain.device_used_bytes <= found.memory_limit.device_bytes
-    all_kernels = f"{asked.footprint.reserved_bytes / GIB:.1f}"
-    return Compared(row, fits, plain.reserved_bytes, row["missing"].format(all_kernels))
+    fits = found.answer is not None
+    least = min(each.footprint.reserved_bytes for each in found.cells)
+    reserved_bytes = found.explained.footprint.reserved_bytes if fits else least
+    all_kernels = predicted(row["asked"].replace("--liger loss", "")).explained.footprint
+    missing = row["missing"].format(f"{all_kernels.reserved_bytes / GIB:.1f}")
+    return Compared(row, fits, reserved_bytes, missing)
 
 
 def predicted(asked: str) -> Prediction:
@@ -80,19 +69,6 @@ def predicted(asked: str) -> Prediction:
         **limits,
         **settings,
     )
-
-
-def _with_plain_layers(found: Prediction, length_tokens: int) -> Footprint:
-    """The step with transformers' own layers beside Liger's loss."""
-    shape, cell = load_model(found.model_name).shape, found.explained.cell
-    settings = cell.settings
-    liger, plain = (
-        moments_of(shape, msgspec.structs.replace(settings, loss=loss), cell.layout.shard_degree)
-        for loss in ("chunked", "full")
-    )
-    assert liger is not None and plain is not None  # noqa: S101, PT018 -- they were learned
-    mixed = Moments(kept=plain.kept, moments=plain.moments, loss=liger.loss)
-    return footprint_of(Step(shape, settings, cell.layout, length_tokens, prompt_tokens=0), mixed)
 
 
 def table() -> str:

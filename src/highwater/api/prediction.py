@@ -16,7 +16,7 @@ from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
 from highwater.memory.formula.rollout import rollout_of
 from highwater.memory.interval.residuals import PredictionMethod
-from highwater.memory.question import memory_limit_of, prediction_of
+from highwater.memory.question import BY_SOURCE, memory_limit_of, prediction_of
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
@@ -116,9 +116,11 @@ def predict(
     memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
-    is_zero = any(cell.settings.deepspeed != "none" for cell in question.cells)
-    if exact and (is_zero or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if is_zero else "block-sparse attention"
+    first = question.cells[0].settings
+    unmeasured = [name for name in BY_SOURCE if getattr(first, name) not in ("none", False)]
+    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if unmeasured else "block-sparse attention"
+        what = "paged moments" if first.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
     if calibrate_with:
@@ -140,8 +142,7 @@ def predict(
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    zero = ("DeepSpeed is predicted by its source, and was never measured",) * is_zero
-    every_note = tuple(dict.fromkeys((*said, *notes, *zero)))
+    every_note = tuple(dict.fromkeys((*said, *notes, *(BY_SOURCE[name] for name in unmeasured))))
     told |= {"notes": every_note, "amount": amount, "price": hour_price}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:

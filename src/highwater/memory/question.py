@@ -53,6 +53,14 @@ ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its bucke
 """What predictions say where no law of DeepSpeed's is a trainer's, but shards are as large."""
 
 
+BY_SOURCE = {
+    "deepspeed": "DeepSpeed is predicted by its source, and was never measured",
+    "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
+    "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",
+}
+"""What predictions say of settings that nobody measured, by their names."""
+
+
 def predicted_question(
     model: str,
     where: Cluster,

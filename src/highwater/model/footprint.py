@@ -37,6 +37,8 @@ GRADIENT_BYTES_PER_PARAMETER = 4
 """Bytes of a float32 gradient, included in ``STATE_BYTES_PER_PARAMETER``."""
 MOMENT_BYTES = 4
 """Bytes of a moment in host memory, in float32."""
+LEAST_PAGED = 100_000
+"""Numbers of a tensor from which its moments are paged."""
 SHARDED_BYTES_PER_PARAMETER = 12
 """Bytes on disk for each parameter: float32 weights and both moments, also float32."""
 
@@ -177,6 +179,19 @@ def _saved_by_moments(shape: ModelShape, settings: Settings, *, shards: int = 1)
         saved_by_shard = MOMENTS * 4 * shard - traits.moments_bytes(shard)
         saved += number * (saved_by_shard * rows * row_size // shard)
     return saved
+
+
+def paged_bytes(shape: ModelShape, settings: Settings) -> int:
+    """Bytes of the moments of whole tensors that bitsandbytes' paged optimizers have in memory of
+    ``cudaMallocManaged``, outside PyTorch's allocator; of 8 bits the scales stay inside. Source:
+    ``get_state_buffer`` in bitsandbytes/optim/optimizer.py, 0.50.2.
+    """
+    large = (
+        each.number * each.rows * each.row_size
+        for each in _trained_matrices(shape, settings)
+        if each.rows * each.row_size >= LEAST_PAGED
+    )
+    return MOMENTS * settings.optimizer_traits.moment_bytes * sum(large) * settings.paged
 
 
 @cache

@@ -118,6 +118,14 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         told={"chunked": ("chunked loss", "a chunked loss")},
     )
     """``full`` keeps the logits of a whole micro-batch; ``chunked`` never more than one chunk."""
+    liger: Literal["all", "loss"] = setting(
+        "all",
+        "a chunked loss in the step of Hugging Face's Trainer: beside all of Liger's kernels, or "
+        "loss: beside transformers' own layers",
+        commands=("predict",),
+        labels={"loss": "fused-loss-alone"},
+        told={"loss": ("Liger's loss alone",) * 2},
+    )
     entropy: Entropy = setting(
         "none",
         "entropy in the loss of grpo and ppo: none, full, or chunked (recomputed)",
@@ -136,6 +144,15 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         moves_loss=True,
     )
     """What each keeps and needs is in nouns/objective.py."""
+    paged: bool = kinds.SWITCH(
+        False,
+        "the optimizer is bitsandbytes' paged one: CUDA moves its moments between GPU and host; in "
+        "the step of Hugging Face's Trainer",
+        ("predict",),
+        labels={True: "paged"},
+        told={True: ("moments paged", "the optimizer's moments in paged memory")},
+    )
+    """By bitsandbytes' source, never measured here (``paged_bytes`` in model/footprint.py)."""
     parameters: Parameters = setting(
         "float32",
         "float32, or bf16 with adamw-8bit and adamw-bf16 (6 and 8 bytes of states a parameter) "
@@ -405,7 +422,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     def uses_host(self) -> bool:
         """Whether states or activations are in host memory."""
         is_offloaded = self.offload is not False or "offload" in self.deepspeed
-        return is_offloaded or self.activations == "host"
+        return is_offloaded or self.paged or self.activations == "host"
 
     @property
     def optimizer_traits(self) -> OptimizerTraits:
@@ -606,11 +623,17 @@ _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
         lambda s: (
             s.deepspeed != "none"
-            and (s.parameters, s.optimizer, s.offload) != ("float32", "adamw", False)
+            and (s.parameters, s.optimizer, s.offload, s.paged)
+            != ("float32", "adamw", False, False)
         ),
         "DeepSpeed {s.deepspeed} has its own parameters in bf16, AdamW's states in float32 and "
         "words for what is in host memory",
-        "leave `--parameters`, `--optimizer` and `--offload` out, or `--deepspeed`",
+        "leave `--parameters`, `--optimizer`, `--paged` and `--offload` out, or `--deepspeed`",
+    ),
+    (
+        lambda s: s.paged and s.optimizer == "adamw-bf16",
+        "bitsandbytes pages moments of 8 and of 32 bits, and adamw-bf16 is torchao's",
+        "use `--optimizer adamw-8bit` or `--optimizer adamw`, or leave `--paged` out",
     ),
     (
         lambda s: s.deepspeed != "none" and s.lora is not None and s.lora_base == "nf4",

@@ -139,7 +139,7 @@ class TrainerParts(Mapping[NameT, PartT]):
         return len(self._names)
 
 
-OF_OTHERS = {"deepspeed", "deepspeed_bucket"}
+OF_OTHERS = {"deepspeed", "deepspeed_bucket", "liger", "paged"}
 """Settings that no trainer has but one that says so."""
 
 

@@ -49,6 +49,7 @@ from highwater.trainers.foreign import (
     TrialStart,
     mapping_in,
     own_file,
+    told_of,
     write_files,
 )
 from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
@@ -98,7 +99,7 @@ def accelerate(
 
 def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) -> str | None:
     """Why neither DeepSpeed nor FSDP2 has a layout in accelerate, in words; None where one has."""
-    if layout.context_degree > 1 and shape is not None and not reads_everything(shape):
+    if layout.context_degree > 1 and shape is not None and not shape.reads_everything:
         if layout.ring_degree > 1:
             return (
                 f"{words.name}'s ring needs layers that read every earlier token, and "
@@ -114,16 +115,11 @@ def layout_obstacle(layout: Layout, shape: ModelShape | None, words: Dialect) ->
     return words.shared_copies(layout)
 
 
-def reads_everything(shape: ModelShape | None) -> bool:
-    """True if every layer reads all earlier tokens, as torch's ring does; None is taken to."""
-    return shape is None or shape.reads_everything
-
-
 def sharing_of(layout: Layout, shape: ModelShape | None) -> SequenceSharing:
     """Share a sequence round a ring where FSDP2 can, whatever was predicted."""
     if layout.context_degree == 1:
         return "none"
-    return "ring" if reads_everything(shape) else "heads"
+    return "ring" if shape is None or shape.reads_everything else "heads"
 
 
 def padded_to(layout: Layout, sharing: SequenceSharing) -> int:
@@ -460,12 +456,8 @@ def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
 def _changed(base: Mapping[str, Any], values: Mapping[str, Any], source: str) -> tuple[str, ...]:
     """Name the user's fields, but the number of processes, that the trial says otherwise."""
     before, after = ({**each, **fsdp_keys(each)} for each in (base, values))
-    changed = sorted(
-        name
-        for name, value in before.items()
-        if name not in ("fsdp_config", "num_processes") and after.get(name) != value and value
-    )
-    return (f"the trial's own in {source}: {', '.join(changed)}",) if changed else ()
+    changed = (name for name, value in before.items() if value and after.get(name) != value)
+    return told_of(source, [*{*changed} - {"fsdp_config", "num_processes"}])
 
 
 def _prepare(spec: TrialSpec, foreign: ForeignTrainer, home: TrialHome) -> ForeignCommand:

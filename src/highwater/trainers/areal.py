@@ -13,6 +13,7 @@ from highwater.errors import UsageError
 from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import (
+    DIVIDED,
     Dialect,
     Emitted,
     Value,
@@ -49,8 +50,7 @@ def areal(found: Recommendation, chosen: Candidate, *, model_path: str | None = 
         "examples/math/gsm8k_rl.py",
         "actor.optimizer.lr is to be replaced by yours",
         f"the prompt and gconfig.max_new_tokens together: {found.length_tokens}",
-        f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not part "
-        "of the recommendation",
+        DIVIDED.format(found.rollout_gpus),
     ]
     if settings.lora is not None:
         said += [_WORDS.one_dtype("actor.optimizer_dtype"), _UNTESTED]

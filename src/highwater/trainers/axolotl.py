@@ -14,16 +14,16 @@ from typing import Any, ClassVar
 from highwater.errors import UsageError
 from highwater.nouns.environment import allocator_environment
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits
+from highwater.trainers.accelerate import layout_obstacle
 from highwater.trainers.emitted import (
     ATTENTIONS,
     CUT_CROSS_ENTROPY,
     DATASET,
     LIGER,
-    WHOLE_SHARDS,
+    OPTIMIZERS,
     Dialect,
     Value,
     exports,
@@ -32,7 +32,7 @@ from highwater.trainers.emitted import (
     listed,
     model_lies,
     to_replace,
-    unfused,
+    yarn_values,
 )
 from highwater.trainers.files import (
     DOCUMENTS,
@@ -47,11 +47,6 @@ from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.19.0"
 FILE = "axolotl.yaml"
-OPTIMIZERS: Mapping[OptimizerName, str] = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_torch_8bit",
-}
-"""``optimizer`` by optimizer: the second is torchao's; FSDP2 does not shard bitsandbytes'."""
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _OF_LIGER = (
     *("liger_rope", "liger_rms_norm", "liger_glu_activation"),
@@ -76,6 +71,7 @@ _FIRST: Mapping[str, Value] = {"use_orig_params": True, "sync_module_states": Tr
 """Keys for FSDP1 besides; it shards everything by default."""
 _MESH = ("dp_replicate_size", "dp_shard_size", "context_parallel_size")
 _RECOMPUTES = "gradient_checkpointing"
+_ON_HOST: Mapping[str, Value] = {_RECOMPUTES: True, "activation_offloading": "hidden_states"}
 _SHARDING = (
     *("reshard_after_forward", "use_orig_params", "sync_module_states", "state_dict_type"),
     *("final_state_dict_type", "version", "sharding_strategy"),
@@ -96,7 +92,7 @@ class _Axolotl(Finetuner):
     program = package = "axolotl"
     subcommand = "train"
     file = FILE
-    optimizers = OPTIMIZERS
+    unknown = "for this family, which neither of its plugins knows"
     left_out = tuple(TRIAL_FIELDS["axolotl"])
     ends: ClassVar = TRIAL_FIELDS["axolotl, ends"]
     refused: ClassVar = {
@@ -115,9 +111,7 @@ class _Axolotl(Finetuner):
     has_copies = True
 
     def obstacle(self, layout: Layout) -> str | None:
-        if 1 < layout.context_degree == layout.shard_degree < layout.gpus:
-            return "Axolotl has no copies of one ring: it wants two rings in each"
-        return self.words.shared_copies(layout)
+        return layout_obstacle(layout, None, self.words)
 
     def fuses(self, training: FineTuning) -> bool:
         return bool(_fused_values(training))
@@ -161,11 +155,6 @@ class _Axolotl(Finetuner):
             said.append("FSDP1 with shared sequences or copies: they are FSDP2's")
         if _is_second(cell) and settings.lora is None:
             said.append(_NARROW)
-        if settings.optimizer_traits.is_quantized:
-            said.append(WHOLE_SHARDS)
-        said += self.words.engine_alone(settings)
-        if not self.fuses(training):
-            said += unfused(cell, "for this family, which neither of its plugins knows")
         return said
 
     def values(self, training: FineTuning) -> dict[str, Value]:
@@ -182,9 +171,10 @@ class _Axolotl(Finetuner):
             "optimizer": OPTIMIZERS[settings.optimizer],
             "learning_rate": 1e-5,
             **self._lora_values(settings),
-            **_rope_values(training),
+            **yarn_values(training.yarn, "overrides_of_model_config"),
             **_fused_values(training),
-            **_host_values(settings),
+            # by its own recomputation, in the place of FSDP's
+            **({} if settings.activations == "gpu" else _ON_HOST),
             **_sharding(cell),
             "datasets.0.path": DATASET,
             "datasets.0.type": "chat_template",
@@ -299,24 +289,6 @@ def _fused_values(training: FineTuning) -> dict[str, Value]:
     if is_fused(training.cell, training.shape, CUT_CROSS_ENTROPY):
         return {"plugins.0": _CUT, "cut_cross_entropy": True}
     return {}
-
-
-def _host_values(settings: Settings) -> dict[str, Value]:
-    """Layers' inputs in host memory: by its own recomputation, in the place of FSDP's."""
-    if settings.activations == "gpu":
-        return {}
-    return {_RECOMPUTES: True, "activation_offloading": "hidden_states"}
-
-
-def _rope_values(training: FineTuning) -> dict[str, Value]:
-    if training.yarn is None:
-        return {}
-    section = "overrides_of_model_config"
-    parameters = training.yarn.rope_parameters.items()
-    return {
-        **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
-        f"{section}.max_position_embeddings": training.yarn.max_position_embeddings,
-    }
 
 
 def _sharding(cell: Cell) -> dict[str, Value]:

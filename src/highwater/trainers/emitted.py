@@ -19,6 +19,7 @@ import msgspec
 
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import ModelShape, load_model
+from highwater.model.rope import Yarn
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import words_of
 from highwater.nouns.environment import allocator_environment
@@ -37,6 +38,17 @@ WHOLE_SHARDS = (
     "takes 8 bytes for each number of the largest"
 )
 """A trainer that has its moments of 8 bits from torchao cannot express this."""
+OPTIMIZERS: Mapping[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused",
+    "adamw-8bit": "adamw_torch_8bit",
+}
+"""``optim`` of transformers' trainer, its default first: the second is torchao's ``AdamW8bit``,
+compared with ours in tests/numeric/test_low_bit.py; FSDP2 shards that, and not bitsandbytes'. It
+has none with moments in bfloat16 beside float32 parameters."""
+DIVIDED = (
+    "{} rollout engines of one GPU each: how they are divided is not part of the recommendation"
+)
+"""What is said of so many GPUs set aside."""
 DATASET = "REPLACE-WITH-YOUR-DATASET"
 """Stands where a file has to name data, which are the user's."""
 
@@ -164,10 +176,10 @@ class Dialect(NamedTuple):
             return f"{self.name}'s configuration is written for {has}, not for {objective}"
         return f"{self.name} trains {has}, not {objective}"
 
-    def refuse_optimizer(self, settings: Settings, known: Collection[OptimizerName]) -> None:
-        """Refuse an optimizer the trainer lacks, and parameters rounded at random."""
+    def refuse_optimizer(self, settings: Settings) -> None:
+        """Refuse an optimizer transformers lacks, and parameters rounded at random."""
         is_narrow = settings.parameters != "float32"
-        if not is_narrow and settings.optimizer in known:
+        if not is_narrow and settings.optimizer in OPTIMIZERS:
             return
         asked: dict[str, object] = {"optimizer": settings.optimizer}
         asked |= {"parameters": settings.parameters} if is_narrow else {}
@@ -218,6 +230,12 @@ class Dialect(NamedTuple):
             f"{self.name} has one dtype for adapters and the frozen model, {field}: float32, which "
             "counts 4 bytes for each of its parameters; bf16 would train adapters in bf16"
         )
+
+
+def other_optimizer(settings: Settings) -> dict[str, Value]:
+    """The field of an optimizer that is not the default."""
+    name = settings.optimizer
+    return {} if name == Settings().optimizer else {"optim": OPTIMIZERS[name]}
 
 
 def yaml_text(values: Mapping[str, Value]) -> str:
@@ -378,6 +396,17 @@ def yarn_lines(found: Recommendation, *, why: str) -> list[str]:
     if found.yarn is None:
         return []
     return [f"YaRN: {why}; in the model's config.json:", json.dumps(found.yarn.block)]
+
+
+def yarn_values(yarn: Yarn | None, section: str) -> dict[str, Value]:
+    """The same as values of a trainer's section that overrides the model's config."""
+    if yarn is None:
+        return {}
+    parameters = yarn.rope_parameters.items()
+    return {
+        **{f"{section}.rope_parameters.{name}": value for name, value in parameters},
+        f"{section}.max_position_embeddings": yarn.max_position_embeddings,
+    }
 
 
 def answered_first(found: Emitted, answer: str) -> Emitted:

@@ -21,7 +21,7 @@ from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, OptimizerName
+from highwater.nouns.objective import Objective
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -29,6 +29,7 @@ from highwater.nouns.trainer import ForeignName, ForeignTrainer
 from highwater.nouns.trial import TrialSpec
 from highwater.trainers.accelerate import refuse_unlaunched
 from highwater.trainers.emitted import (
+    WHOLE_SHARDS,
     Dialect,
     Emitted,
     Value,
@@ -37,6 +38,7 @@ from highwater.trainers.emitted import (
     nested,
     refuse_obstacle,
     shape_here,
+    unfused,
     whole_logits_bytes,
 )
 from highwater.trainers.foreign import (
@@ -51,6 +53,7 @@ from highwater.trainers.foreign import (
     own_file,
     path_of,
     refuse_no_program,
+    told_of,
     write_files,
 )
 from highwater.trainers.logs import steps_of
@@ -133,10 +136,10 @@ class Finetuner(ABC):
     subcommand: ClassVar[str]
     file: ClassVar[str]
     """The name of its configuration."""
-    optimizers: ClassVar[Mapping[OptimizerName, str | None]]
-    """Its word for each optimizer that it has; None: that is its default."""
     yarn: ClassVar[str | None] = None
     """Why the block of YaRN stands in the model's config.json; None: it is among the values."""
+    unknown: ClassVar[str]
+    """What a family is to it whose loss it does not fuse."""
     left_out: ClassVar[Collection[str]]
     """The user's fields on data, reports and checkpoints, left out; ``*`` stands for any end."""
     ends: ClassVar[Mapping[str, Any]]
@@ -176,7 +179,12 @@ class Finetuner(ABC):
             {name: value for name, value in values.items() if value is not None},
             command=self.command(training),
             environment=self.variables(cell.settings),
-            cannot=self.cannot(training),
+            cannot=(
+                *self.cannot(training),
+                *(() if self.fuses(training) else unfused(cell, self.why_unfused(cell.layout))),
+                *((WHOLE_SHARDS,) if cell.settings.optimizer_traits.is_quantized else ()),
+                *self.words.engine_alone(cell.settings),
+            ),
             yarn=self.yarn,
             logits_bytes=None if self.fuses(training) else whole_logits_bytes(chosen, shape),
             beside=self.beside(training),
@@ -193,7 +201,7 @@ class Finetuner(ABC):
             return other
 
         refuse_obstacle(cell, obstacle)
-        words.refuse_optimizer(cell.settings, self.optimizers)
+        words.refuse_optimizer(cell.settings)
 
     def variables(self, settings: Settings) -> dict[str, str]:
         """Variables to set before the emitted command."""
@@ -211,9 +219,13 @@ class Finetuner(ABC):
     def fuses(self, training: FineTuning) -> bool:
         """True if its loss never holds whole logits."""
 
-    @abstractmethod
-    def cannot(self, training: FineTuning) -> list[str]:
-        """Say what the settings have and it has no words for."""
+    def why_unfused(self, layout: Layout) -> str:  # noqa: ARG002
+        """Why a loss is not fused, where it is not."""
+        return self.unknown
+
+    def cannot(self, training: FineTuning) -> list[str]:  # noqa: ARG002
+        """Say what the settings have and it has no words for, beside what all such have not."""
+        return []
 
     @abstractmethod
     def said(self, training: FineTuning) -> list[str]:
@@ -267,7 +279,8 @@ def trial_files(trainer: Finetuner, launched: FinetunerTrial, base: OwnFile) -> 
     own |= {**trainer.own(launched, emitted), **trainer.ends}
     found = trainer.settled(launched, {**filled, **kept, **own}, base)
     config = {name: value for name, value in found.config.items() if value not in ({}, None)}
-    notes = [*found.notes, *_notes(base, kept, config, left)]
+    changed = [name for name, value in kept.items() if config.get(name) != value]
+    notes = [*found.notes, *told_of(base.source, changed, left)]
     said = config.get(trainer.attention, f"what {trainer.words.name} takes by itself")
     return found._replace(config=config, notes=(*notes, f"attention is {said}"))
 
@@ -336,20 +349,6 @@ def _picked(values: Mapping[str, Any], patterns: Collection[str]) -> dict[str, A
 
 def _is_one(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _notes(
-    base: OwnFile, kept: Mapping[str, Any], config: Mapping[str, Any], left: Collection[str]
-) -> tuple[str, ...]:
-    """Name the user's fields that say something else in the trial, or nothing."""
-    changed = sorted(name for name, value in kept.items() if config.get(name) != value)
-    said = [f"the trial's own in {base.source}: {', '.join(changed)}"] if changed else []
-    if left:
-        said.append(
-            f"left out of {base.source}, the data and the reports being the trial's: "
-            f"{', '.join(sorted(left))}"
-        )
-    return tuple(said)
 
 
 def trial_start(trainer: Finetuner) -> TrialStart:

@@ -5,7 +5,7 @@ the user's own configuration under them; and the trial of a command that the use
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -104,6 +104,15 @@ class TrialFiles(NamedTuple):
     beside: Mapping[str, Any] = MappingProxyType({})
     """Files that it names, by name: JSON, or YAML by their names' ends."""
     notes: tuple[str, ...] = ()
+
+
+def told_of(source: str, changed: Collection[str], left: Collection[str] = ()) -> tuple[str, ...]:
+    """Name the user's fields that say something else in the trial, or nothing."""
+    said = {
+        f"the trial's own in {source}": changed,
+        f"left out of {source}, the data and the reports being the trial's": left,
+    }
+    return tuple(f"{what}: {', '.join(sorted(names))}" for what, names in said.items() if names)
 
 
 def own_file(foreign: ForeignTrainer, hint: str) -> OwnFile:

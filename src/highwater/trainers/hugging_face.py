@@ -5,24 +5,27 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
   that PyTorch rounds up to powers of two.
 - What a layer and the loss take is learned from traces of that very step
   (``tools/learn_hugging_face.py``; engine/tracer/transformers_step.py), by how it trains: adapters
-  on a model in bfloat16 (``lora``), parameters in float32 under autocast (``autocast``), or in
-  bfloat16, as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss)
-  or without, where the loss holds the logits of all tokens in float32, several times.
+  on a model in bfloat16 (``lora``) or in bitsandbytes' NF4, beside whose layers peft copies no
+  input in float32 (``nf4``), parameters in float32 under autocast (``autocast``), or in bfloat16,
+  as FSDP2 gathers them too (``bf16``); with Liger's kernels (our words: a chunked loss) or its
+  loss alone, or without, where the loss holds the logits of all tokens in float32, several times.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
   does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
 - DeepSpeed has the model in bfloat16, and of each GPU's part float32 parameters, both moments and
   gradients in bfloat16, which it reduces in buckets; without autocast, in the place of FSDP.
 
-Sources: transformers 5.23, peft 0.21, accelerate 1.15, liger-kernel 0.8.5; ``Reducer`` in
-torch/csrc/distributed/c10d/reducer.cpp; stage3.py, stage_1_and_2.py and
-partitioned_param_coordinator.py in deepspeed/runtime/zero of DeepSpeed 0.19.6.
+Sources: transformers 5.23, peft 0.21 (``tuners/lora/bnb.py``), accelerate 1.15, liger-kernel
+0.8.5, bitsandbytes 0.50.2; ``Reducer`` in torch/csrc/distributed/c10d/reducer.cpp; stage3.py,
+stage_1_and_2.py and partitioned_param_coordinator.py in deepspeed/runtime/zero of DeepSpeed 0.19.6.
 """
 
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
@@ -38,11 +41,16 @@ from highwater.memory.formula.formula import outside_terms_of
 from highwater.memory.formula.layers import Step
 from highwater.memory.formula.moments import MomentBytes, bytes_of, products
 from highwater.memory.trainers import TrainerMemory
-from highwater.model.footprint import device_state_bytes, gradient_bytes, trained_parameters
+from highwater.model.footprint import (
+    device_state_bytes,
+    gradient_bytes,
+    paged_bytes,
+    trained_parameters,
+)
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.settings import Allocator, Settings
-from highwater.nouns.trainer import TrainerTraits
+from highwater.nouns.trainer import OF_OTHERS, TrainerTraits
 from highwater.nouns.trial import TrialSpec
 
 FILE = Path(__file__).with_name("hugging_face.json")
@@ -81,24 +89,30 @@ def _learned() -> Mapping[str, Mapping[str, Moments]]:
     return from_json(FILE.read_bytes(), dict[str, dict[str, Moments]])
 
 
-def moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
+def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | None:
     """What was learned of a family that trains so; None if nothing was."""
     family = _ALIKE.get(shape.model_type, shape.model_type)
-    return _learned().get(_variant(settings, shards), {}).get(family)
+    variant = _variant(settings, shards)
+    own = _learned().get(variant, {}).get(family)
+    if settings.liger == "all" or own is None:
+        return own
+    plain = _learned()[variant.removesuffix(" liger")][family]
+    return msgspec.structs.replace(plain, loss=own.loss)
 
 
 def _variant(settings: Settings, shards: int) -> str:
     is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
     whole = "bf16" if is_narrow else "autocast"
-    training = whole if settings.lora is None else "lora"
+    base = "nf4" if settings.lora_base == "nf4" else "lora"
+    training = whole if settings.lora is None else base
     return training if settings.holds_logits else f"{training} liger"
 
 
-def of_loss(variant: str, tokens: int, vocabulary: int, hidden: int) -> Mapping[str, int]:
+def of_loss(tokens: int, vocabulary: int, hidden: int, *, is_whole: bool) -> Mapping[str, int]:
     """Products of sizes of a loss, in numbers: T tokens, V vocabulary, E hidden size; c tokens of
     a piece of Liger's, the power of two from which it has no more logits than T x E.
     """
-    if not variant.endswith("liger"):
+    if is_whole:
         return {"T*V": tokens * vocabulary, "V*E": vocabulary * hidden}
     pieces = -(-vocabulary // hidden)
     piece = min(tokens, 1 << (-(-tokens // pieces) - 1).bit_length())
@@ -107,14 +121,9 @@ def of_loss(variant: str, tokens: int, vocabulary: int, hidden: int) -> Mapping[
 
 def footprint(step: Step) -> Footprint:
     """Memory that the step most likely takes, on the fullest GPU."""
-    learned = moments_of(step.shape, step.settings, step.layout.shard_degree)
-    assert learned is not None  # noqa: S101 -- refuse
-    return footprint_of(step, learned)
-
-
-def footprint_of(step: Step, learned: Moments) -> Footprint:
-    """The same with these layers and this loss, of which one may be Liger's alone."""
     shape, settings, shards = step.shape, step.settings, step.layout.shard_degree
+    learned = _moments_of(shape, settings, shards)
+    assert learned is not None  # noqa: S101 -- refuse
     sizes, (run,) = dict(_sizes(step)), shape.runs
     kept = bytes_of(learned.kept, sizes)
     is_offloaded = settings.activations == "host"
@@ -132,8 +141,7 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
     layer = Term(
         "one layer going backward",
         # without the head's gradient, which has come
-        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments)
-        + step.layer(run.kind).unpacked_bytes,
+        max(bytes_of(moment, sizes | {"V*E": 0}) for moment in learned.moments),
     )
     of_head = sizes | {"V*E": round(sizes["V*E"] * held.reduced)}
     loss = max(bytes_of(moment, of_head) for moment in learned.loss)
@@ -190,15 +198,12 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
 def _sizes(step: Step) -> Mapping[str, int]:
     """Products of sizes of the model's one kind of layers, and of its vocabulary, in numbers."""
     shape, (run,) = step.shape, step.shape.runs
-    rank = step.settings.lora or 0
+    rank, sizes = step.settings.lora or 0, (step.tokens, shape.vocab_size, shape.hidden_size)
     return {
         **products(
             run.kind, tokens=step.tokens, attended_key=run.kind.attention.key_size, tile=None
         ),
-        **of_loss(
-            _variant(step.settings, step.layout.shard_degree),
-            *(step.tokens, shape.vocab_size, shape.hidden_size),
-        ),
+        **of_loss(*sizes, is_whole=step.settings.holds_logits),
         "T*r": step.tokens * rank,
         "L": run.count * run.kind.matmul_parameters,
     }
@@ -245,9 +250,13 @@ def _by_fsdp(step: Step) -> _SharedStates:
     gradients = _gradients(step)
     come = 0 if settings.keeps_gradients else gradients
     buckets = gradients if step.layout.gpus > shards == 1 else 0
-    always = (Term("states", states - come), Term("DDP's buckets", buckets))
+    paged = paged_bytes(shape, settings)
+    always = (Term("states", states - come - paged), Term("DDP's buckets", buckets))
     if shards == 1:
-        return _SharedStates(always, ((), (), ()), come)
+        is_8_bits = settings.paged and settings.optimizer_traits.is_quantized
+        # of an embedding transformers' Trainer has 32 bits
+        wider = 6 * step.table if is_8_bits and not step.is_frozen else 0
+        return _SharedStates(always, ((), (), ()), come, host=paged + wider)
     (run,) = shape.runs
     table = Term("embedding or head, gathered", _NARROW * step.table)
     layers = (
@@ -298,7 +307,9 @@ def _by_zero(step: Step) -> _SharedStates:
     blocks = sum(1 << (each * part - 1).bit_length() for each in pinned)
     layer = (
         Term("gradient of the head, until the embedding's", held),
-        *_fetched(step, bucket, widest if table else 0, is_cut=is_cut),
+        Term("layers, gathered", _NARROW * is_cut * (kind.parameters + min(bucket, _ZERO_AHEAD))),
+        # a copy of the bucket, or of the one gradient that is larger
+        Term("gradient reduction", _NARROW * max(bucket, widest) if is_cut and table else 0),
     )
     whole = Term("embedding or head, gathered", _NARROW * step.table * is_cut)
     near = max(0, _ZERO_GROUP - 2 * step.table) // (3 * kind.parameters)
@@ -314,21 +325,6 @@ def _by_zero(step: Step) -> _SharedStates:
     )
 
 
-def _fetched(step: Step, bucket: int, widest: int, *, is_cut: bool) -> tuple[Term, ...]:
-    """What ZeRO-3 holds while a layer goes backward: it, what is fetched ahead, and a copy of the
-    bucket that is reduced, or of the one gradient that is larger.
-    """
-    if not is_cut:
-        return ()
-    (run,) = step.shape.runs
-    gathered = run.kind.parameters + min(bucket, _ZERO_AHEAD)
-    copied = max(bucket, widest) if widest else 0
-    return (
-        Term("layers, gathered", _NARROW * gathered),
-        Term("gradient reduction", _NARROW * copied),
-    )
-
-
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
     """Raise UsageError for layers that nothing was learned of, and unpredicted settings."""
     settings, layout = spec.settings, spec.layout
@@ -338,7 +334,7 @@ def refuse(spec: TrialSpec, shape: ModelShape) -> None:
             "length x length beside SDPA: its step is not predicted",
             hint="leave `--trainer` out for this package's engine, which makes none",
         )
-    if len(shape.runs) != 1 or moments_of(shape, settings, layout.shard_degree) is None:
+    if len(shape.runs) != 1 or _moments_of(shape, settings, layout.shard_degree) is None:
         known = sorted({*_ALIKE, *(name for rows in _learned().values() for name in rows)})
         raise UsageError(
             f"nobody traced Hugging Face's step with layers of {shape.model_type}, trained so; "
@@ -356,6 +352,16 @@ def refuse(spec: TrialSpec, shape: ModelShape) -> None:
             "DeepSpeed's ZeRO shares states among all GPUs: there are no copies",
             hint="leave `--copies` or `--deepspeed` out",
         )
+    if settings.liger == "loss" and settings.holds_logits:
+        raise UsageError(
+            "Liger's loss alone, and a full loss, which has none of Liger's kernels",
+            hint="add `--loss chunked`, or leave `--liger` out",
+        )
+    if settings.paged and layout.shard_degree > 1:
+        raise UsageError(
+            "bitsandbytes' paged optimizers know no shards of FSDP2",
+            hint=f"use `--copies {layout.gpus}`, or leave `--paged` out",
+        )
     if settings.recompute != "layer":
         raise UsageError(
             "Hugging Face's Trainer is predicted with checkpointed layers alone",
@@ -370,7 +376,7 @@ PREDICTED = TrainerTraits(
         (
             *("allocator", "loss", "activations", "optimizer", "parameters", "copies"),
             *("lora", "lora_alpha", "lora_targets", "lora_base", "sequences_per_micro_batch"),
-            *("micro_batches", "deepspeed", "deepspeed_bucket"),
+            *("micro_batches", *OF_OTHERS),
             *("rope", "headroom", "start_length", "resolution", "max_length"),
         )
     ),
@@ -383,6 +389,6 @@ MEMORY = TrainerMemory(
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
     "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source alone, and never "
     "measured (docs/results/other_trainers)",
-    of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
+    of_adapters="of a model in NF4 4 % less than the one such step that was measured",
     refuse=refuse,
 )

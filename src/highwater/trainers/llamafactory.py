@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
@@ -22,7 +21,6 @@ from highwater.trainers.emitted import (
     ATTENTIONS,
     DATASET,
     LIGER,
-    WHOLE_SHARDS,
     Dialect,
     Value,
     comment,
@@ -31,8 +29,8 @@ from highwater.trainers.emitted import (
     is_fused,
     model_lies,
     nested,
+    other_optimizer,
     to_replace,
-    unfused,
     yaml_text,
 )
 from highwater.trainers.files import (
@@ -49,11 +47,6 @@ from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 
 VERSION = "0.9.5"
 FILE = "llamafactory.yaml"
-OPTIMIZERS: Mapping[OptimizerName, str | None] = {
-    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
-    "adamw-8bit": "adamw_torch_8bit",
-}
-"""``optim`` by optimizer: the other is torchao's, which FSDP shards."""
 _FLASH = "flash_attn: fa2 needs the package flash-attn; without it another attention is taken"
 _SINKS = {
     "flex_attention": "sinks: whatever flash_attn says, kernels-community/vllm-flash-attn3 is taken"
@@ -79,8 +72,8 @@ class _LlamaFactory(Finetuner):
     package = "llamafactory"
     subcommand = "train"
     file = FILE
-    optimizers = OPTIMIZERS
     yarn = "its rope_scaling has whole factors alone"
+    unknown = "for this family, which its Liger kernel does not know"
     left_out = tuple(TRIAL_FIELDS["llamafactory"])
     ends: ClassVar = {
         "do_eval": False,
@@ -130,17 +123,9 @@ class _LlamaFactory(Finetuner):
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 
-    def cannot(self, training: FineTuning) -> list[str]:
-        settings = training.cell.settings
-        said = [WHOLE_SHARDS] if settings.optimizer_traits.is_quantized else []
-        if not self.fuses(training):
-            said += unfused(training.cell, "for this family, which its Liger kernel does not know")
-        return said + self.words.engine_alone(settings)
-
     def values(self, training: FineTuning) -> dict[str, Value]:
         settings, model_path = training.cell.settings, training.model_path
         values: dict[str, Value] = {"model_name_or_path": model_path} if model_path else {}
-        optimizer = OPTIMIZERS[settings.optimizer]
         return values | {
             "stage": "sft",
             "do_train": True,
@@ -157,7 +142,7 @@ class _LlamaFactory(Finetuner):
             "disable_gradient_checkpointing": settings.recompute == "none",
             "use_reentrant_gc": False,
             **({"enable_liger_kernel": True} if self.fuses(training) else {}),
-            **({} if optimizer is None else {"optim": optimizer}),
+            **other_optimizer(settings),
         }
 
     def _trained_values(self, settings: Settings) -> dict[str, Value]:

@@ -135,7 +135,8 @@ def steps_of(
     done = 0
     for step in logged_steps(text):
         tokens, expected = _number(step.get(counted)), (done + 1) * step_tokens
-        is_exact = _is(tokens, expected) or _is(tokens, shared_by * expected)
+        counts = (expected, shared_by * expected)
+        is_exact = any(math.isclose(tokens, count, rel_tol=_ROUNDED) for count in counts)
         if not math.isfinite(_number(step["loss"])) or not is_exact:
             break
         done += 1
@@ -151,10 +152,6 @@ def logged_steps(text: str) -> Iterator[Mapping[str, object]]:
             continue
         if isinstance(said, dict) and "loss" in said and "epoch" in said:
             yield cast(Mapping[str, object], said)
-
-
-def _is(number: float, expected: int) -> bool:
-    return math.isclose(number, expected, rel_tol=_ROUNDED)
 
 
 def _number(value: object) -> float:

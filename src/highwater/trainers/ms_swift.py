@@ -17,14 +17,13 @@ from highwater.model.model import ModelShape
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import OptimizerName
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OF_FINETUNERS, ForeignTraits
 from highwater.trainers.accelerate import ENDS
 from highwater.trainers.emitted import (
     ATTENTIONS,
     DATASET,
-    WHOLE_SHARDS,
+    OPTIMIZERS,
     Dialect,
     Value,
     environment,
@@ -33,7 +32,6 @@ from highwater.trainers.emitted import (
     listed,
     model_lies,
     to_replace,
-    unfused,
 )
 from highwater.trainers.files import (
     COUNTED,
@@ -51,11 +49,6 @@ from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
 VERSION = "4.6.0"
 FILE = "ms-swift.yaml"
 SHARDING = "fsdp.json"
-OPTIMIZERS: Mapping[OptimizerName, str] = {
-    "adamw": "adamw_torch_fused",
-    "adamw-8bit": "adamw_torch_8bit",
-}
-"""``optim`` by optimizer: the second is torchao's, which FSDP2 shards."""
 _FLASH = "attn_impl: flash_attention_2 needs the package flash-attn, and packing needs it"
 _KIND = (
     "a directory that is not called as the model on the Hub wants to be told what it is: "
@@ -82,8 +75,8 @@ class _MsSwift(Finetuner):
     package = "ms-swift"
     subcommand = "sft"
     file = FILE
-    optimizers = OPTIMIZERS
     yarn = "the model is read from there"
+    unknown = "for this family, which Liger does not know"
     left_out = tuple(TRIAL_FIELDS["ms-swift"])
     ends: ClassVar = {**ENDS, "create_checkpoint_symlink": False}
     refused: ClassVar = dict.fromkeys(("deepspeed", "device_map", "use_ray"), _BY_COMMAND)
@@ -123,6 +116,9 @@ class _MsSwift(Finetuner):
             *((_FUSED_LOSS,) if self.fuses(training) else ()),
         ]
 
+    def why_unfused(self, layout: Layout) -> str:
+        return "with shared sequences" if layout.context_degree > 1 else self.unknown
+
     def cannot(self, training: FineTuning) -> list[str]:
         cell, shape = training.cell, training.shape
         settings, layout = cell.settings, cell.layout
@@ -137,17 +133,7 @@ class _MsSwift(Finetuner):
             )
         if settings.strategy == "fsdp":
             said.append("FSDP1: it is written for FSDP2")
-        if not self.fuses(training):
-            is_shared = layout.context_degree > 1
-            why = (
-                "with shared sequences"
-                if is_shared
-                else "for this family, which Liger does not know"
-            )
-            said += unfused(cell, why)
-        if settings.optimizer_traits.is_quantized:
-            said.append(WHOLE_SHARDS)
-        return said + self.words.engine_alone(settings)
+        return said
 
     def values(self, training: FineTuning) -> dict[str, Value]:
         cell, model_path = training.cell, training.model_path

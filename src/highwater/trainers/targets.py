@@ -95,17 +95,12 @@ TARGETS: Mapping[Target, EmitTarget] = TrainerParts(Target, "TARGET")
 """The trainers, by the name that ``highwater emit --for`` takes."""
 
 
-_NOBODYS = {"offload": "states"}
-"""Values of settings that no trainer has words for, by the setting. What others call offload of the
-optimizer moves it all back before the update (verl), or updates on the host (DeepSpeed)."""
-
-
 def refuse_unknown_settings(
     target: Target, settings: Mapping[str, object], predicting: TrainerName
 ) -> None:
     """Raise UsageError naming all settings that the step which is predicted has not."""
     refused = refused_settings(OURS if REGISTRY[predicting].trains_by else predicting, settings)
-    refused += [name for name, value in _NOBODYS.items() if settings.get(name) == value]
+    refused += ["offload"] if settings.get("offload") == "states" else []
     knows = TARGETS[target].knows
     refused += [n for n in RolloutRequest.__struct_fields__ if n in settings and n not in knows]
     if settings.get("activations") == "auto" and "activations" not in knows:
@@ -148,7 +143,7 @@ def configured_choice(
     whole: list[tuple[int, Configured]] = []
     room_bytes = found.device_bytes - found.reserved_bytes
     for each in found.candidates:
-        if not each.fits or not _has_words(each.cell):
+        if not each.fits or each.cell.settings.offloads_states:
             continue
         try:
             made = configured(target, found, each, model=model, is_filled_in=is_filled_in)
@@ -164,10 +159,6 @@ def configured_choice(
     if not whole and refused is not None:
         raise refused
     return min(whole, key=itemgetter(0))[1] if whole else None
-
-
-def _has_words(cell: Cell) -> bool:
-    return not any(getattr(cell.settings, name) == value for name, value in _NOBODYS.items())
 
 
 def configured(
@@ -186,8 +177,10 @@ def configured(
     """
     row = TARGETS[target]
     refuse_several_machines(chosen.cell.layout, found.device_name)
-    if not _has_words(chosen.cell):
-        raise _without_words(target, _NOBODYS)
+    # what others call offload of the optimizer moves it all back before the update (verl), or
+    # updates on the host (DeepSpeed)
+    if chosen.cell.settings.offloads_states:
+        raise _without_words(target, {"offload": "states"})
     opened_as = model_place(model).opened_as or (hub_id_of(model) if is_filled_in else None)
     lora, shape = chosen.cell.settings.adapters, shape_here(found, opened_as)
     if lora is not None and shape is not None and expert_targets(shape.model_type, lora):

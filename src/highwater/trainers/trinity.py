@@ -53,6 +53,7 @@ from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import TrainerTraits
 from highwater.nouns.trial import PROMPT_TOKENS
 from highwater.trainers.emitted import (
+    DIVIDED,
     Dialect,
     Emitted,
     Value,
@@ -88,10 +89,7 @@ def trinity(found: Recommendation, chosen: Candidate, *, model_path: str | None 
         *yarn_lines(found, why=why),
     ]
     if found.rollout_gpus:
-        said.append(
-            f"{found.rollout_gpus} rollout engines of one GPU each: how they are divided is not "
-            "part of the recommendation"
-        )
+        said.append(DIVIDED.format(found.rollout_gpus))
     cannot = () if chosen.cell.settings.lora is None else (_NARROW_ADAPTERS,)
     return _WORDS.emitted(
         found, chosen, said, values, command=_COMMAND, environment=variables, cannot=cannot
@@ -158,8 +156,6 @@ ACCURACY = (
     "expandable segments and 30 of 40 without, the others within one step of the grid"
 )
 """Errors of the closed form, as far as they are known."""
-OF_ADAPTERS = "the table is of whole models: LoRA has other states there, which nobody measured"
-"""The same where adapters are trained."""
 _LOGITS_BYTES = 8.0
 """Bytes of logits per token x vocabulary in Trinity-RFT and verl, which divide by the temperature
 in place through a view. Measured, torch 2.11."""
@@ -321,7 +317,7 @@ PREDICTED = TrainerTraits(
 MEMORY = TrainerMemory(
     formula=footprint,
     accuracy=ACCURACY,
-    of_adapters=OF_ADAPTERS,
+    of_adapters="the table is of whole models: LoRA has other states there, which nobody measured",
     replay=BundledReplay(covers=covers, predictor=predictor, accuracy=REPLAY_ACCURACY),
     fixed_fields=published_fields,
 )

@@ -13,7 +13,7 @@ import msgspec
 
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
-from highwater.memory.question import ZERO_NOTE
+from highwater.memory.question import BY_SOURCE, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.environment import ENV_IN_WORDS
@@ -22,10 +22,11 @@ from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
+from highwater.trainers.accelerate import fsdp_keys
 from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
-SAVING = ("allocator", "loss", "activations", "recompute")
+SAVING = ("allocator", "loss", "liger", "activations", "recompute")
 """Settings of a file that a recommendation chooses itself."""
 
 
@@ -43,7 +44,8 @@ class FileWords(Record, frozen=True, kw_only=True):
     """The field that asks for adapters, with its values that do; None: nobody has to."""
     four_bits: tuple[str, tuple[Any, ...]] = ("load_in_4bit", (True,))
     fused: tuple[str, ...] = ("use_liger_kernel",)
-    """Fields that all have to be true for the kernels that a chunked loss stands for."""
+    """Fields that all have to be true for the kernels that a chunked loss stands for, the loss's
+    last; some name the others in ``liger_kernel_config``."""
     fused_by: tuple[str, ...] = ()
     """What loads those kernels, to be written beside them."""
     keeps_all: tuple[str, ...] = ()
@@ -73,7 +75,10 @@ _ALL = from_json(Path(__file__).with_suffix(".json").read_bytes(), _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""
-_OPTIMIZERS = {"adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit", "adamw": r"adamw(_torch\w*)?"}
+_OPTIMIZERS = {
+    "adamw-8bit": r"(paged_)?adamw_(torch_|bnb_)?8bit",
+    "adamw": r"adamw(_torch\w*)?|paged_adamw(_32bit)?",
+}
 """What is predicted of an optimizer, by a pattern of its names."""
 
 
@@ -115,9 +120,15 @@ def settings_of(
             raise _unknown(source, name, value)
     notes: list[str] = []
     is_known = not TRAINERS[trainer].refused(["deepspeed"])
-    found = _sharing(config, launcher, path, gpus, notes, is_known=is_known)
+    found = _sharing(config, launcher, path, gpus)
+    if not is_known and found.get("deepspeed") == "zero3":
+        notes.append(ZERO_NOTE)
+        found = {}
     if words.length:
         found = _training(words, config, source, typed, notes) | found
+        if "paged" in found and not (is_known and (gpus == 1 or "copies" in found)):
+            notes.append("paged moments are taken as on the GPU, which takes more")
+            del found["paged"]
         if found.get("lora_base") == "nf4" and found.get("deepspeed") == "zero2":
             notes.append("ZeRO-2 beside a model in NF4 is taken as DDP, which shares nothing")
             found |= {"deepspeed": "none", "deepspeed_bucket": None, "copies": [gpus]}
@@ -130,12 +141,15 @@ def settings_of(
     if left:
         notes.append(f"what {source} says of these is not predicted: {', '.join(sorted(left))}")
     given = {*typed, *MEMORY[trainer].fixed_fields({})}
+    # what a file says beside a setting is not asked for where that is typed
+    given |= {own for name, own in (("loss", "liger"), ("optimizer", "paged")) if name in given}
     taken = {name: value for name, value in found.items() if name not in given}
     refused = TRAINERS[trainer].refused(taken)
     for name in refused:
         if taken[name] != RUNG_ROWS[name].default:
             raise _unknown(source, _THEIRS.get(name, name), taken[name])
     settings = {name: value for name, value in taken.items() if name not in refused}
+    notes += [said for name, said in BY_SOURCE.items() if settings.get(name, "none") != "none"]
     length_tokens = _whole(config, words.length, source, usual=0) or None
     return FileSettings(settings, length_tokens, tuple(notes))
 
@@ -155,13 +169,16 @@ def changes(trainer: TrainerName, path: Path, before: Settings, after: Settings)
     *beside, fused = words.fused
     with_it = f" (beside {listed([*beside, *words.fused_by])})" if beside else ""
     keys = {
-        "loss": f"`{fused}: true`{with_it}",
+        **dict.fromkeys(("loss", "liger"), f"`{fused}: true`{with_it}"),
         "activations": "".join(f"`{name}: true`" for name in words.on_host[:1]),
         "recompute": "`gradient_checkpointing: true`",
         "sequences_per_micro_batch": f"`{words.rows}: {after.sequences_per_micro_batch}`",
         "offload": "",
     }
-    changed = [key for name, key in keys.items() if getattr(before, name) != getattr(after, name)]
+    more = {"loss": "full", "activations": "gpu"}  # what takes more needs no change
+    saves = {n for n in keys if getattr(before, n) != getattr(after, n) != more.get(n)}
+    saves -= {"liger"} if after.loss == "full" else set()
+    changed = [*dict.fromkeys(key for name, key in keys.items() if name in saves)]
     if not words.length or "" in changed:
         return ""
     said = [f"{listed(changed)} in {path.name}"] if changed else []
@@ -240,10 +257,7 @@ def _training(
     found["activations"] = "host" if is_on_host else "gpu"
     if not _recomputes(words, config):
         found["recompute"] = "none"
-    is_fused = [bool(config.get(name)) for name in words.fused]
-    found["loss"] = "chunked" if all(is_fused) else "full"
-    if any(is_fused) and not all(is_fused):
-        notes.append(f"{source} fuses some of Liger's kernels: taken as none, which takes more")
+    found |= _kernels(words, config, source, notes)
     if config.get(words.adapters[0]) in words.adapters[1]:
         rank = _whole(config, words.rank[0], source, usual=words.rank[1])
         targets = config.get(words.targets) or "all"
@@ -259,9 +273,27 @@ def _training(
     found["optimizer"] = next(known, None)
     if found["optimizer"] is None and "optimizer" not in typed:
         raise _unknown(source, words.optimizer, optimizer)
-    if found["optimizer"] == "adamw-8bit":
-        notes.append(f"{optimizer} is taken as torchao's AdamW of 8 bits, which is not paged")
+    if optimizer.startswith("paged"):
+        found["paged"] = True
+    elif found["optimizer"] == "adamw-8bit":
+        notes.append(f"{optimizer} is taken as torchao's AdamW of 8 bits")
     return found
+
+
+def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]) -> dict[str, Any]:
+    """Which of Liger's kernels a step has: all, the loss's alone, or none."""
+    is_cut, own = bool(config.get("cut_cross_entropy")), mapping_in(config, "liger_kernel_config")
+    *layers, loss = [bool(config.get(name)) for name in words.fused]
+    if loss and own:
+        layers = [own.get(name, True) for name in ("rope", "rms_norm", "swiglu")]
+        loss = own.get("fused_linear_cross_entropy", True)
+    if is_cut:
+        notes.append("Cut Cross Entropy is taken as Liger's loss, which takes a little more")
+    is_fused = loss or is_cut
+    if any(layers) and not (is_fused and all(layers)):
+        notes.append(f"{source} fuses some of Liger's layers: taken as none, which takes more")
+    is_alone = is_fused and not all(layers)
+    return {"loss": "chunked" if is_fused else "full", "liger": "loss" if is_alone else "all"}
 
 
 def _recomputes(words: FileWords, config: FileFields) -> bool:
@@ -271,44 +303,23 @@ def _recomputes(words: FileWords, config: FileFields) -> bool:
     return is_asked and not any(config.get(name) for name in words.keeps_all)
 
 
-def _sharing(
-    config: FileFields,
-    launcher: FileFields,
-    path: Path,
-    gpus: int,
-    notes: list[str],
-    *,
-    is_known: bool,
-) -> dict[str, Any]:
-    """How processes share states: by FSDP, by DeepSpeed, which is predicted where it ``is_known``,
-    or each with a copy.
-    """
+def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) -> dict[str, Any]:
+    """How processes share states: by FSDP, by DeepSpeed, or each with a copy."""
     for name, size in mapping_in(launcher, "parallelism_config").items():
         if name.endswith(("tp_size", "sp_size", "cp_size")) and str(size or 1) != "1":
             raise _unknown(path.name, name, size)
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
-        found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
-        if is_known:
-            notes.append("DeepSpeed is predicted by its source, and was never measured")
-        elif found["deepspeed"] == "zero3":
-            notes.append(ZERO_NOTE)
-            return {}
-        return found
-    fsdp = {**mapping_in(config, "fsdp_config"), **mapping_in(launcher, "fsdp_config")}
+        return _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
+    fsdp = {**fsdp_keys(config), **fsdp_keys(launcher)}
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
         return {"copies": [gpus]} if gpus > 1 else {}
     found: dict[str, Any] = {}
-    if _is_set(fsdp, "activation_checkpointing_offload"):
+    if fsdp.get("fsdp_activation_checkpointing_offload"):
         found["activations"] = "host"
-    if _is_set(fsdp, "offload_params") or "offload" in str(config.get("fsdp")):
+    if fsdp.get("fsdp_offload_params") or "offload" in str(config.get("fsdp")):
         found["offload"] = True
     return found
-
-
-def _is_set(fsdp: FileFields, name: str) -> bool:
-    """Whether FSDP is told so, by a trainer's name or by accelerate's."""
-    return bool(fsdp.get(name) or fsdp.get(f"fsdp_{name}"))
 
 
 _ZERO = {

@@ -73,6 +73,8 @@ def made(variables):
                 "sp": sequences.sp_size,
                 "offload": devices == {"cpu"},
             }
+        if variables.get("ACCELERATE_USE_FSDP") != "true":
+            return {**common, "strategy": "ddp", "sp": 1, "offload": False, "recompute": False}
         plugin, mesh = FullyShardedDataParallelPlugin(), ParallelismConfig()
         is_asked = variables.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true"
         assert not is_asked or mesh.total_size == common["gpus"]
@@ -84,4 +86,5 @@ def made(variables):
             "passes_on": bool(mesh.cp_handler) and mesh.cp_handler.cp_comm_strategy == "alltoall",
             "offload": type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
             "recompute": plugin.activation_checkpointing,
+            "on_host": getattr(plugin, "activation_checkpointing_offload", False),
         }

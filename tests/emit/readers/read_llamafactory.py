@@ -25,8 +25,9 @@ for folder in sys.argv[1:]:
         before, sys.argv[1:] = sys.argv[1:], words
         model, data, training, tuning, _ = get_train_args(read_args())
         sys.argv[1:] = before
-    assert data.neat_packing
-    length = data.cutoff_len + 1  # what it takes off a row to pack, it pads again
+    attention = str(getattr(model.flash_attn, "value", model.flash_attn))
+    assert data.neat_packing is (attention == "fa2")  # borders in a row are flash attention's
+    length = data.cutoff_len + data.neat_packing  # what it takes off a row to pack, it pads again
     config = AutoConfig.from_pretrained(model.model_name_or_path)
     answers.append(
         {
@@ -47,6 +48,7 @@ for folder in sys.argv[1:]:
             else None,
             "packed": [model.quantization_bit, model.quantization_type, model.double_quantization],
             "chunked": model.enable_liger_kernel,
+            "attention": attention,
             "optim": str(getattr(training.optim, "value", training.optim)),
             "dtype": str(model.compute_dtype).removeprefix("torch."),
             "rope": config.rope_parameters,

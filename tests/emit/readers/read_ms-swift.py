@@ -33,17 +33,18 @@ for folder in sys.argv[1:]:
             found, rest = parse_args(SftArguments, [*words, *quiet])
     if rest:
         sys.exit(f"ms-swift has no {rest}")
-    plugin = found.training_args.fsdp_plugin_args
+    plugin = found.training_args.fsdp_plugin_args or {}  # without FSDP there is none
+    own = found.gradient_checkpointing
     config = AutoConfig.from_pretrained(found.model_dir)
     answers.append(
         {
             "gpus": int(gpus),
             "sp": found.sequence_parallel_size,
-            "strategy": f"fsdp{plugin['fsdp_version']}",
+            "strategy": f"fsdp{plugin['fsdp_version']}" if plugin else "ddp",
             "offload": plugin.get("cpu_offload", False),
-            "recompute": plugin["activation_checkpointing"],
-            "recomputes_twice": found.gradient_checkpointing,
-            "reshards": plugin["reshard_after_forward"],
+            "recompute": plugin.get("activation_checkpointing", own),
+            "recomputes_twice": own and bool(plugin),
+            "reshards": plugin.get("reshard_after_forward", False),
             "length": found.max_length,
             "budget": found.per_device_train_batch_size
             * found.max_length

@@ -38,6 +38,7 @@ def composed(words):
         "offload": checked.fsdp_config.offload_policy,
         "strategy": checked.strategy,
         "recompute": worker.model.enable_gradient_checkpointing,
+        "on_host": worker.model.enable_activation_offload,
         "path": worker.model.path,
         "lora": {
             "rank": worker.model.lora_rank,

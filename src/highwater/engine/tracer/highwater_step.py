@@ -20,24 +20,22 @@ from highwater.nouns.events import ReleaseCached
 from highwater.nouns.trial import OnPhase, TrialSpec
 
 
-def _train_step(training: Training, micro_batches: Sequence[Batch], enter: OnPhase) -> None:
-    train_step(training, micro_batches, enter=enter)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedTrainer:
     """Parts of one trainer's trace."""
 
-    set_up: Callable[[AllocationRecorder, RankContext], None]
+    set_up: Callable[[AllocationRecorder, RankContext], None] = lambda *_: None
     """Tells the recorder about the trainer, before anything is allocated."""
     begin: Callable[[TrialSpec, RankContext, Batch, AllocationRecorder], Any]
     """Builds the models, makes the recorder follow the policy, and does all else before the first
     step. The batch is a trial's rehearsal."""
-    before_step: Callable[[AllocationRecorder], None]
+    before_step: Callable[[AllocationRecorder], None] = lambda _: None
     """Runs before every step."""
-    after_step: Callable[[Training, Sequence[Batch]], None]
+    after_step: Callable[[Training, Sequence[Batch]], None] = lambda *_: None
     """Runs after every step of these micro-batches."""
-    step: Callable[[Any, Sequence[Batch], OnPhase], object] = _train_step
+    step: Callable[[Any, Sequence[Batch], OnPhase], object] = lambda training, batches, enter: (
+        train_step(training, batches, enter=enter)
+    )
     """One step of what ``begin`` returned: our own, unless the trainer has another."""
     needs_peft: bool = False
     """Whether peft is imported whatever is trained."""
@@ -82,6 +80,4 @@ def _after_step(training: Training, micro_batches: Sequence[Batch]) -> None:
     summed(torch.zeros(width, dtype=torch.float64), training.mesh)
 
 
-TRACED = TracedTrainer(
-    set_up=_set_up, begin=_begin, before_step=lambda _: None, after_step=_after_step
-)
+TRACED = TracedTrainer(set_up=_set_up, begin=_begin, after_step=_after_step)

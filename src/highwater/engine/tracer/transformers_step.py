@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.adapters import peft_config
 from highwater.engine.models.build import read_config
+from highwater.engine.models.fused import nf4
 from highwater.engine.tracer import kernel_stubs
 from highwater.engine.tracer.allocation_recorder import AllocationRecorder
 from highwater.engine.tracer.highwater_step import TracedTrainer
@@ -84,6 +85,7 @@ def begin(
         spec.model_directory, length_tokens=spec.length_tokens, rope=spec.settings.rope
     )
     model = _on_meta(config, spec.settings)
+    table = nf4.scale_table(context.device) if spec.settings.lora_base == "nf4" else None
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -92,6 +94,8 @@ def begin(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cuda")
+        if table is not None and isinstance(module, nf4.Nf4Linear):
+            module.pack(table)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     recorder.follow(model)
@@ -122,23 +126,31 @@ def _on_meta(config: PreTrainedConfig, settings: Settings) -> Any:
     if settings.recompute != "none":
         model.activation_checkpointing_enable(offload=settings.activations == "host")
     if is_liger:
-        _put_liger(model, config.model_type)
+        _put_liger(model, config.model_type, settings)
     return model
 
 
 def _adapt(model: Any, lora: Lora) -> None:
+    """Put adapters beside a frozen model's layers. In NF4 bitsandbytes' have the allocations of
+    ours, and peft's beside them copy no input.
+    """
     peft = importlib.import_module("peft")
     model.requires_grad_(requires_grad=False)
+    if lora.base == "nf4":
+        nf4.prepare(model, model.get_output_embeddings())
     peft.inject_adapter_in_model(
         peft_config(lora, model.config.model_type), model, low_cpu_mem_usage=True
     )
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
+    for module in model.modules() if lora.base == "nf4" else ():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.__class__ = peft.tuners.lora.Linear4bit
 
 
-def _put_liger(model: Any, family: str) -> None:
-    """Put Liger's kernels into a model, as ``use_liger_kernel`` does."""
+def _put_liger(model: Any, family: str, settings: Settings) -> None:
+    """Put Liger's kernels, or its loss alone, into a model, as ``use_liger_kernel`` does."""
     put: Any = None
     with suppress(ImportError):
         put = getattr(importlib.import_module(_LIGER), f"apply_liger_kernel_to_{family}", None)
@@ -147,14 +159,12 @@ def _put_liger(model: Any, family: str) -> None:
             f"no kernels of Liger for {family} are installed here",
             hint="pip install --no-deps liger-kernel==0.8.5, or leave `--exact` out",
         )
-    put(model=model)
+    others = ("rope", "rms_norm", "swiglu")
+    put(model=model, **dict.fromkeys(others, settings.liger == "all"))
 
 
 TRACED = TracedTrainer(
-    set_up=lambda _, __: None,
     begin=begin,
-    before_step=lambda _: None,
-    after_step=lambda _, __: None,
-    step=lambda training, micro_batches, enter: training.step(micro_batches, enter),
+    step=HuggingFaceTraining.step,
     needs_peft=True,  # Liger imports it
 )

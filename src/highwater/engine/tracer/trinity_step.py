@@ -222,5 +222,4 @@ TRACED = TracedTrainer(
     # as the trainer does before it sends the weights to its explorer: once they are there, and
     # after each step
     before_step=lambda recorder: recorder.release(),
-    after_step=lambda _, __: None,
 )

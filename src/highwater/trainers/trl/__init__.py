@@ -143,7 +143,7 @@ def bundled_edges() -> tuple[Residual, ...]:
     return from_json(Path(__file__).with_name("trl_edges.json").read_bytes(), tuple[Residual, ...])
 
 
-def study_edges(study: Study) -> tuple[Residual, ...]:
+def _study_edges(study: Study, _: object) -> tuple[Residual, ...]:
     """Edges of a study of TRL; UsageError or ModelError for another trainer, family, or no edge."""
     refuse_silent(study, "trl")
     return edge_residuals(study, footprint)
@@ -193,7 +193,7 @@ MEMORY = TrainerMemory(
     "out, between which lies what TRL needs; GRPO is taken to read nearly all of a sequence as its "
     "prompt, which takes the most",
     residuals=bundled_edges,
-    learn=lambda study, _: study_edges(study),
+    learn=_study_edges,
     fixed_fields=lambda _: {
         "loss": "chunked",
         "allocator": "expandable",

@@ -46,6 +46,7 @@ from highwater.trainers.foreign import (
     mapping_in,
     own_file,
     refuse_no_program,
+    told_of,
     write_files,
 )
 from highwater.trainers.logs import steps_of
@@ -163,10 +164,13 @@ def trial_files(launched: FinetunerTrial, base: OwnFile) -> TrialFiles:
     launcher, said = _launcher(launched, base.launcher)
     if recomputed is not None and kept[recomputed]:  # one of both recomputes, not both
         launcher.get("fsdp_config", {})["fsdp_activation_checkpointing"] = False
+    others = {**ENDS, **own}
+    changed = [name for name, value in base.config.items() if others.get(name, value) != value]
+    left = [name for name in base.config if name in _DATA]
     return TrialFiles(
         config={name: value for name, value in config.items() if value not in ({}, None)},
         beside={FILE: launcher},
-        notes=(*_notes(base, own), *said),
+        notes=(*told_of(base.source, changed, left), *said),
     )
 
 
@@ -264,20 +268,6 @@ def _launcher(
     processes = {name: ours[name] for name in ("num_processes", "num_machines")}
     said = f"states are shared by your accelerate file's {theirs}, not by FSDP"
     return {**base, **processes, "main_process_port": 0}, (said,)
-
-
-def _notes(base: OwnFile, own: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name the user's fields that say something else in the trial, or nothing."""
-    others = {**ENDS, **own}
-    has = base.config
-    changed = sorted(name for name in has if name in others and has[name] != others[name])
-    left = sorted(name for name in has if name in _DATA)
-    said: list[str] = []
-    if changed:
-        said.append(f"the trial's own in {base.source}: {', '.join(changed)}")
-    if left:
-        said.append(f"left out of {base.source}, the data being the trial's: {', '.join(left)}")
-    return tuple(said)
 
 
 def _generations(base: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ from highwater.model.rope import Yarn
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, OptimizerName, Rollout, generation_micro_batches
+from highwater.nouns.objective import Objective, Rollout, generation_micro_batches
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -39,8 +39,10 @@ from highwater.trainers.emitted import (
     environment,
     listed,
     model_lies,
+    other_optimizer,
     refuse_obstacle,
     shape_here,
+    yarn_values,
 )
 
 VERSION = "1.16.0"
@@ -66,12 +68,6 @@ COMMANDS: Mapping[Objective, Subcommand] = {
     "dpo": Subcommand("dpo", precomputes=True),
 }
 """TRL's subcommands, by objective; it has none for the others."""
-OPTIMIZERS: Mapping[OptimizerName, str | None] = {
-    "adamw": None,  # the default, torch's AdamW in the parameters' dtype
-    "adamw-8bit": "adamw_torch_8bit",
-}
-"""``optim`` by optimizer: the other is torchao's ``AdamW8bit``, compared with ours in
-tests/numeric/test_low_bit.py. It has none with moments in bfloat16 beside float32 parameters."""
 _PRECOMPUTED = (
     "precompute_ref_log_probs: the reference runs over the whole dataset before training, and then "
     "takes no memory; highwater's runs before each step, from host memory"
@@ -190,8 +186,8 @@ def _obstacle(objective: Objective, layout: Layout, shape: ModelShape | None) ->
 def _refuse_optimizer(cell: Cell, sharing: SequenceSharing) -> None:
     """Raise UsageError for an optimizer that TRL does not have, with what shards the states."""
     settings, optimizer = cell.settings, cell.settings.optimizer
-    _WORDS.refuse_optimizer(settings, OPTIMIZERS)
-    if sharing == "heads" and OPTIMIZERS[optimizer] is not None:
+    _WORDS.refuse_optimizer(settings)
+    if sharing == "heads" and other_optimizer(settings):
         raise UsageError(
             f"TRL shares heads by DeepSpeed, whose flat shards have other blocks than {optimizer}",
             hint=f"use `--ulysses 1`, or leave `--optimizer {optimizer}` out",
@@ -253,11 +249,8 @@ def trl_values(training: TrlTraining) -> dict[str, Value]:
         "attn_implementation": attention(sharing, training.shape),
         "bf16": True,
     }
-    values |= _lora_values(settings)
-    optimizer = OPTIMIZERS[settings.optimizer]
-    values |= {} if optimizer is None else {"optim": optimizer}
-    values |= _rope_values(training.yarn)
-    values |= _batch_values(training)
+    values |= _lora_values(settings) | other_optimizer(settings)
+    values |= yarn_values(training.yarn, "model_init_kwargs") | _batch_values(training)
     if sharing != "none":
         values["pad_to_multiple_of"] = padded_to(layout, sharing)
     # FSDP recomputes by itself, and refuses to have it asked of the model too; DeepSpeed does not.
@@ -293,17 +286,6 @@ def _colocated(training: TrlTraining) -> dict[str, Value]:
         "vllm_max_model_length": training.length_tokens,
         "vllm_tensor_parallel_size": rollout.rollout_tensor_parallel,
         "vllm_enable_sleep_mode": rollout.sleep_level != 0,
-    }
-
-
-def _rope_values(yarn: Yarn | None) -> dict[str, Value]:
-    if yarn is None:
-        return {}
-    kwargs = yarn.block
-    parameters = kwargs.pop("rope_parameters").items()
-    return {
-        **{f"model_init_kwargs.rope_parameters.{name}": value for name, value in parameters},
-        **{f"model_init_kwargs.{name}": value for name, value in kwargs.items()},
     }
 
 
