@@ -23,7 +23,7 @@ Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, sec
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +90,10 @@ def _place_in(ring: dist.ProcessGroup) -> tuple[int, int]:
     return dist.get_rank(ring), dist.get_world_size(ring)
 
 
+DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
+"""Passes over a slice; ``across``: one that only asks what crosses it."""
+
+
 class DeltaPlan(NamedTuple):
     """What a pass is besides its tensors."""
 
@@ -103,11 +107,8 @@ class DeltaPlan(NamedTuple):
     ring: dist.ProcessGroup | None
     """Ranks that have a slice of the row each; None if this one has all of it."""
 
-    def groups(
-        self, *, is_backward: bool = False, is_crossing: bool = False
-    ) -> Iterable[tuple[int, slice]]:
-        """Numbers of the groups and their places in the row, of the backward pass the last first;
-        ``is_crossing`` tells a pass that only asks what crosses the row.
+    def groups(self, of: DeltaPass = "forward") -> Iterable[tuple[int, slice]]:
+        """Numbers of the groups and their places in the row, of a backward pass the last first.
 
         Passes go through these and no others: the tracer lets one stand for all
         (engine/tracer/kernel_stubs.py).
@@ -115,7 +116,7 @@ class DeltaPlan(NamedTuple):
         tokens, each = len(self.documents_S) - self.lead, DELTA_GROUP_TOKENS
         starts = range(0, tokens, each)
         found = [(n, slice(start, min(start + each, tokens))) for n, start in enumerate(starts)]
-        return reversed(found) if is_backward else found
+        return reversed(found) if of.startswith("backward") else found
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -155,14 +156,14 @@ class _GatedDelta(torch.autograd.Function):
         whole += [torch.zeros_like(each, dtype=wide) for each in tensors[4:6]]
         of_state_HDV = torch.zeros_like(states[0])
         if plan.ring is not None:
-            for number, place in plan.groups(is_backward=True, is_crossing=True):
+            for number, place in plan.groups("backward across"):
                 state_HDV = states[number].detach().requires_grad_()
                 with torch.enable_grad():
                     found = _of_group(plan, place, (*_cut(plan, tensors, place), state_HDV))
                 gradients = gradient_SHV[place], of_state_HDV
-                of_state_HDV = torch.autograd.grad(found, state_HDV, gradients)[0]
+                of_state_HDV.copy_(torch.autograd.grad(found, state_HDV, gradients)[0])
             of_state_HDV = _carried(of_state_HDV, *moved, plan.ring, is_backward=True)
-        for number, place in plan.groups(is_backward=True):
+        for number, place in plan.groups("backward"):
             cut = [*_cut(plan, tensors, place), states[number]]
             gradients = gradient_SHV[place], of_state_HDV
             of_state_HDV.copy_(_add_gradients(plan, place, cut, gradients, whole))
@@ -200,8 +201,8 @@ def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tu
     sizes = zero_HDV.shape[2], plan.heads.key_size
     unit_DD = torch.eye(sizes[1], dtype=zero_HDV.dtype, device=zero_HDV.device)
     both_HDX = torch.cat((zero_HDV, unit_DD.expand(len(zero_HDV), -1, -1)), dim=-1)
-    for _, place in plan.groups(is_crossing=True):
-        both_HDX = _of_group(plan, place, (*_cut(plan, tensors, place), both_HDX))[1]
+    for _, place in plan.groups("forward across"):
+        both_HDX.copy_(_of_group(plan, place, (*_cut(plan, tensors, place), both_HDX))[1])
     added_HDV, moved_HDD = both_HDX.split(sizes, dim=-1)
     return added_HDV, moved_HDD.contiguous()
 
@@ -212,7 +213,7 @@ def _carried(
     """Return the state in front of this rank's slice, from what every slice adds to it and moves it
     by; of the backward pass the gradient of the one behind it.
     """
-    rank, ranks = dist.get_rank(ring), dist.get_world_size(ring)
+    rank = dist.get_rank(ring)
     every_RHDX = gather_rows(torch.cat((added_HDV, moved_HDD), dim=-1)[None], ring)
     state_HDV = torch.zeros_like(added_HDV)
     for slice_HDX in every_RHDX[rank + 1 :].flip(0) if is_backward else every_RHDX[:rank]:
