@@ -459,7 +459,7 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
         copied = 2 * layer.attended_key if layer.kind.attention.reads_earlier_keys else 0
     if step.layout.ulysses_degree > 1:
         most += step.tokens * step.element * copied
-    if step.layout.ring_degree > 1:
+    if step.layout.ring_degree > 1 and layer.kind.attention.delta is None:
         most += step.tokens * _ring_bytes(layer)
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
