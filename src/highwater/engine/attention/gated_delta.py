@@ -157,11 +157,9 @@ class _GatedDelta(torch.autograd.Function):
         of_state_HDV = torch.zeros_like(states[0])
         if plan.ring is not None:
             for number, place in plan.groups("backward across"):
-                state_HDV = states[number].detach().requires_grad_()
-                with torch.enable_grad():
-                    found = _of_group(plan, place, (*_cut(plan, tensors, place), state_HDV))
+                cut = (*_cut(plan, tensors, place), states[number])
                 gradients = gradient_SHV[place], of_state_HDV
-                of_state_HDV.copy_(torch.autograd.grad(found, state_HDV, gradients)[0])
+                of_state_HDV.copy_(_state_gradient(plan, place, cut, gradients))
             of_state_HDV = _carried(of_state_HDV, *moved, plan.ring, is_backward=True)
         for number, place in plan.groups("backward"):
             cut = [*_cut(plan, tensors, place), states[number]]
@@ -220,6 +218,16 @@ def _carried(
         added_HDV, moved_HDD = slice_HDX.split((state_HDV.shape[2], len(moved_HDD[0])), dim=-1)
         state_HDV = (moved_HDD.mT if is_backward else moved_HDD) @ state_HDV + added_HDV
     return state_HDV
+
+
+def _state_gradient(
+    plan: DeltaPlan, place: slice, inputs: Sequence[Tensor], gradients: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Compute a group again; return the gradient of the state in front of it and no other."""
+    state_HDV = inputs[-1].detach().requires_grad_()
+    with torch.enable_grad():
+        found = _of_group(plan, place, (*inputs[:-1], state_HDV))
+    return torch.autograd.grad(found, state_HDV, gradients)[0]
 
 
 def _add_gradients(
