@@ -459,9 +459,19 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
         copied = 2 * layer.attended_key if layer.kind.attention.reads_earlier_keys else 0
     if step.layout.ulysses_degree > 1:
         most += step.tokens * step.element * copied
-    if step.layout.ring_degree > 1 and layer.kind.attention.delta is None:
-        most += step.tokens * _ring_bytes(layer)
+    if step.layout.ring_degree > 1:
+        of_ring = layer.learned_bytes(*_attention_moments(learned)) - there
+        most = max(most, of_ring + step.tokens * _ring_bytes(layer))
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
+
+
+def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
+    """Moments that are not of the MLP, beside which there are the fewest of attention's queries;
+    all of them where nothing tells which.
+    """
+    fewest = min(moment.get("T*Q", 0) for moment in learned.moments)
+    found = tuple(each for each in learned.moments if each.get("T*Q", 0) > fewest)
+    return found or learned.moments
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
@@ -585,8 +595,13 @@ def _grouped_bytes(layer: Layer) -> int:
 def _ring_bytes(layer: Layer) -> int:
     """Bytes per token that a ring takes besides going backward: the sum of q's gradients in
     float32; keys and values that arrived, and of more than two ranks those that do; their gradients
-    in float32, in and out. The last rank's kernels read, and take, half for every query head.
+    in float32, in and out. The last rank's kernels read, and take, half for every query head. Of
+    linear attention that shares heads besides, the peak is its recomputation, in which there is a
+    layer's input twice: as the ring deals tokens out, and in the order of the row.
     """
+    if layer.kind.attention.delta is not None:
+        is_shared = layer.step.layout.ulysses_degree > 1
+        return layer.step.element * layer.kind.hidden_size * is_shared
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
     sums = NUMBER_BYTES * (layer.query + 2 * keys) + layer.step.element * arriving * keys
