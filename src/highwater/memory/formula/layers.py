@@ -27,6 +27,8 @@ from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (
+    DELTA_CHUNK_TOKENS,
+    DELTA_GROUP_TOKENS,
     ELEMENT_BYTES,
     TILE_BYTES,
     TILED_EXPERTS,
@@ -460,8 +462,10 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     if step.layout.ulysses_degree > 1:
         most += step.tokens * step.element * copied
     if step.layout.ring_degree > 1:
-        of_ring = layer.learned_bytes(*_attention_moments(learned)) - there
-        most = max(most, of_ring + step.tokens * _ring_bytes(layer))
+        of_attention = layer.learned_bytes(*_attention_moments(learned)) - there
+        is_delta = layer.kind.attention.delta is not None
+        passed = _crossing_bytes(layer) if is_delta else step.tokens * _ring_bytes(layer)
+        most = max(most, of_attention + passed)
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
 
 
@@ -592,16 +596,25 @@ def _grouped_bytes(layer: Layer) -> int:
     return kept + most + 3 * NUMBER_BYTES * attention.query_heads
 
 
+def _crossing_bytes(layer: Layer) -> int:
+    """Bytes that a ring takes besides in linear attention that shares heads, too, and has its peak
+    where it is recomputed: the layer's input once more, as a ring deals tokens out; of a group's
+    states what moves them. Where it has its peak going backward, it takes no more than that.
+    """
+    step, attention = layer.step, layer.kind.attention
+    degree = step.layout.ulysses_degree
+    if degree == 1 or attention.delta is None:
+        return 0
+    chunks = min(step.tokens * degree, DELTA_GROUP_TOKENS) // DELTA_CHUNK_TOKENS
+    moving = chunks * attention.query_heads // degree * attention.delta.key_head_dim**2
+    return step.element * step.tokens * layer.kind.hidden_size + NUMBER_BYTES * moving
+
+
 def _ring_bytes(layer: Layer) -> int:
     """Bytes per token that a ring takes besides going backward: the sum of q's gradients in
     float32; keys and values that arrived, and of more than two ranks those that do; their gradients
-    in float32, in and out. The last rank's kernels read, and take, half for every query head. Of
-    linear attention that shares heads besides, the peak is its recomputation, in which there is a
-    layer's input twice: as the ring deals tokens out, and in the order of the row.
+    in float32, in and out. The last rank's kernels read, and take, half for every query head.
     """
-    if layer.kind.attention.delta is not None:
-        is_shared = layer.step.layout.ulysses_degree > 1
-        return layer.step.element * layer.kind.hidden_size * is_shared
     keys = 2 * layer.attended_key
     arriving = 2 if layer.step.layout.ring_degree > 2 else 1
     sums = NUMBER_BYTES * (layer.query + 2 * keys) + layer.step.element * arriving * keys
