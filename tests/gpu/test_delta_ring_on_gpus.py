@@ -10,8 +10,11 @@ import pytest
 
 from highwater.trials.probe import probe
 
-TOLERANCE = 3e-2
-"""Norm-relative, in bfloat16: of a layer's products before and behind the state, too."""
+TOLERANCE = 1e-2
+"""Norm-relative, in bfloat16."""
+FEW = ("A_log", "dt_bias")
+"""A number a head, so that how they round is chance."""
+OF_FEW = 3e-2
 GPUS = 2
 
 
@@ -37,5 +40,5 @@ def test_a_state_crosses_gpus_and_is_as_exact_as_on_one(tmp_path):
         for case, deviations in json.loads(report.read_text()).items():
             assert len(deviations) > 8, "output, input and every weight"
             for name, (ring, alone) in deviations.items():
-                assert ring < TOLERANCE, (case, name, ring)
-                assert ring < 1.3 * alone + 1e-4, (case, name, ring, alone)
+                assert ring < (OF_FEW if name in FEW else TOLERANCE), (case, name)
+                assert ring < 1.3 * alone or name in FEW, (case, name)
