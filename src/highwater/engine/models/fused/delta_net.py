@@ -88,7 +88,7 @@ class GatedDeltaNet(nn.Module):
         return routed(out_TE, back, there, shared.every)[None]
 
     def _of_row(self, x_TE: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the output for tokens that ranks have in the order of the row, TE."""
+        """Return the output for tokens that ranks have in the order of the row, (T, E)."""
         own: Any = self
         *heads_TGX, beta_TGr, rate_TGr = self._projected(x_TE)
         wide = torch.promote_types(x_TE.dtype, torch.float32)
