@@ -39,7 +39,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "off, five with offload 1 to 23 % (docs/results/speed)",
     "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
     "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
-    "scaled by data sheets, and no trial was timed (docs/results/families)",
+    "scaled by data sheets; there and around a ring no trial was timed (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -238,9 +238,7 @@ def predicted_step(
     each = {
         "kernels, or their launches": max(work.seconds(rates), launches),
         "linear attention": _delta_s(
-            *(shape, settings, rates),
-            tokens=sequences * length_tokens,
-            degree=layout.ulysses_degree,
+            *(shape, settings, layout, rates), tokens=sequences * length_tokens
         ),
         "exchanges between GPUs": exchanged / rates.link_bytes,
         "parameters and gradients over PCIe": _over_pcie(shape, settings, layout, rates),
@@ -262,16 +260,18 @@ def predicted_step(
 
 
 def _delta_s(
-    shape: ModelShape, settings: Settings, rates: Rates, *, tokens: float, degree: int
+    shape: ModelShape, settings: Settings, layout: Layout, rates: Rates, *, tokens: float
 ) -> float:
-    """Seconds of a micro-batch in the operator of linear attention, over all tokens of its
-    sequences and a rank's share of the heads; its projections are elsewhere. It moves memory.
+    """Seconds of a micro-batch in the operator of linear attention, over a ring's share of the
+    tokens of its sequences and a rank's share of the heads; its projections are elsewhere. It moves
+    memory. Around a ring every pass first asks what crosses a slice, which is taken as one more
+    forward pass: so it was on a CPU, and no GPU was timed.
     """
-    forwards = 2 if settings.recompute == "layer" else 1
-    policy = forwards * _DELTA_S + _DELTA_BACKWARD_S
-    beforehand = (settings.traits.has_reference + settings.critic) * _DELTA_S
-    passes_s = settings.trained_models * policy + beforehand
-    slower = _OF_H200.memory_bytes / rates.memory_bytes / degree / _DELTA_NUMBERS
+    forwards, has_ring = 2 if settings.recompute == "layer" else 1, layout.ring_degree > 1
+    policy = forwards * _DELTA_S + _DELTA_BACKWARD_S + has_ring * (forwards + 1) * _DELTA_S
+    beforehand = (settings.traits.has_reference + settings.critic) * (1 + has_ring) * _DELTA_S
+    passes_s = (settings.trained_models * policy + beforehand) / layout.ring_degree
+    slower = _OF_H200.memory_bytes / rates.memory_bytes / layout.ulysses_degree / _DELTA_NUMBERS
     layers = sum(
         run.count * max(run.kind.attention.query_size * slower, _DELTA_LAUNCHES)
         for run in shape.runs
@@ -403,7 +403,8 @@ def _exchanged_bytes(
     shape: ModelShape, settings: Settings, layout: Layout, *, tokens: int
 ) -> float:
     """Bytes that a GPU receives in a micro-batch: parameters twice in bfloat16 and gradients once
-    in float32; in every pass heads for Ulysses, and keys and values for a ring.
+    in float32; in every pass heads for Ulysses, and for a ring keys and values, or of linear
+    attention what goes into a layer and comes out of it; states, 4 MB, are left out.
     """
     shards, copies = layout.shard_degree, layout.replicate_degree
     trained = trained_parameters(shape, settings)
@@ -421,6 +422,8 @@ def _exchanged_bytes(
             heads = 2 * attention.query_size + attention.channels
         of_ulysses = passes * heads * (ulysses - 1) / ulysses
         of_ring = (passes + 2) * 2 * keys * (ring - 1)
+        if attention.delta is not None:
+            of_ring = passes * 2 * run.kind.hidden_size * (ring - 1) / ring
         total += run.count * own * 2 * (of_ulysses + of_ring)
     return total
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_244,
+    "src_lines": 72_465,
     "src_files": 288,
     "src_small_files": 10,
     "process_starts": 1,
@@ -25,10 +25,10 @@ closed form: two, its law for four more trainers, a rollout beside them: one, an
 files: one, of whose issue 26 lines were left; list prices: 22 lines; Gemma 4, its wide heads and
 what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; own studies of any
 trainer: 20, and vLLM's own settings where it has no room: the last 6; the delta rule's sweep over
-chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; counts and prices of
-GPUs, which no issue allowed: 218; a user's own file answered in its keys, vLLM in TRL's words,
-attention sinks and heads of 512 in other trainers, and the dead ends of twenty blind questions:
-402, which are not paid for yet)."""
+chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; the delta rule around
+a ring: 221 lines; counts and prices of GPUs, which no issue allowed: 218; a user's own file
+answered in its keys, vLLM in TRL's words, attention sinks and heads of 512 in other trainers, and
+the dead ends of twenty blind questions: 402, which are not paid for yet)."""
 WALKED = {
     "predict": {"modules": 84, "files": 55},
     "find": {"modules": 200, "files": 121},

@@ -36,6 +36,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "offload": {"processes": 2, "strategy": "fsdp2", "offload": True, "recompute": "layer"},
     "ring": {"processes": 2, "strategy": "fsdp2", "ring": 2},
 }
+RINGS: dict[str, dict[str, Any]] = {
+    "ring of three": {"processes": 3, "strategy": "fsdp2", "ring": 3, "recompute": "layer"},
+    "ulysses ring": {"processes": 4, "strategy": "fsdp2", "ulysses": 2, "ring": 2},
+}
+"""Of layers whose state crosses from rank to rank: more than two, and heads shared besides."""
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative: the order of summation alone differs."""
 ROUNDING = 1e-3
@@ -69,7 +74,7 @@ def main() -> None:
             line = {
                 "family": family,
                 "layout": layout,
-                **outcome(Path(models, family), LAYOUTS[layout]),
+                **outcome(Path(models, family), {**LAYOUTS, **RINGS}[layout]),
             }
             if dist.get_rank() == 0:
                 with Path(result).open("a") as file:

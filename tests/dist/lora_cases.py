@@ -62,7 +62,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
-WITHOUT_RING = ("gemma3_text", "qwen3_5_text")
+WITHOUT_RING = ("gemma3_text",)
+DELTA_TOO = ("qwen3_5_text", json.dumps({"ring_degree": 2}))
+"""Trained in every run: what adapters of linear attention read crosses ranks."""
 LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
@@ -120,7 +122,8 @@ def cases_for(processes: int) -> list[Case]:
                 lora for lora in LORAS if lora not in MIXTURES and (lora, family) not in NOT_OF_PHI3
             ]
             if layout != alone:
-                ways = ["all"] if number % 4 == place % 4 or deep(family) else []
+                is_due = number % 4 == place % 4 or (family, layout) == DELTA_TOO
+                ways = ["all"] if is_due or deep(family) else []
             elif not deep(family):
                 ways = ["all", ways[1 + number % (len(ways) - 1)]]
             wanted += ((family, lora, "none", layout, "float64") for lora in ways)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -29,7 +29,7 @@ from engine_models import on_meta
 from highwater.engine.models.build import read_config
 from highwater.engine.models.pretrained import text_config
 from highwater.engine.models.rope import DocumentRope, PhimoeRope, follow_documents, scale_rope
-from highwater.engine.parallel.sequence_layout import PADDING, Part, SequenceLayout
+from highwater.engine.parallel.sequence_layout import PADDING, Part, Route, SequenceLayout
 from highwater.errors import ModelError, UsageError
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
@@ -166,6 +166,33 @@ def test_what_is_cut_is_whole_again(lengths, ulysses, ring):
     assert sorted(together[is_token].tolist()) == list(range(sum(lengths)))
     rows = torch.randn(len(together), 2)
     assert torch.equal(layout.restored(rows)[together[is_token]], rows[is_token])
+
+
+@given(LENGTHS, DEGREES, DEGREES)
+def test_on_its_route_every_token_comes_into_the_rows_order_and_back(lengths, ulysses, ring):
+    layout = SequenceLayout(lengths, ulysses, ring)
+    held = [torch.from_numpy(layout.share_of(rank).positions_T) for rank in range(layout.degree)]
+    routes = [layout.routes_of(rank, torch.device("cpu")) for rank in range(layout.degree)]
+    ordered = travelled(held, [there for there, _ in routes])
+    row = torch.cat(ordered)
+    assert {len(each) for each in ordered} == {layout.tokens_per_rank}
+    assert row[row != PADDING].tolist() == list(range(sum(lengths)))
+    again = travelled(ordered, [back for _, back in routes])
+    assert all(map(torch.equal, again, held))
+
+
+def travelled(tensors: list[Tensor], routes: list[Route]) -> list[Tensor]:
+    """What all ranks have behind an all-to-all on these routes."""
+    parts = [
+        tensor[route.leaving_T].split(route.sent)
+        for tensor, route in zip(tensors, routes, strict=True)
+    ]
+    found: list[Tensor] = []
+    for rank, route in enumerate(routes):
+        received = [each[rank] for each in parts]
+        assert [len(each) for each in received] == route.received
+        found.append(torch.cat(received)[route.arriving_T])
+    return found
 
 
 @given(LENGTHS, DEGREES, DEGREES)

@@ -88,8 +88,8 @@ def test_a_prediction_says_how_long_a_step_takes_and_how_good_that_is():
 def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_token():
     shape = load_model("Qwen3.5-9B").shape
 
-    def step(recompute="layer", gpus=1, length=262_144, device="H200-141GB"):
-        layout = Layout(gpus=gpus, ulysses_degree=gpus)
+    def step(recompute="layer", gpus=1, length=262_144, device="H200-141GB", ring=1):
+        layout = Layout(gpus=gpus * ring, ulysses_degree=gpus, ring_degree=ring)
         found = predicted_step(
             *(shape, Settings(loss="chunked", recompute=recompute), layout),
             length_tokens=length,
@@ -105,6 +105,29 @@ def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_t
     assert step(length=131_072) == pytest.approx(step() / 2)
     assert step(gpus=4) == pytest.approx(0.65 * step()), "as many launches for a share of the heads"
     assert step(device="H100-80GB") > 1.2 * step(), "it moves memory"
+    assert step(ring=4) == pytest.approx(24 * (2 * 0.39 + 1.05 + 3 * 0.39) / 4), "crossed, too"
+
+
+def test_a_ring_sends_what_goes_into_linear_attention_and_comes_out_of_it():
+    """And nothing around it: a quarter of Qwen3.5-9B's layers passes keys and values on."""
+    shape, settings = load_model("Qwen3.5-9B").shape, Settings(loss="chunked")
+
+    def exchanged_s(**degrees):
+        found = predicted_step(
+            *(shape, settings, Layout(gpus=4, **degrees)),
+            length_tokens=262_144,
+            device_name="H200-141GB",
+            micro_batches=1,
+        )
+        assert found is not None
+        return {part.name: part.seconds for part in found.parts}["exchanges between GPUs"]
+
+    of_states = exchanged_s()
+    own, passes, keys = 2 * 262_144 / 4, 3, 4 * 256
+    of_softmax = 8 * own * (passes + 2) * 2 * keys * 3
+    of_delta = 24 * own * passes * 2 * 4096 * 3 / 4
+    found = exchanged_s(ring_degree=4) - of_states
+    assert found == pytest.approx((of_softmax + of_delta) / 250e9)
 
 
 def hybrids():

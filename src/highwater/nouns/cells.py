@@ -166,8 +166,6 @@ def ring_obstacle(shape: ModelShape, longest_tokens: int | None) -> str | None:
     """Why no ring shares documents up to this length (None: unknown yet); None when one can."""
     if shape.caps_scores:
         return "a ring does not cap the scores of attention (attn_logit_softcapping)"
-    if shape.delta is not None:
-        return "a ring does not pass on the state of linear attention"
     if shape.widest_head > WIDEST_FUSED_HEAD:
         return f"a ring does not attend with heads of {shape.widest_head} numbers"
     window = shape.window_tokens

@@ -10,6 +10,12 @@ costs as much as a long one.
 Forward and backward go by groups of chunks. What is kept are the inputs and the state in front of
 each group; the backward pass computes a group again. Memory is linear in the tokens.
 
+Ranks of a ring each hold a slice of the row, one after the other. What a slice does to a state that
+crosses it is affine, ``S' = M S + A``: A is the state behind it if zero is in front, and M is what
+the recurrence makes of the unit matrix while no values come. Ranks gather A and M of all, 4 D (D +
+V) bytes a head whatever the length, and each one finds the state in front of its slice. The
+backward pass does the same with M^T, from the last slice to the first.
+
 Shapes:  S packed tokens  s tokens of a group  H value heads  G key heads (of queries too)  D size
          of a key head  V size of a value head  C channels of the convolution, 2 G D + H V  W taps
          of the convolution  n chunks of a group  c tokens of a chunk
@@ -17,15 +23,17 @@ Source: Yang et al., Gated Delta Networks, https://arxiv.org/abs/2412.06464, sec
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import attended
 from highwater.engine.attention.recurrence import recurrence
+from highwater.engine.parallel.collectives import exchange, gather_rows
 from highwater.nouns.layout import DELTA_CHUNK_TOKENS, DELTA_GROUP_TOKENS
 
 _NORM_EPSILON = 1e-6
@@ -58,18 +66,32 @@ def gated_delta(
     heads: DeltaHeads,
     document_lengths: Sequence[int],
     norm_epsilon: float,
+    ring: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Return the heads' outputs, SHV, normed and gated, in the dtype of ``qkv_SC``.
 
     ``qkv_SC`` is as it was projected. ``log_decay_SH`` is the logarithm of what the state is scaled
-    by, 0 or less; it and ``beta_SH`` are in float32 or wider. Documents are all of the row.
+    by, 0 or less; it and ``beta_SH`` are in float32 or wider. Documents are all of the row, of
+    which every rank of the ``ring`` has a slice of equal length, in the order of the ranks.
     """
-    assert sum(document_lengths) == len(qkv_SC), "documents are all of the row"
-    numbers_S = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
-    plan = DeltaPlan(heads, torch.from_numpy(numbers_S).to(qkv_SC.device), norm_epsilon)
+    tokens, (rank, ranks) = len(qkv_SC), (0, 1) if ring is None else _place_in(ring)
+    assert sum(document_lengths) == tokens * ranks, "documents are all of the row"
+    # One at the least: whether a state crosses is told by the document of the token in front.
+    lead = min(rank * tokens, max(convolution_CW.shape[1] - 1, 1))
+    numbers_P = np.repeat(np.arange(len(document_lengths), dtype=np.int32), document_lengths)
+    numbers_S = torch.from_numpy(numbers_P[rank * tokens - lead : (rank + 1) * tokens])
+    plan = DeltaPlan(heads, numbers_S.to(qkv_SC.device), norm_epsilon, lead, ring)
     tensors = (qkv_SC, gate_SHV, log_decay_SH, beta_SH, convolution_CW, norm_V)
     out_SHV: Tensor = _GatedDelta.apply(plan, *tensors)
     return out_SHV
+
+
+def _place_in(ring: dist.ProcessGroup) -> tuple[int, int]:
+    return dist.get_rank(ring), dist.get_world_size(ring)
+
+
+DeltaPass = Literal["forward", "backward", "forward across", "backward across"]
+"""Passes over a slice; ``across``: one that only asks what crosses it."""
 
 
 class DeltaPlan(NamedTuple):
@@ -77,19 +99,24 @@ class DeltaPlan(NamedTuple):
 
     heads: DeltaHeads
     documents_S: Tensor
-    """Number of each token's document."""
+    """Number of each token's document, of those in front of the slice too that its convolution
+    reads."""
     norm_epsilon: float
+    lead: int
+    """Number of these tokens in front of the slice."""
+    ring: dist.ProcessGroup | None
+    """Ranks that have a slice of the row each; None if this one has all of it."""
 
-    def groups(self, *, is_backward: bool = False) -> Iterable[tuple[int, slice]]:
-        """Numbers of the groups and their places in the row, of the backward pass the last first.
+    def groups(self, of: DeltaPass = "forward") -> Iterable[tuple[int, slice]]:
+        """Numbers of the groups and their places in the row, of a backward pass the last first.
 
         Passes go through these and no others: the tracer lets one stand for all
         (engine/tracer/kernel_stubs.py).
         """
-        tokens, each = len(self.documents_S), DELTA_GROUP_TOKENS
+        tokens, each = len(self.documents_S) - self.lead, DELTA_GROUP_TOKENS
         starts = range(0, tokens, each)
         found = [(n, slice(start, min(start + each, tokens))) for n, start in enumerate(starts)]
-        return reversed(found) if is_backward else found
+        return reversed(found) if of.startswith("backward") else found
 
 
 class _GatedDelta(torch.autograd.Function):
@@ -97,34 +124,110 @@ class _GatedDelta(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: DeltaPlan, *tensors: Tensor) -> Tensor:
-        def run() -> tuple[Tensor, Tensor]:
+        tensors = (*tensors, _lead(plan, tensors[0], tensors[4].shape[1]))
+
+        def run() -> tuple[Tensor, ...]:
             heads, log_decay_SH = plan.heads, tensors[2]
             size = (heads.value_heads, heads.key_size, heads.value_size)
             out_SHV = torch.empty_like(tensors[1], memory_format=torch.contiguous_format)
             states = log_decay_SH.new_zeros(-(-len(out_SHV) // DELTA_GROUP_TOKENS), *size)
+            moved: tuple[Tensor, ...] = ()
+            if plan.ring is not None:
+                added_HDV, *moved = _crossed(plan, tensors, states[0])
+                states[0] = _carried(added_HDV, *moved, plan.ring)
             for number, place in plan.groups():
-                inputs = (*_cut(tensors, place), states[number])
+                inputs = (*_cut(plan, tensors, place), states[number])
                 out_SHV[place], behind_HDV = _of_group(plan, place, inputs)
                 states[number + 1 : number + 2] = behind_HDV  # nothing behind the last group
-            return out_SHV, states
+            return out_SHV, states, *moved
 
-        out_SHV, states = attended(run)
+        out_SHV, *kept = attended(run)
         ctx.plan = plan
-        ctx.save_for_backward(*tensors, states)
+        ctx.save_for_backward(*tensors, *kept)
         return out_SHV
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        plan, (gradient_SHV,), (*tensors, states) = ctx.plan, gradients, ctx.saved_tensors
-        whole = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[:4]]
-        wide = states.dtype
-        whole += [torch.zeros_like(each, dtype=wide) for each in tensors[4:]]
+        plan, (gradient_SHV,), saved = ctx.plan, gradients, ctx.saved_tensors
+        tensors, (states, *moved) = saved[:7], saved[7:]
+        qkv_SC, wide = tensors[0], states.dtype
+        whole = [qkv_SC.new_zeros(plan.lead + len(qkv_SC), qkv_SC.shape[1])]
+        whole += [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:4]]
+        whole += [torch.zeros_like(each, dtype=wide) for each in tensors[4:6]]
         of_state_HDV = torch.zeros_like(states[0])
-        for number, place in plan.groups(is_backward=True):
-            cut = [*_cut(tensors, place), states[number]]
+        if plan.ring is not None:
+            for number, place in plan.groups("backward across"):
+                cut = (*_cut(plan, tensors, place), states[number])
+                gradients = gradient_SHV[place], of_state_HDV
+                of_state_HDV.copy_(_state_gradient(plan, place, cut, gradients))
+            of_state_HDV = _carried(of_state_HDV, *moved, plan.ring, is_backward=True)
+        for number, place in plan.groups("backward"):
+            cut = [*_cut(plan, tensors, place), states[number]]
             gradients = gradient_SHV[place], of_state_HDV
             of_state_HDV.copy_(_add_gradients(plan, place, cut, gradients, whole))
-        return None, *whole[:4], *map(torch.Tensor.type_as, whole[4:], tensors[4:])
+        whole[0] = _with_leads(plan, whole[0], tensors[4].shape[1])
+        return None, *whole[:4], *map(torch.Tensor.type_as, whole[4:], tensors[4:6])
+
+
+def _lead(plan: DeltaPlan, qkv_SC: Tensor, taps: int) -> Tensor:
+    """Return the tokens in front of the slice that its convolution reads, lC."""
+    if plan.ring is None:
+        return qkv_SC[:0]
+    last_lC = qkv_SC[-max(taps - 1, 1) :]
+    before = dist.get_rank(plan.ring) * len(last_lC)
+    return gather_rows(last_lC, plan.ring)[before - plan.lead : before]
+
+
+def _with_leads(plan: DeltaPlan, of_qkv_SC: Tensor, taps: int) -> Tensor:
+    """Return the gradient of the slice, from that of the slice with the tokens in front of it: add
+    what later slices have for this one's last tokens.
+    """
+    if plan.ring is None:
+        return of_qkv_SC
+    rank, ranks = _place_in(plan.ring)
+    of_lead_lC, of_slice_SC = of_qkv_SC.tensor_split((plan.lead,))
+    last_lC = of_slice_SC[-max(taps - 1, 1) :]
+    sent_RlC = last_lC.new_zeros(ranks, *last_lC.shape)
+    before = rank * len(last_lC)
+    sent_RlC.flatten(0, 1)[before - plan.lead : before] = of_lead_lC
+    last_lC += exchange(sent_RlC, plan.ring).sum(0)
+    return of_slice_SC
+
+
+def _crossed(plan: DeltaPlan, tensors: Sequence[Tensor], zero_HDV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the slice adds to a state that crosses it, HDV, and what it moves it by, HDD."""
+    sizes = zero_HDV.shape[2], plan.heads.key_size
+    unit_DD = torch.eye(sizes[1], dtype=zero_HDV.dtype, device=zero_HDV.device)
+    both_HDX = torch.cat((zero_HDV, unit_DD.expand(len(zero_HDV), -1, -1)), dim=-1)
+    for _, place in plan.groups("forward across"):
+        both_HDX.copy_(_of_group(plan, place, (*_cut(plan, tensors, place), both_HDX))[1])
+    added_HDV, moved_HDD = both_HDX.split(sizes, dim=-1)
+    return added_HDV, moved_HDD.contiguous()
+
+
+def _carried(
+    added_HDV: Tensor, moved_HDD: Tensor, ring: dist.ProcessGroup, *, is_backward: bool = False
+) -> Tensor:
+    """Return the state in front of this rank's slice, from what every slice adds to it and moves it
+    by; of the backward pass the gradient of the one behind it.
+    """
+    rank = dist.get_rank(ring)
+    every_RHDX = gather_rows(torch.cat((added_HDV, moved_HDD), dim=-1)[None], ring)
+    state_HDV = torch.zeros_like(added_HDV)
+    for slice_HDX in every_RHDX[rank + 1 :].flip(0) if is_backward else every_RHDX[:rank]:
+        added_HDV, moved_HDD = slice_HDX.split((state_HDV.shape[2], len(moved_HDD[0])), dim=-1)
+        state_HDV = (moved_HDD.mT if is_backward else moved_HDD) @ state_HDV + added_HDV
+    return state_HDV
+
+
+def _state_gradient(
+    plan: DeltaPlan, place: slice, inputs: Sequence[Tensor], gradients: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Compute a group again; return the gradient of the state in front of it and no other."""
+    state_HDV = inputs[-1].detach().requires_grad_()
+    with torch.enable_grad():
+        found = _of_group(plan, place, (*inputs[:-1], state_HDV))
+    return torch.autograd.grad(found, state_HDV, gradients)[0]
 
 
 def _add_gradients(
@@ -134,39 +237,40 @@ def _add_gradients(
     gradients: tuple[Tensor, Tensor],
     whole: Sequence[Tensor],
 ) -> Tensor:
-    """Compute a group again and add its gradients to those of the whole row and of the weights;
-    return that of the state in front of it.
+    """Compute a group again and add its gradients to those of the whole slice, and of what is in
+    front of it, and of the weights; return that of the state in front of the group.
     """
     inputs[4:6] = (each.to(inputs[6].dtype) for each in inputs[4:6])
     leaves = [each.detach().requires_grad_() for each in inputs]
     with torch.enable_grad():
         found = _of_group(plan, place, leaves)
     *of_inputs, of_state_HDV = torch.autograd.grad(found, leaves, gradients)
-    before = _before(place, inputs[4])
-    for total, part, extra in zip(whole[:4], of_inputs, (before, 0, 0, 0), strict=False):
-        total[place.start - extra : place.stop] += part
+    whole[0][plan.lead + place.stop - len(inputs[0]) : plan.lead + place.stop] += of_inputs[0]
+    for total, part in zip(whole[1:4], of_inputs[1:], strict=False):
+        total[place] += part
     for total, part in zip(whole[4:], of_inputs[4:], strict=True):
         total += part
     return of_state_HDV
 
 
-def _before(place: slice, convolution_CW: Tensor) -> int:
-    """Tokens in front of a group that its convolution reads."""
-    return min(place.start, convolution_CW.shape[1] - 1)
-
-
-def _cut(tensors: Sequence[Tensor], place: slice) -> list[Tensor]:
+def _cut(plan: DeltaPlan, tensors: Sequence[Tensor], place: slice) -> list[Tensor]:
     """Return a group's inputs, with the tokens before it that its convolution reads."""
-    qkv_SC, *others, convolution_CW, norm_V = tensors
-    start = place.start - _before(place, convolution_CW)
-    return [qkv_SC[start : place.stop], *(t[place] for t in others), convolution_CW, norm_V]
+    qkv_SC, *others, convolution_CW, norm_V, lead_lC = tensors
+    before = min(place.start, convolution_CW.shape[1] - 1)
+    qkv_sC = qkv_SC[place.start - before : place.stop]
+    if plan.lead and not place.start:
+        qkv_sC = torch.cat((lead_lC, qkv_sC))
+    return [qkv_sC, *(each[place] for each in others), convolution_CW, norm_V]
 
 
 def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a group's outputs, sHV, and the state behind it, from the one in front of it."""
+    """Return a group's outputs, sHV, and the state behind it, from the one in front of it. Of a
+    state with further columns, to which no values come, there are no outputs.
+    """
     qkv_sC, gate_sHV, log_decay_sH, beta_sH, convolution_CW, norm_V, state_HDV = inputs
     heads, wide = plan.heads, log_decay_sH.dtype
-    documents_s = plan.documents_S[place.stop - len(qkv_sC) : place.stop]
+    stop = plan.lead + place.stop
+    documents_s = plan.documents_S[stop - len(qkv_sC) : stop]
     convolved_sC = _convolved(qkv_sC.to(wide), convolution_CW.to(wide), documents_s)
     convolved_sC = F.silu(convolved_sC[len(qkv_sC) - len(gate_sHV) :])
     query_sC, key_sC, value_sC = convolved_sC.split(heads.channels, dim=1)
@@ -178,10 +282,12 @@ def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[
     value_sHV = value_sC.unflatten(1, (heads.value_heads, -1))
     scaled_sHD = query_sHD * heads.key_size**-0.5
     chunks = map(_by_chunks, (scaled_sHD, key_sHD, value_sHV, log_decay_sH, beta_sH))
-    documents_nc = _chunked_documents(plan.documents_S[place])
+    documents_nc = _chunked_documents(documents_s[len(qkv_sC) - len(gate_sHV) :])
     # Whose state is in front of the row does not matter: it is zero there.
-    before = plan.documents_S[max(0, place.start - 1)]
+    before = plan.documents_S[max(0, stop - len(gate_sHV) - 1)]
     out_sHV, state_HDV = _by_recurrence(tuple(chunks), documents_nc, before, state_HDV)
+    if out_sHV is None:
+        return gate_sHV[:0], state_HDV
     return _normed(plan, out_sHV[: len(gate_sHV)], gate_sHV, norm_V), state_HDV
 
 
@@ -218,9 +324,9 @@ def _chunked_documents(documents_s: Tensor) -> Tensor:
 
 def _by_recurrence(
     chunks: tuple[Tensor, ...], documents_nc: Tensor, before: Tensor, state_HDV: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """Return outputs, sHV, and the state behind the chunks; ``before``: the document whose state
-    is the one in front of them.
+    is the one in front of them. No outputs of a state with more columns than values.
     """
     query_nHcD, key_nHcD, value_nHcV, log_decay_nHc, beta_nHc = chunks
     last_n = torch.cat((before[None], documents_nc[:-1, -1]))
@@ -240,6 +346,11 @@ def _by_recurrence(
         system_nHcc, torch.cat(sides, dim=-1), upper=False, unitriangular=True
     )
     new_nHcV, read_nHcD = solved_nHcX.split([side.shape[-1] for side in sides], dim=-1)
+    further = state_HDV.shape[-1] - value_nHcV.shape[-1]
+    if further:
+        new_nHcV, key_nHcD = F.pad(new_nHcV, (0, further)), key_nHcD * to_end_nHc1
+        kept_nH = from_start_nHc1[:, :, -1, 0]
+        return None, recurrence(new_nHcV, read_nHcD, key_nHcD, kept_nH, state_HDV)[2]
     within_nHcc = (query_nHcD @ key_nHcD.mT) * between_nHcc
     query_nHcD, key_nHcD = query_nHcD * from_start_nHc1, key_nHcD * to_end_nHc1
     written_nHcV, states_nHDV, state_HDV = recurrence(

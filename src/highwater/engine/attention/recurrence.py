@@ -36,17 +36,18 @@ class _Recurrence(torch.autograd.Function):
         return written, states, last
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         read_nHcD, key_nHcD, kept_nH, written_nHcV, states_nHDV = ctx.saved_tensors
         of_written, of_states, of_last = gradients
+        _, of_read, of_key, of_kept, _ = ctx.needs_input_grad  # of what crosses a slice none does
         of_new_nHcV, of_behind_nHDV, of_state_HDV = _swept(
             of_written, key_nHcD, read_nHcD, of_states, kept_nH, of_last
         )
         return (
             of_new_nHcV,
-            -(of_new_nHcV @ states_nHDV.mT),
-            written_nHcV @ of_behind_nHDV.mT,
-            (states_nHDV * of_behind_nHDV).sum((-2, -1)),
+            -(of_new_nHcV @ states_nHDV.mT) if of_read else None,
+            written_nHcV @ of_behind_nHDV.mT if of_key else None,
+            (states_nHDV * of_behind_nHDV).sum((-2, -1)) if of_kept else None,
             of_state_HDV,
         )
 

@@ -8,11 +8,14 @@ Source: Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from highwater.engine.parallel.sequence_layout import Route
 
 Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
@@ -23,7 +26,13 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     Part i goes to rank i, and part i of the result came from rank i. Differentiable: the gradient
     of a part goes back to where the part came from.
     """
-    return _SelfAdjoint.apply(tensor, group, _all_to_all)
+    return _Collective.apply(tensor, group, _all_to_all, _all_to_all)
+
+
+def routed(tensor_TX: Tensor, there: Route, back: Route, group: dist.ProcessGroup) -> Tensor:
+    """Send the tokens of all ranks that share a row on a route, TX; their gradients come back."""
+    ways = (partial(_moved, route=route) for route in (there, back))
+    return _Collective.apply(tensor_TX, group, *ways)
 
 
 def gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -41,7 +50,7 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     Differentiable: a part's gradient is the sum of the gradients that all ranks have for the sum.
     """
-    return tensor if group is None else _SelfAdjoint.apply(tensor, group, _all_reduce)
+    return tensor if group is None else _Collective.apply(tensor, group, _all_reduce, _all_reduce)
 
 
 def pass_on(
@@ -79,19 +88,23 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-class _SelfAdjoint(torch.autograd.Function):
-    """Autograd function of a collective that is its own adjoint, and so its own backward pass."""
+class _Collective(torch.autograd.Function):
+    """Autograd function of a collective, and of its adjoint in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, group: dist.ProcessGroup, collective: Collective
+        ctx: Any,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        collective: Collective,
+        adjoint: Collective,
     ) -> Tensor:
-        ctx.group, ctx.collective = group, collective
+        ctx.group, ctx.adjoint = group, adjoint
         return collective(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.collective(gradients[0], ctx.group), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(gradients[0], ctx.group), None, None, None
 
 
 def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -99,6 +112,14 @@ def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     result = torch.empty_like(source)
     dist.all_to_all_single(result, source, group=group)
     return result
+
+
+def _moved(tensor_TX: Tensor, group: dist.ProcessGroup, *, route: Route) -> Tensor:
+    received_TX = tensor_TX.new_empty(tensor_TX.shape)
+    dist.all_to_all_single(
+        received_TX, tensor_TX[route.leaving_T], route.received, route.sent, group=group
+    )
+    return received_TX[route.arriving_T]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -167,8 +167,8 @@ def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.Process
     return own
 
 
-def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
-    """Run each collective of a step once, on a few numbers.
+def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None, *, has_states: bool = False) -> None:
+    """Run each collective of a step once, on a few numbers; ``has_states``: of linear attention.
 
     Its buffers then exist before memory is measured.
     """
@@ -194,6 +194,10 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None) -> None:
             passed.wait()
         if shared.ulysses is not None:
             dist.all_reduce(part, group=shared.every)
+        if has_states:
+            row = torch.ones(shared.degree, device=device)
+            for each, group in ((row, shared.every), (gather_rows(part, shared.ring), shared.ring)):
+                dist.all_to_all_single(torch.empty_like(each), each, group=group)
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

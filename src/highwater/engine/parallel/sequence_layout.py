@@ -58,6 +58,19 @@ class Share:
         return int(np.count_nonzero(self.positions_T == PADDING))
 
 
+class Route(NamedTuple):
+    """How a rank's tokens go to the ranks that have them next, and others' come to it."""
+
+    leaving_T: Tensor
+    """Places of its tokens, in the order in which they are sent."""
+    sent: list[int]
+    """Number of tokens that go to each rank."""
+    received: list[int]
+    """Number of tokens that come from each rank."""
+    arriving_T: Tensor
+    """Places of the received tokens, in the order in which it has them."""
+
+
 @dataclass(frozen=True)
 class SequenceLayout:
     """A packed row of documents, cut over the ranks that share it."""
@@ -97,7 +110,7 @@ class SequenceLayout:
     def cut(self, rank: int) -> Share:
         """Compute the share of one rank."""
         each = self.tokens_per_rank
-        mine_T = self._order()[rank * each : (rank + 1) * each]
+        mine_T = self.order()[rank * each : (rank + 1) * each]
         positions_P = np.full(each * self.degree, PADDING)
         positions_P[self._padded_positions()] = np.arange(self.tokens)
         numbers_T = self._of_each(np.arange(len(self.padded_lengths)))[mine_T]
@@ -109,9 +122,15 @@ class SequenceLayout:
             parts=self._parts(numbers_T),
         )
 
+    def routes_of(self, rank: int, device: torch.device) -> tuple[Route, Route]:
+        """Return the route to the slices of the padded row in its order, one a rank in the order of
+        the ranks, and the route back; cached, because every layer that needs them asks again.
+        """
+        return _kept_routes(self, rank, device)
+
     def restored(self, ranks_PX: Tensor) -> Tensor:
         """Return the row's tokens in order, SX, from all ranks' tokens, rank after rank."""
-        order_P = self._order()
+        order_P = self.order()
         places_P = np.empty_like(order_P)
         places_P[order_P] = np.arange(len(order_P))
         places_S = torch.from_numpy(places_P[self._padded_positions()])
@@ -127,7 +146,7 @@ class SequenceLayout:
             for number, count in zip(numbers_T[starts].tolist(), counts.tolist(), strict=True)
         )
 
-    def _order(self) -> Integers:
+    def order(self) -> Integers:
         """Positions of the padded row in the order in which the ranks hold them; shape P."""
         padded_P = self._of_each(np.array(self.padded_lengths))
         if self.ring_degree == 1:
@@ -157,6 +176,24 @@ class SequenceLayout:
     def _of_each(self, values: Integers) -> Integers:
         """Repeat a value of each padded document for each of its tokens."""
         return np.repeat(values, self.padded_lengths)
+
+
+@lru_cache(maxsize=2)
+def _kept_routes(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[Route, Route]:
+    each, order_P = layout.tokens_per_rank, layout.order()
+    held_T = order_P[rank * each : (rank + 1) * each]
+    coming_T = np.flatnonzero(order_P // each == rank)  # by the rank that holds them
+    leaving_T, arriving_T = held_T // each, order_P[coming_T]
+    sent, received = (
+        np.bincount(ranks_T, minlength=layout.degree).tolist()
+        for ranks_T in (leaving_T, coming_T // each)
+    )
+    orders = [np.argsort(places_T, kind="stable") for places_T in (leaving_T, arriving_T)]
+    (out, into), (out_back, into_back) = (
+        [torch.from_numpy(order_T).to(device) for order_T in both]
+        for both in (orders, map(np.argsort, orders[::-1]))
+    )
+    return Route(out, sent, received, into), Route(out_back, received, sent, into_back)
 
 
 @lru_cache(maxsize=4)

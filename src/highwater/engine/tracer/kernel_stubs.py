@@ -107,13 +107,13 @@ def put_one_group(recorder: AllocationRecorder) -> None:
     plans: Any = gated_delta.DeltaPlan
     every = plans.groups
 
-    def groups(plan: Any, *, is_backward: bool = False) -> Iterator[tuple[int, slice]]:
-        found = list(every(plan, is_backward=is_backward))
+    def groups(plan: Any, of: str = "forward") -> Iterator[tuple[int, slice]]:
+        found = list(every(plan, of))
         sizes = [place.stop - place.start for _, place in found]
-        last = 0 if is_backward else len(found) - 1
+        last = 0 if of.startswith("backward") else len(found) - 1
         full = max(range(len(found)), key=lambda n: (sizes[n], found[n][0]))
         some = sorted({full, last})
-        key = (plan.heads, is_backward, *(sizes[n] for n in some))
+        key = (plan.heads, of, *(sizes[n] for n in some))
         yield from recorder.some_for_all(key, [found[n] for n in some], rounds=len(found))
 
     plans.groups = groups

@@ -89,7 +89,7 @@ def take_context(spec: TrialSpec) -> RankContext:
     process_mesh.join(device)
     mesh = process_mesh.shard_mesh(spec.layout, device)
     shared = process_mesh.sequence_groups(spec.layout, mesh)
-    process_mesh.warm_up(mesh, shared)
+    process_mesh.warm_up(mesh, shared, has_states=shape.delta is not None)
     synchronize(device)
     after_bytes = outside_allocator_bytes(device) if device.type == "cuda" else 0
     return RankContext(

@@ -275,27 +275,31 @@ def outside_terms(
     return present(
         Term("context", context),
         Term("page tables of pinned memory", pages * PAGE_TABLE_BYTES),
-        *(() if layout.gpus == 1 else _nccl_terms(layout, nccl, all_to_all)),
+        *(() if layout.gpus == 1 else _nccl_terms(shape, layout, nccl, all_to_all)),
     )
 
 
 def _nccl_terms(
-    layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
+    shape: ModelShape, layout: Layout, nccl: Mapping[int, int], all_to_all: Mapping[int, int]
 ) -> tuple[Term, ...]:
     """One communicator for all GPUs, and one more for each smaller group: of those that share a
     sequence, trade its heads, pass keys and values on, or share the states. A ring's transfers are
-    those of an all-to-all among as many, two at a time: no more.
+    those of an all-to-all among as many, two at a time: no more. Of linear attention all that share
+    a sequence trade its tokens, too.
     """
     groups = [layout.context_degree, layout.ulysses_degree, layout.ring_degree]
     if layout.ulysses_degree == 1 or layout.ring_degree == 1:
         groups = [layout.context_degree]
+    traded = {"all-to-all": layout.ulysses_degree, "ring": layout.ring_degree}
+    if shape.delta is not None and min(traded.values()) > 1:
+        traded["tokens of a ring"] = layout.context_degree
     if layout.replicate_degree > 1:
         groups += [layout.replicate_degree, layout.shard_degree]
     others = sum(1 < degree < layout.gpus for degree in groups)
     group_bytes = _next_larger(nccl, layout.gpus) + others * NCCL_SECOND_GROUP_BYTES
     shared = (
         Term(f"NCCL, {what}", _next_larger(all_to_all, degree))
-        for what, degree in (("all-to-all", layout.ulysses_degree), ("ring", layout.ring_degree))
+        for what, degree in traded.items()
         if degree > 1
     )
     return (Term("NCCL", group_bytes), *shared)

@@ -27,6 +27,8 @@ from highwater.model.footprint import kept_by_recompute
 from highwater.model.layer_kind import LayerKind, LayerRun, learned_positions
 from highwater.model.model import ModelShape
 from highwater.nouns.layout import (
+    DELTA_CHUNK_TOKENS,
+    DELTA_GROUP_TOKENS,
     ELEMENT_BYTES,
     TILE_BYTES,
     TILED_EXPERTS,
@@ -460,8 +462,20 @@ def _learned_working_set(layer: Layer, learned: LayerMoments, kept: int) -> int:
     if step.layout.ulysses_degree > 1:
         most += step.tokens * step.element * copied
     if step.layout.ring_degree > 1:
-        most += step.tokens * _ring_bytes(layer)
+        of_attention = layer.learned_bytes(*_attention_moments(learned)) - there
+        is_delta = layer.kind.attention.delta is not None
+        passed = _crossing_bytes(layer) if is_delta else step.tokens * _ring_bytes(layer)
+        most = max(most, of_attention + passed)
     return max(most + layer.unpacked_bytes, _fetching_bytes(layer))
+
+
+def _attention_moments(learned: LayerMoments) -> tuple[MomentBytes, ...]:
+    """Moments that are not of the MLP, beside which there are the fewest of attention's queries;
+    all of them where nothing tells which.
+    """
+    fewest = min(moment.get("T*Q", 0) for moment in learned.moments)
+    found = tuple(each for each in learned.moments if each.get("T*Q", 0) > fewest)
+    return found or learned.moments
 
 
 def _attention_working_set(layer: Layer, kept: int) -> int:
@@ -580,6 +594,20 @@ def _grouped_bytes(layer: Layer) -> int:
     most = max(of_group // step.settings.attention_head_groups, element * max(hidden, query))
     kept = element * (2 * hidden + (2 if is_shared else 1) * query + heads)
     return kept + most + 3 * NUMBER_BYTES * attention.query_heads
+
+
+def _crossing_bytes(layer: Layer) -> int:
+    """Bytes that a ring takes besides in linear attention that shares heads, too, and has its peak
+    where it is recomputed: the layer's input once more, as a ring deals tokens out; of a group's
+    states what moves them. Where it has its peak going backward, it takes no more than that.
+    """
+    step, attention = layer.step, layer.kind.attention
+    degree = step.layout.ulysses_degree
+    if degree == 1 or attention.delta is None:
+        return 0
+    chunks = min(step.tokens * degree, DELTA_GROUP_TOKENS) // DELTA_CHUNK_TOKENS
+    moving = chunks * attention.query_heads // degree * attention.delta.key_head_dim**2
+    return step.element * step.tokens * layer.kind.hidden_size + NUMBER_BYTES * moving
 
 
 def _ring_bytes(layer: Layer) -> int:

@@ -1,8 +1,14 @@
 """Gated DeltaNet: a decoder layer's linear attention by engine/attention/gated_delta, which keeps
-packed documents apart; ranks share it by heads.
+packed documents apart; ranks share it by heads, by a ring, or both.
 
 Projections are the family's own. A key head goes with the value heads that share it: what is
 projected for one is traded together, and a rank convolves the channels of its own heads.
+
+A ring deals the pieces of every document out to its ranks, so that causal attention is as much work
+for each (engine/parallel/sequence_layout). A state would pass from piece to piece of each document,
+4 MB a piece and layer of Qwen3.5-9B, however short documents are. Here tokens are brought into the
+row's order instead, in front of the projections, and back behind them: each rank then has one slice
+of the row, and one state crosses from each to the next.
 
 Shapes:  B 1  T tokens of this rank  S tokens of the row  E hidden size  G key heads  r value heads
          of a key head  H = G r value heads  V size of a value head  C channels of the convolution
@@ -21,7 +27,7 @@ from transformers.utils import logging
 
 from highwater.engine.attention.gated_delta import DeltaHeads, gated_delta
 from highwater.engine.attention.registry import Attention
-from highwater.engine.parallel.collectives import gather_heads, scatter_heads
+from highwater.engine.parallel.collectives import gather_heads, routed, scatter_heads
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError, ModelError
 from highwater.nouns.objective import DELTA, DELTA_JOINED
@@ -73,9 +79,19 @@ class GatedDeltaNet(nn.Module):
         assert sequence_layout is not None, "documents are told apart"
         assert len(hidden_states) == 1, "documents are packed into one row"
         self.attention.callers.add(self)
+        x_TE, shared = hidden_states.squeeze(0), self.attention.shared
+        if shared is None or shared.ring is None:
+            return self._of_row(x_TE, sequence_layout)[None]
+        there, back = sequence_layout.routes_of(shared.rank, x_TE.device)
+        ordered_TE = routed(x_TE, there, back, shared.every)
+        out_TE = self._of_row(ordered_TE, sequence_layout)
+        return routed(out_TE, back, there, shared.every)[None]
+
+    def _of_row(self, x_TE: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the output for tokens that ranks have in the order of the row, (T, E)."""
         own: Any = self
-        *heads_TGX, beta_TGr, rate_TGr = self._projected(hidden_states.squeeze(0))
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        *heads_TGX, beta_TGr, rate_TGr = self._projected(x_TE)
+        wide = torch.promote_types(x_TE.dtype, torch.float32)
         decay_Gr, bias_Gr = (
             each.unflatten(0, (self.heads.key_heads, -1)) for each in (own.A_log, own.dt_bias)
         )
@@ -84,15 +100,15 @@ class GatedDeltaNet(nn.Module):
         shared = self.attention.shared
         group = None if shared is None else shared.ulysses
         if group is None:
-            out_THV = self._attended(heads_TGX, rates, sequence_layout, rank=0, degree=1)
+            out_THV = self._attended(heads_TGX, rates, layout, rank=0, degree=1)
         else:
             degree, rank = dist.get_world_size(group), dist.get_rank(group)
             sizes = [each.shape[-1] for each in heads_TGX]
             whole_SgX = _traded(torch.cat(heads_TGX, dim=-1), group).split(sizes, dim=-1)
             rates = _traded(torch.cat(rates, dim=-1), group).chunk(2, dim=-1)
-            out_SHV = self._attended(whole_SgX, rates, sequence_layout, rank=rank, degree=degree)
+            out_SHV = self._attended(whole_SgX, rates, layout, rank=rank, degree=degree)
             out_THV = gather_heads(out_SHV[None], group, degree)[0]
-        return own.out_proj(out_THV.flatten(1))[None]
+        return own.out_proj(out_THV.flatten(1))
 
     def _projected(self, x_TE: Tensor) -> list[Tensor]:
         """Return queries, keys, values and gates by key heads, TGX, then beta and what decay is
@@ -120,8 +136,10 @@ class GatedDeltaNet(nn.Module):
         rank: int,
         degree: int,
     ) -> Tensor:
-        """Return what the rank's share of the heads gives for the whole row, SHV."""
-        own, heads = cast(Any, self), self.heads
+        """Return what the rank's share of the heads gives for the whole row, or in a ring for its
+        slice of it, SHV.
+        """
+        own, heads, shared = cast(Any, self), self.heads, self.attention.shared
         *qkv, gate_SGX = heads_SGX
         channels = own.conv1d.weight.squeeze(1).split(heads.channels)
         parts = (each.chunk(degree)[rank] for each in channels)
@@ -138,6 +156,7 @@ class GatedDeltaNet(nn.Module):
             ),
             document_lengths=layout.padded_lengths,
             norm_epsilon=own.norm.variance_epsilon,
+            ring=None if shared is None else shared.ring,
         )
 
 
@@ -170,11 +189,6 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
 def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
     """Raise ModelError for ranks that cannot share a sequence by the heads of a layer."""
     shared, heads = ours.attention.shared, ours.heads.key_heads
-    if shared is not None and shared.ring is not None:
-        raise ModelError(
-            f"{family} has layers with a state along the sequence, which no ring passes on",
-            hint="use `--ulysses` in the place of `--ring`",
-        )
     if shared is not None and shared.ulysses is not None:
         degree = dist.get_world_size(shared.ulysses)
         if heads % degree:
