@@ -1,6 +1,7 @@
 """Peers: how others train the same model, set up as their users do."""
 
 import importlib
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,8 @@ class LigerPeer(HuggingFacePeer):
         self, directory: str, *, trains: bool = True, packed: bool = False, offload: bool = False
     ) -> None:
         super().__init__(directory, trains=trains, packed=packed, offload=offload)
-        family = self.model.config.model_type
-        self._module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        self._module = sys.modules[type(self.model).__module__]
+        family = self._module.__name__.split(".")[-2]  # a text model's is its whole class's
         with _attributes_restored(self._module):
             liger = importlib.import_module("liger_kernel.transformers")
             getattr(liger, f"apply_liger_kernel_to_{family}")(model=self.model)
