@@ -12,6 +12,7 @@ each; ``--measure`` gives each the GPUs it asks for, so that two on one GPU run 
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ COMMON = "--loss chunked --allocator expandable --micro-batches 1"
 SMALL_CARD = "--memory 79.15GiB"
 OF_GEMMA = "--lora 16 --lora-targets q_proj,k_proj,v_proj,o_proj"
 TRIALS = tuple(
-    f"{trial} {COMMON} {SMALL_CARD}"
+    f"{trial} {COMMON}" + f" {SMALL_CARD}" * ("--memory" not in trial)
     for trial in (
         "Qwen3.5-9B --length 122880 --lora 16 --activations gpu",
         "Qwen3.5-27B --length 8192 --lora 16 --activations gpu",
@@ -38,6 +39,8 @@ TRIALS = tuple(
         "Qwen3.5-9B --length 65536 --lora 16 --activations host",
         "Qwen3.5-9B --length 8192 --lora 64 --activations gpu",
         "Qwen3.5-9B --gpus 2 --ulysses 2 --length 65536 --lora 16 --activations gpu",
+        "Qwen3.5-9B --gpus 2 --ring 2 --length 65536 --lora 16 --activations gpu",
+        "Qwen3.6-35B-A3B --length 16384 --lora 16 --activations gpu --memory 130GiB",
         "Qwen3.5-9B --length 262144 --lora 16 --activations host",
         "Qwen3.5-9B --length 458752 --lora 16 --activations host --attention-depth 1",
         f"gemma-4-E4B --length 16384 {OF_GEMMA},gate_proj,up_proj,down_proj --activations gpu",
@@ -97,12 +100,13 @@ def traced(trial: str) -> dict[str, Any]:
 
 def asked(trial: str, *more: str) -> dict[str, Any]:
     """The one cell that ``highwater predict`` answers."""
-    words = trial.replace(SMALL_CARD, "").replace("--attention-depth 1", "").split()
+    words = re.sub(r"--memory \S+|--attention-depth 1", "", trial).split()
     gpus = words[words.index("--gpus") + 1] if "--gpus" in words else "1"
     at = words.index("--gpus") if "--gpus" in words else len(words)
     rest = words[:at] + words[at + 2 :]
     command = [sys.executable, "-m", "highwater", "predict", *rest]
-    command += ["--gpus", f"{gpus}xH100-80GB", "--json", *more]
+    card = "H100-80GB" if SMALL_CARD in trial else "H200-141GB"
+    command += ["--gpus", f"{gpus}x{card}", "--json", *more]
     if "--ulysses" not in words:
         command += ["--ulysses", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
