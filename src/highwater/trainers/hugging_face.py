@@ -56,11 +56,12 @@ _FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
 LoRA, 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
 """Bytes of a number of what FSDP2 sums, and of what it gathers."""
-_ZERO_GROUP = 1_000_000_000
-"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and the farthest next use, in numbers,
-for which a gathered parameter stays (``stage3_max_reuse_distance``), by DeepSpeed's defaults."""
-_ZERO_AHEAD = 50_000_000
-"""Most numbers that ZeRO-3 fetches ahead of use, by default (``stage3_prefetch_bucket_size``)."""
+_ZERO_LIVE = 1_000_000_000
+"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and that it gathers before it stops to
+fetch ahead (``stage3_max_live_parameters``), by DeepSpeed's defaults. Each of a layer's modules
+fetches some ahead, more than it has itself, so that they are reached in any model that is larger;
+``stage3_prefetch_bucket_size`` says how soon, and ``stage3_max_reuse_distance`` what is dropped and
+fetched again."""
 _ZERO_NORM = 250_000_000
 """Numbers of a gradient whose norm is taken at once, in float64, on its way to host memory."""
 
@@ -90,7 +91,9 @@ def moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments | 
 def _variant(settings: Settings, shards: int) -> str:
     is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
     whole = "bf16" if is_narrow else "autocast"
-    training = whole if settings.lora is None else "lora"
+    # DeepSpeed makes adapters bfloat16, too, and has no autocast
+    adapters = "lora" if settings.deepspeed == "none" else "lora-bf16"
+    training = whole if settings.lora is None else adapters
     return training if settings.holds_logits else f"{training} liger"
 
 
@@ -164,6 +167,14 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
             Term("kept by recompute", (on_gpu if is_offloaded and step.is_frozen else 1) * kept),
             layer,
         ),
+        *(
+            phase(
+                f"backward, {term.name}",
+                *(*always, *in_a_layer, term, layer),
+                Term("kept by recompute", min(on_gpu, layers) * kept),
+            )
+            for layers, term in held.later
+        ),
         phase(
             "backward of the embedding",
             *always,
@@ -230,6 +241,8 @@ class _SharedStates(NamedTuple):
     """Bytes of gradients that come as the backward pass goes."""
     reduced: float = 1.0
     """Size of the head's gradient while it is reduced, as so many of its own."""
+    later: tuple[tuple[int, Term], ...] = ()
+    """What comes to a layer's when so many layers are left of the backward pass."""
     update: tuple[Term, ...] = ()
     """What an update takes, where it is known to take more than nothing."""
     host: int = 0
@@ -275,13 +288,13 @@ def _by_zero(step: Step) -> _SharedStates:
     is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
     widest = max(each.rows * each.row_size for each in kind.matrices)
     bucket = settings.deepspeed_bucket or shape.hidden_size**2
-    # ZeRO-2 adds the next micro-batch's gradients to those that are there
-    of_gradients = 2 if settings.accumulates and not is_cut else 1
+    gradients = 0 if is_on_host else _NARROW * part
     staged = max(table, widest) if is_on_host and not is_cut and not step.is_frozen else 0
     always = (
         Term("parameters", 0 if is_away else own),
         Term("float32 parameters and moments", 0 if is_on_host else 12 * part),
-        Term("gradients", 0 if is_on_host else _NARROW * part * of_gradients),
+        # ZeRO-2 has those of earlier micro-batches alone
+        Term("gradients", gradients * (is_cut or settings.accumulates)),
         Term("bucket of gradients", _NARROW * (bucket + staged)),
     )
     # while a gradient's piece is on its way to the host: itself and its norm, in float64
@@ -289,43 +302,63 @@ def _by_zero(step: Step) -> _SharedStates:
     copied = _NARROW * table if is_cut else 0
     reduced = 1 + (copied + piece) / (_NARROW * step.table)
     held = shape.tied_embeddings * _NARROW * table
-    group = min(part, _ZERO_GROUP) if is_cut else part
-    update = Term("gradients in both forms", 0 if is_on_host else (_NARROW + _WIDE) * group)
+    # flat and in float32; ZeRO-2 has this micro-batch's besides, or has added it
+    update = _WIDE * part + gradients * (1 if settings.accumulates else 2)
+    if is_cut:
+        update = (_NARROW + _WIDE) * min(part, _ZERO_LIVE)
     pinned = (_WIDE, _NARROW, *((_NARROW,) if is_away else ()))
     if not is_cut:
         pinned = (_WIDE, _WIDE, *(_NARROW,) * (1 + settings.accumulates))
     ordinary = (12 if is_cut else 8) * part + is_away * (own - _NARROW * trained // shards)
     blocks = sum(1 << (each * part - 1).bit_length() for each in pinned)
-    layer = (
-        Term("gradient of the head, until the embedding's", held),
-        *_fetched(step, bucket, widest if table else 0, is_cut=is_cut),
-    )
-    whole = Term("embedding or head, gathered", _NARROW * step.table * is_cut)
-    near = max(0, _ZERO_GROUP - 2 * step.table) // (3 * kind.parameters)
-    stay = Term("layers, gathered", _NARROW * kind.parameters * min(shape.layers, near) * is_cut)
+    ready, tables, later = _gathered(step, bucket, widest) if is_cut else (0, 0, ())
+    come = Term("gradients of this micro-batch", 0 if is_cut else gradients)
+    gathered = Term("parameters, gathered", _NARROW * ready)
     alone = 0 if shape.tied_embeddings else _NARROW * table
-    of_embedding = Term("gradient reduction", round(alone + copied + piece))
     return _SharedStates(
         always,
-        ((whole, stay), layer, (whole, of_embedding)),
+        (
+            (gathered,),
+            (Term("gradient of the head, until the embedding's", held), gathered, come),
+            (
+                Term("embedding and head, gathered", _NARROW * tables),
+                Term("gradient reduction", round(alone + copied + piece)),
+                come,
+            ),
+        ),
         reduced=reduced,
-        update=(update,),
+        later=later,
+        update=(Term("gradients in both forms", 0 if is_on_host else update),),
         host=ordinary + blocks if is_on_host else 0,
     )
 
 
-def _fetched(step: Step, bucket: int, widest: int, *, is_cut: bool) -> tuple[Term, ...]:
-    """What ZeRO-3 holds while a layer goes backward: it, what is fetched ahead, and a copy of the
-    bucket that is reduced, or of the one gradient that is larger.
+def _gathered(
+    step: Step, bucket: int, widest: int
+) -> tuple[int, int, tuple[tuple[int, Term], ...]]:
+    """Numbers that ZeRO-3 has gathered in a layer and at the loss, those of the tables at the
+    embedding, and what comes later. A gradient is copied while it is reduced, when its matrix has
+    been released: it takes that one's place; a bucket of more is as much again.
     """
-    if not is_cut:
-        return ()
-    (run,) = step.shape.runs
-    gathered = run.kind.parameters + min(bucket, _ZERO_AHEAD)
-    copied = max(bucket, widest) if widest else 0
+    shape, kind = step.shape, step.shape.runs[0].kind
+    everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)
+    # a fused loss reads the head past its module, and it stays until the next step
+    head = 0 if step.settings.holds_logits else step.table
+    # the last matrix that is fetched ahead goes beyond it
+    ready = min(everything, max(_ZERO_LIVE + widest, head + kind.parameters))
+    stays = (shape.tied_embeddings and head) or head >= _ZERO_LIVE
+    again = 0 if stays else min(step.table, everything - ready)
+    left = 1 + max(0, _ZERO_LIVE - head) // kind.parameters
+    full = shape.layers - bucket // kind.parameters
+    copied = 0 if step.is_frozen or bucket <= widest or full <= 0 else bucket
+    later = (
+        (left, Term("embedding fetched again", _NARROW * again)),
+        (full, Term("a full bucket reduced", _NARROW * copied)),
+    )
     return (
-        Term("layers, gathered", _NARROW * gathered),
-        Term("gradient reduction", _NARROW * copied),
+        ready,
+        step.table + (0 if shape.tied_embeddings else head),
+        tuple(each for each in later if each[1].bytes),
     )
 
 
