@@ -11,8 +11,8 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
   does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
-- DeepSpeed has the model in bfloat16, and of each GPU's part float32 parameters, both moments and
-  gradients in bfloat16, which it reduces in buckets; without autocast, in the place of FSDP.
+- DeepSpeed has the model and adapters in bfloat16, and of each GPU's part float32 parameters, both
+  moments and gradients in bfloat16, which it reduces in buckets; without autocast, instead of FSDP.
 
 Sources: transformers 5.23, peft 0.21, accelerate 1.15, liger-kernel 0.8.5; ``Reducer`` in
 torch/csrc/distributed/c10d/reducer.cpp; stage3.py, stage_1_and_2.py and
@@ -57,11 +57,8 @@ LoRA, 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
 """Bytes of a number of what FSDP2 sums, and of what it gathers."""
 _ZERO_LIVE = 1_000_000_000
-"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and that it gathers before it stops to
-fetch ahead (``stage3_max_live_parameters``), by DeepSpeed's defaults. Each of a layer's modules
-fetches some ahead, more than it has itself, so that they are reached in any model that is larger;
-``stage3_prefetch_bucket_size`` says how soon, and ``stage3_max_reuse_distance`` what is dropped and
-fetched again."""
+"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and that it gathers: each module
+fetches ahead, more than it has, until so many are there (``stage3_max_live_parameters``)."""
 _ZERO_NORM = 250_000_000
 """Numbers of a gradient whose norm is taken at once, in float64, on its way to host memory."""
 
@@ -129,7 +126,6 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
         Term("ids", 2 * 8 * step.tokens),
     )
     at_the_loss, in_a_layer, at_the_embedding = held.gathered
-    come = held.come
     table = 0 if step.is_frozen else step.table
     of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
@@ -141,7 +137,15 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
     of_head = sizes | {"V*E": round(sizes["V*E"] * held.reduced)}
     loss = max(bytes_of(moment, of_head) for moment in learned.loss)
     behind = table + (run.count - 1) * step.trained_of(run.kind)
-    of_others = come * behind // trained_parameters(shape, settings)
+    of_others = held.come * behind // trained_parameters(shape, settings)
+    come_first = Term("gradients that have come", min(held.come, of_table // shards))
+    # peft keeps what the embedding gives, as it has to have a gradient
+    last = on_gpu if is_offloaded and step.is_frozen else 1
+    in_layers = (
+        ("backward of the last layer", on_gpu, come_first),
+        ("backward of the first layer", last, Term("gradients that have come", of_others)),
+        *((f"backward, {term.name}", min(on_gpu, left), term) for left, term in held.later),
+    )
     phases = (
         phase(
             LOSS,
@@ -150,36 +154,15 @@ def footprint_of(step: Step, learned: Moments) -> Footprint:
             Term("kept by recompute", (1 if is_offloaded else on_gpu) * kept),
             Term("loss and logits", loss),
         ),
-        phase(
-            "backward of the last layer",
-            *always,
-            *in_a_layer,
-            Term("gradients that have come", min(come, of_table // shards)),
-            Term("kept by recompute", on_gpu * kept),
-            layer,
-        ),
-        phase(
-            "backward of the first layer",
-            *always,
-            *in_a_layer,
-            Term("gradients that have come", of_others),
-            # peft keeps what the embedding gives, as it has to have a gradient
-            Term("kept by recompute", (on_gpu if is_offloaded and step.is_frozen else 1) * kept),
-            layer,
-        ),
         *(
-            phase(
-                f"backward, {term.name}",
-                *(*always, *in_a_layer, term, layer),
-                Term("kept by recompute", min(on_gpu, layers) * kept),
-            )
-            for layers, term in held.later
+            phase(name, *always, *in_a_layer, term, Term("kept by recompute", left * kept), layer)
+            for name, left, term in in_layers
         ),
         phase(
             "backward of the embedding",
             *always,
             *at_the_embedding,
-            Term("gradients that have come", come),
+            Term("gradients that have come", held.come),
             # of a table that is the head's too; one of its own has come
             Term("gradient of the embedding", of_table if shape.tied_embeddings else 0),
         ),
@@ -314,18 +297,12 @@ def _by_zero(step: Step) -> _SharedStates:
     ready, tables, later = _gathered(step, bucket, widest) if is_cut else (0, 0, ())
     come = Term("gradients of this micro-batch", 0 if is_cut else gradients)
     gathered = Term("parameters, gathered", _NARROW * ready)
-    alone = 0 if shape.tied_embeddings else _NARROW * table
+    layer = (Term("gradient of the head, until the embedding's", held), gathered, come)
+    whole = Term("embedding and head, gathered", _NARROW * tables)
+    of_embedding = Term("gradient reduction", round(_NARROW * table - held + copied + piece))
     return _SharedStates(
         always,
-        (
-            (gathered,),
-            (Term("gradient of the head, until the embedding's", held), gathered, come),
-            (
-                Term("embedding and head, gathered", _NARROW * tables),
-                Term("gradient reduction", round(alone + copied + piece)),
-                come,
-            ),
-        ),
+        ((gathered,), layer, (whole, of_embedding, come)),
         reduced=reduced,
         later=later,
         update=(Term("gradients in both forms", 0 if is_on_host else update),),
@@ -344,22 +321,17 @@ def _gathered(
     everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)
     # a fused loss reads the head past its module, and it stays until the next step
     head = 0 if step.settings.holds_logits else step.table
+    is_one = shape.tied_embeddings and head > 0
     # the last matrix that is fetched ahead goes beyond it
     ready = min(everything, max(_ZERO_LIVE + widest, head + kind.parameters))
-    stays = (shape.tied_embeddings and head) or head >= _ZERO_LIVE
-    again = 0 if stays else min(step.table, everything - ready)
+    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table, everything - ready)
     left = 1 + max(0, _ZERO_LIVE - head) // kind.parameters
     full = shape.layers - bucket // kind.parameters
     copied = 0 if step.is_frozen or bucket <= widest or full <= 0 else bucket
-    later = (
-        (left, Term("embedding fetched again", _NARROW * again)),
-        (full, Term("a full bucket reduced", _NARROW * copied)),
-    )
-    return (
-        ready,
-        step.table + (0 if shape.tied_embeddings else head),
-        tuple(each for each in later if each[1].bytes),
-    )
+    fetched = Term("embedding fetched again", _NARROW * again)
+    later = ((left, fetched), (full, Term("a full bucket reduced", _NARROW * copied)))
+    tables = step.table + (0 if is_one else head)
+    return ready, tables, tuple(each for each in later if each[1].bytes)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
@@ -414,8 +386,8 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source alone, and never "
-    "measured (docs/results/other_trainers)",
+    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source, and nine steps on "
+    "H200s, which set it right, within 2 % (docs/results/other_trainers)",
     of_adapters="of a model in NF4, whose adapters copy less, 9 % too much where it was measured",
     refuse=refuse,
 )

@@ -289,9 +289,7 @@ def _sharing(
     mode, zero = launcher.get("distributed_type"), config.get("deepspeed")
     if zero or mode == "DEEPSPEED":
         found = _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
-        if is_known:
-            notes.append("DeepSpeed is predicted by its source, and was never measured")
-        elif found["deepspeed"] == "zero3":
+        if not is_known and found["deepspeed"] == "zero3":
             notes.append(ZERO_NOTE)
             return {}
         return found
