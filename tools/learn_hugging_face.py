@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path[:0] = (str(Path(__file__).parent),)
 
@@ -43,9 +44,10 @@ from tiny_models import write_model
 from trial_specs import trial_of
 
 FAMILIES = ("llama", "qwen3", "qwen2")
+NARROW = "lora-bf16"
 VARIANTS = tuple(
     f"{training}{kernels}"
-    for training in ("lora", "nf4", "autocast", "bf16")
+    for training in ("lora", NARROW, "nf4", "autocast", "bf16")
     for kernels in ("", " liger")
 )
 """How a step trains, and with whose kernels."""
@@ -115,7 +117,7 @@ def sample(family: str, variant: str, *, number: int) -> Sample:
         )
         shape = load_model(spec.model_directory).shape
         order = TraceOrder(spec=spec, trainer="transformers")
-        log = forked(order, Path(name, "log"))
+        log = forked(order, Path(name, "log"), is_narrow=variant.startswith(NARROW))
     seen = list(allocations(log))
     forward, backward = (
         max(n for n, (text, _, _) in enumerate(seen) if text == f"enter {phase}")
@@ -184,15 +186,16 @@ def between(seen: list[tuple[str, str, int]], beside: int) -> tuple[tuple[str, i
 def settings(variant: str, drawn: random.Random) -> Settings:
     """What a variant is traced with."""
     training, _, kernels = variant.partition(" ")
-    rank = drawn.choice((8, 16, 32)) if training in ("lora", "nf4") else None
+    has_adapters = training in ("lora", NARROW, "nf4")
+    rank = drawn.choice((8, 16, 32)) if has_adapters else None
     base = "nf4" if training == "nf4" else "bf16"
     narrow = {"parameters": "bf16", "optimizer": "adamw-bf16"} if training == "bf16" else {}
     loss = "chunked" if kernels == "liger" else "full"
     return Settings(loss=loss, lora=rank, lora_base=base, accumulates=False, **narrow)
 
 
-def forked(order: TraceOrder, path: Path) -> EventLog:
-    """The trace of an order, made by a child."""
+def forked(order: TraceOrder, path: Path, *, is_narrow: bool) -> EventLog:
+    """The trace of an order, made by a child; ``is_narrow`` as in ``_narrow``."""
     child = os.fork()
     if not child:
         code = 1
@@ -200,6 +203,8 @@ def forked(order: TraceOrder, path: Path) -> EventLog:
             import msgspec
 
             _once()
+            if is_narrow:
+                _narrow()
             path.write_bytes(msgspec.json.encode(tracer.trace(order)))
             code = 0
         except BaseException as error:  # noqa: BLE001 -- a process edge
@@ -224,6 +229,23 @@ def _once() -> None:
             whole_step(training, micro_batches, enter)
 
     transformers_step.HuggingFaceTraining.step = step
+
+
+def _narrow() -> None:
+    """Have adapters in bfloat16 and no autocast, as beside DeepSpeed."""
+    wide, autocast = transformers_step._adapt, torch.autocast
+
+    def adapt(model: Any, lora: Any) -> None:
+        wide(model, lora)
+        model.bfloat16()
+
+    class Off(autocast):
+        """One that is never on."""
+
+        def __init__(self, *words: Any, **named: Any) -> None:
+            super().__init__(*words, **named | {"enabled": False})
+
+    transformers_step._adapt, torch.autocast = adapt, Off
 
 
 def largest(names: list[str], moments: Any, variant: str) -> list[int]:

@@ -12,8 +12,8 @@ scripts, Axolotl, LLaMA-Factory and ms-swift train by the same one.
 - Models with windows are refused: beside SDPA transformers makes a mask of length x length.
 - Gradients are whole, and are dropped after an update. On several GPUs states are sharded as FSDP2
   does; with as many copies as GPUs they are DDP's, whose buckets are as large as all gradients.
-- DeepSpeed has the model in bfloat16, and of each GPU's part float32 parameters, both moments and
-  gradients in bfloat16, which it reduces in buckets; without autocast, in the place of FSDP.
+- DeepSpeed has the model and adapters in bfloat16, and of each GPU's part float32 parameters, both
+  moments and gradients in bfloat16, which it reduces in buckets; without autocast, instead of FSDP.
 
 Sources: transformers 5.23, peft 0.21 (``tuners/lora/bnb.py``), accelerate 1.15, liger-kernel
 0.8.5, bitsandbytes 0.50.2; ``Reducer`` in torch/csrc/distributed/c10d/reducer.cpp; stage3.py,
@@ -64,11 +64,9 @@ _FILLED_SHARE: Mapping[Allocator, float] = {"expandable": 0.972, "native": 0.91}
 LoRA, 32,768 and 131,072 tokens."""
 _WIDE, _NARROW = 4, 2
 """Bytes of a number of what FSDP2 sums, and of what it gathers."""
-_ZERO_GROUP = 1_000_000_000
-"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and the farthest next use, in numbers,
-for which a gathered parameter stays (``stage3_max_reuse_distance``), by DeepSpeed's defaults."""
-_ZERO_AHEAD = 50_000_000
-"""Most numbers that ZeRO-3 fetches ahead of use, by default (``stage3_prefetch_bucket_size``)."""
+_ZERO_LIVE = 1_000_000_000
+"""Numbers that ZeRO-3 updates at once (``sub_group_size``), and that it gathers: each module
+fetches ahead, more than it has, until so many are there (``stage3_max_live_parameters``)."""
 _ZERO_NORM = 250_000_000
 """Numbers of a gradient whose norm is taken at once, in float64, on its way to host memory."""
 
@@ -103,8 +101,10 @@ def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments |
 def _variant(settings: Settings, shards: int) -> str:
     is_narrow = settings.parameters == "bf16" or settings.deepspeed != "none" or shards > 1
     whole = "bf16" if is_narrow else "autocast"
-    base = "nf4" if settings.lora_base == "nf4" else "lora"
-    training = whole if settings.lora is None else base
+    # DeepSpeed makes adapters bfloat16, too, and has no autocast
+    adapters = "lora" if settings.deepspeed == "none" else "lora-bf16"
+    adapters = "nf4" if settings.lora_base == "nf4" else adapters
+    training = whole if settings.lora is None else adapters
     return training if settings.holds_logits else f"{training} liger"
 
 
@@ -135,7 +135,6 @@ def footprint(step: Step) -> Footprint:
         Term("ids", 2 * 8 * step.tokens),
     )
     at_the_loss, in_a_layer, at_the_embedding = held.gathered
-    come = held.come
     table = 0 if step.is_frozen else step.table
     of_table = (_NARROW if settings.parameters == "bf16" else _WIDE) * table
     layer = Term(
@@ -146,7 +145,15 @@ def footprint(step: Step) -> Footprint:
     of_head = sizes | {"V*E": round(sizes["V*E"] * held.reduced)}
     loss = max(bytes_of(moment, of_head) for moment in learned.loss)
     behind = table + (run.count - 1) * step.trained_of(run.kind)
-    of_others = come * behind // trained_parameters(shape, settings)
+    of_others = held.come * behind // trained_parameters(shape, settings)
+    come_first = Term("gradients that have come", min(held.come, of_table // shards))
+    # peft keeps what the embedding gives, as it has to have a gradient
+    last = on_gpu if is_offloaded and step.is_frozen else 1
+    in_layers = (
+        ("backward of the last layer", on_gpu, come_first),
+        ("backward of the first layer", last, Term("gradients that have come", of_others)),
+        *((f"backward, {term.name}", min(on_gpu, left), term) for left, term in held.later),
+    )
     phases = (
         phase(
             LOSS,
@@ -155,28 +162,15 @@ def footprint(step: Step) -> Footprint:
             Term("kept by recompute", (1 if is_offloaded else on_gpu) * kept),
             Term("loss and logits", loss),
         ),
-        phase(
-            "backward of the last layer",
-            *always,
-            *in_a_layer,
-            Term("gradients that have come", min(come, of_table // shards)),
-            Term("kept by recompute", on_gpu * kept),
-            layer,
-        ),
-        phase(
-            "backward of the first layer",
-            *always,
-            *in_a_layer,
-            Term("gradients that have come", of_others),
-            # peft keeps what the embedding gives, as it has to have a gradient
-            Term("kept by recompute", (on_gpu if is_offloaded and step.is_frozen else 1) * kept),
-            layer,
+        *(
+            phase(name, *always, *in_a_layer, term, Term("kept by recompute", left * kept), layer)
+            for name, left, term in in_layers
         ),
         phase(
             "backward of the embedding",
             *always,
             *at_the_embedding,
-            Term("gradients that have come", come),
+            Term("gradients that have come", held.come),
             # of a table that is the head's too; one of its own has come
             Term("gradient of the embedding", of_table if shape.tied_embeddings else 0),
         ),
@@ -235,6 +229,8 @@ class _SharedStates(NamedTuple):
     """Bytes of gradients that come as the backward pass goes."""
     reduced: float = 1.0
     """Size of the head's gradient while it is reduced, as so many of its own."""
+    later: tuple[tuple[int, Term], ...] = ()
+    """What comes to a layer's when so many layers are left of the backward pass."""
     update: tuple[Term, ...] = ()
     """What an update takes, where it is known to take more than nothing."""
     host: int = 0
@@ -284,13 +280,13 @@ def _by_zero(step: Step) -> _SharedStates:
     is_away, table = settings.deepspeed == "zero3-offload", 0 if step.is_frozen else step.table
     widest = max(each.rows * each.row_size for each in kind.matrices)
     bucket = settings.deepspeed_bucket or shape.hidden_size**2
-    # ZeRO-2 adds the next micro-batch's gradients to those that are there
-    of_gradients = 2 if settings.accumulates and not is_cut else 1
+    gradients = 0 if is_on_host else _NARROW * part
     staged = max(table, widest) if is_on_host and not is_cut and not step.is_frozen else 0
     always = (
         Term("parameters", 0 if is_away else own),
         Term("float32 parameters and moments", 0 if is_on_host else 12 * part),
-        Term("gradients", 0 if is_on_host else _NARROW * part * of_gradients),
+        # ZeRO-2 has those of earlier micro-batches alone
+        Term("gradients", gradients * (is_cut or settings.accumulates)),
         Term("bucket of gradients", _NARROW * (bucket + staged)),
     )
     # while a gradient's piece is on its way to the host: itself and its norm, in float64
@@ -298,31 +294,53 @@ def _by_zero(step: Step) -> _SharedStates:
     copied = _NARROW * table if is_cut else 0
     reduced = 1 + (copied + piece) / (_NARROW * step.table)
     held = shape.tied_embeddings * _NARROW * table
-    group = min(part, _ZERO_GROUP) if is_cut else part
-    update = Term("gradients in both forms", 0 if is_on_host else (_NARROW + _WIDE) * group)
+    # flat and in float32; ZeRO-2 has this micro-batch's besides, or has added it
+    update = _WIDE * part + gradients * (1 if settings.accumulates else 2)
+    if is_cut:
+        update = (_NARROW + _WIDE) * min(part, _ZERO_LIVE)
     pinned = (_WIDE, _NARROW, *((_NARROW,) if is_away else ()))
     if not is_cut:
         pinned = (_WIDE, _WIDE, *(_NARROW,) * (1 + settings.accumulates))
     ordinary = (12 if is_cut else 8) * part + is_away * (own - _NARROW * trained // shards)
     blocks = sum(1 << (each * part - 1).bit_length() for each in pinned)
-    layer = (
-        Term("gradient of the head, until the embedding's", held),
-        Term("layers, gathered", _NARROW * is_cut * (kind.parameters + min(bucket, _ZERO_AHEAD))),
-        # a copy of the bucket, or of the one gradient that is larger
-        Term("gradient reduction", _NARROW * max(bucket, widest) if is_cut and table else 0),
-    )
-    whole = Term("embedding or head, gathered", _NARROW * step.table * is_cut)
-    near = max(0, _ZERO_GROUP - 2 * step.table) // (3 * kind.parameters)
-    stay = Term("layers, gathered", _NARROW * kind.parameters * min(shape.layers, near) * is_cut)
-    alone = 0 if shape.tied_embeddings else _NARROW * table
-    of_embedding = Term("gradient reduction", round(alone + copied + piece))
+    ready, tables, later = _gathered(step, bucket, widest) if is_cut else (0, 0, ())
+    come = Term("gradients of this micro-batch", 0 if is_cut else gradients)
+    gathered = Term("parameters, gathered", _NARROW * ready)
+    layer = (Term("gradient of the head, until the embedding's", held), gathered, come)
+    whole = Term("embedding and head, gathered", _NARROW * tables)
+    of_embedding = Term("gradient reduction", round(_NARROW * table - held + copied + piece))
     return _SharedStates(
         always,
-        ((whole, stay), layer, (whole, of_embedding)),
+        ((gathered,), layer, (whole, of_embedding, come)),
         reduced=reduced,
-        update=(update,),
+        later=later,
+        update=(Term("gradients in both forms", 0 if is_on_host else update),),
         host=ordinary + blocks if is_on_host else 0,
     )
+
+
+def _gathered(
+    step: Step, bucket: int, widest: int
+) -> tuple[int, int, tuple[tuple[int, Term], ...]]:
+    """Numbers that ZeRO-3 has gathered in a layer and at the loss, those of the tables at the
+    embedding, and what comes later. A gradient is copied while it is reduced, when its matrix has
+    been released: it takes that one's place; a bucket of more is as much again.
+    """
+    shape, kind = step.shape, step.shape.runs[0].kind
+    everything = shape.parameters + step.is_frozen * trained_parameters(shape, step.settings)
+    # a fused loss reads the head past its module, and it stays until the next step
+    head = 0 if step.settings.holds_logits else step.table
+    is_one = shape.tied_embeddings and head > 0
+    # the last matrix that is fetched ahead goes beyond it
+    ready = min(everything, max(_ZERO_LIVE + widest, head + kind.parameters))
+    again = 0 if is_one or head >= _ZERO_LIVE else min(step.table, everything - ready)
+    left = 1 + max(0, _ZERO_LIVE - head) // kind.parameters
+    full = shape.layers - bucket // kind.parameters
+    copied = 0 if step.is_frozen or bucket <= widest or full <= 0 else bucket
+    fetched = Term("embedding fetched again", _NARROW * again)
+    later = ((left, fetched), (full, Term("a full bucket reduced", _NARROW * copied)))
+    tables = step.table + (0 if is_one else head)
+    return ready, tables, tuple(each for each in later if each[1].bytes)
 
 
 def refuse(spec: TrialSpec, shape: ModelShape) -> None:
@@ -387,8 +405,8 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source alone, and never "
-    "measured (docs/results/other_trainers)",
+    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source, and nine steps on "
+    "H200s, which set it right, within 2 % (docs/results/other_trainers)",
     of_adapters="of a model in NF4 4 % less than the one such step that was measured",
     refuse=refuse,
 )

@@ -133,13 +133,13 @@ class _GatedDelta(torch.autograd.Function):
             states = log_decay_SH.new_zeros(-(-len(out_SHV) // DELTA_GROUP_TOKENS), *size)
             moved: tuple[Tensor, ...] = ()
             if plan.ring is not None:
-                added_HDV, *moved = _crossed(plan, tensors, states[0])
-                states[0] = _carried(added_HDV, *moved, plan.ring)
+                moved = _crossed(plan, tensors, states[0])
+                states[0] = _carried(*moved, plan.ring)
             for number, place in plan.groups():
                 inputs = (*_cut(plan, tensors, place), states[number])
                 out_SHV[place], behind_HDV = _of_group(plan, place, inputs)
                 states[number + 1 : number + 2] = behind_HDV  # nothing behind the last group
-            return out_SHV, states, *moved
+            return out_SHV, states, *moved[1:]
 
         out_SHV, *kept = attended(run)
         ctx.plan = plan
@@ -160,7 +160,7 @@ class _GatedDelta(torch.autograd.Function):
                 cut = (*_cut(plan, tensors, place), states[number])
                 gradients = gradient_SHV[place], of_state_HDV
                 of_state_HDV.copy_(_state_gradient(plan, place, cut, gradients))
-            of_state_HDV = _carried(of_state_HDV, *moved, plan.ring, is_backward=True)
+            of_state_HDV = _carried(of_state_HDV, moved[0], plan.ring, is_backward=True)
         for number, place in plan.groups("backward"):
             cut = [*_cut(plan, tensors, place), states[number]]
             gradients = gradient_SHV[place], of_state_HDV
