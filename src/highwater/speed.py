@@ -39,7 +39,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "off, five with offload 1 to 23 % (docs/results/speed)",
     "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
     "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
-    "scaled by data sheets; there and around a ring no trial was timed (docs/results/families)",
+    "scaled by data sheets; scaled2/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -265,7 +265,7 @@ def _delta_s(
     """Seconds of a micro-batch in the operator of linear attention, over a ring's share of the
     tokens of its sequences and a rank's share of the heads; its projections are elsewhere. It moves
     memory. Around a ring every pass first asks what crosses a slice, which is taken as one more
-    forward pass: so it was on a CPU, and no GPU was timed.
+    forward pass: so it was on a CPU; one ring was timed (docs/results/families).
     """
     forwards, has_ring = 2 if settings.recompute == "layer" else 1, layout.ring_degree > 1
     policy = forwards * _DELTA_S + _DELTA_BACKWARD_S + has_ring * (forwards + 1) * _DELTA_S

@@ -380,9 +380,14 @@ def train(case: Case) -> None:
             world_size=case.gpus,
         )
     budget = int(os.environ.get("BUDGET_BYTES", "0"))
-    if on_gpu and budget:
-        whole = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(budget / whole)
+
+    def bound() -> None:
+        if on_gpu and budget:
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.mem_get_info()[1])
+
+    if not case.zero:  # which shares a model that was whole on a GPU
+        bound()
     directory = load_model(case.model).directory
     config = read_config(directory, length_tokens=case.length_tokens, rope="auto")
     config.use_cache = False
@@ -409,6 +414,7 @@ def train(case: Case) -> None:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if on_gpu and not self.begun:
+                bound()
                 torch.cuda.reset_peak_memory_stats()
             self.begun = True
 

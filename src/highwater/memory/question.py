@@ -54,7 +54,7 @@ ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its bucke
 
 
 BY_SOURCE = {
-    "deepspeed": "DeepSpeed by its source: allocated within 2 %, reserved up to 2.9 times it",
+    "deepspeed": "DeepSpeed by its source: allocated within 2 %, and it reserves up to 2.9 x",
     "paged": "paged moments are predicted by the source of bitsandbytes 0.50.2, and were never "
     "measured: they count as host memory, though CUDA keeps them on the GPU where there is room",
 }

@@ -405,8 +405,8 @@ MEMORY = TrainerMemory(
     formula=footprint,
     accuracy="in closed form, learned from traces of transformers' own step with SDPA and peft; a "
     "chunked loss is Liger's. 21 steps of its Trainer on H200s, 16 of which set it right, were "
-    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source, and nine steps on "
-    "H200s, which set it right, within 2 % (docs/results/other_trainers)",
+    "within 1.7 %; traces (`--exact`, one GPU) equal; DeepSpeed by its source, and thirteen steps "
+    "on H200s, nine of which set it right, within 2 % (docs/results/other_trainers)",
     of_adapters="of a model in NF4 4 % less than the one such step that was measured",
     refuse=refuse,
 )
