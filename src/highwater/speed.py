@@ -39,7 +39,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "off, five with offload 1 to 23 % (docs/results/speed)",
     "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
     "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
-    "scaled by data sheets; scaled2/results/families)",
+    "scaled by data sheets; there no trial was timed, around a ring one (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
