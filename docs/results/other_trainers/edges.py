@@ -9,7 +9,7 @@ from pathlib import Path
 
 from highwater.nouns.codec import to_json
 from highwater.store.journal import read_study
-from highwater.trainers.trl import study_edges
+from highwater.trainers.trl import MEMORY
 
 HERE = Path(__file__).parent
 STUDIES = ("one-gpu-trl", "two-gpus-ring-trl", "grpo-0.6b-24")
@@ -19,7 +19,7 @@ TARGET = HERE.parents[2] / "src" / "highwater" / "trainers" / "trl" / "trl_edges
 def edges() -> str:
     """The file's text, a line for each edge."""
     studies = (read_study(HERE / "studies" / f"{name}.jsonl") for name in STUDIES)
-    lines = [to_json(each) for study in studies for each in study_edges(study)]
+    lines = [to_json(each) for study in studies for each in MEMORY.learn(study, None)]
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
