@@ -47,6 +47,7 @@ from highwater.trainers.foreign import (
     TrialFiles,
     TrialHome,
     TrialStart,
+    fsdp_keys,
     mapping_in,
     own_file,
     told_of,
@@ -402,14 +403,6 @@ def over_fsdp(
     meant |= {"fsdp_offload_params"} if settings.offload != usual.offload else set()
     meant |= {"fsdp_activation_checkpointing"} if settings.recompute != usual.recompute else set()
     return {**ours, **theirs, **{name: ours[name] for name in ours if name in meant}}
-
-
-def fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
-    """FSDP's keys of the user's, with the prefix that accelerate adds where it is not there."""
-    section = mapping_in(base, "fsdp_config")
-    return {
-        name if name.startswith("fsdp") else f"fsdp_{name}": each for name, each in section.items()
-    }
 
 
 def _refuse_base(base: Mapping[str, Any], source: str) -> None:

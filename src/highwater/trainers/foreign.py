@@ -155,6 +155,14 @@ def mapping_in(base: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {str(key): each for key, each in value.items()} if isinstance(value, Mapping) else {}
 
 
+def fsdp_keys(base: Mapping[str, Any]) -> dict[str, Any]:
+    """FSDP's keys of the user's, with the prefix that accelerate adds where it is not there."""
+    section = mapping_in(base, "fsdp_config")
+    return {
+        name if name.startswith("fsdp") else f"fsdp_{name}": each for name, each in section.items()
+    }
+
+
 def refuse_no_program(program: str, title: str, package: str, usual: str) -> None:
     """Raise MachineError where the program that starts a trainer is not found."""
     if shutil.which(program) is None:

@@ -22,8 +22,7 @@ from highwater.nouns.objective import ALL_LINEAR
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
-from highwater.trainers.accelerate import fsdp_keys
-from highwater.trainers.foreign import launcher_of, mapping_in, yaml_fields
+from highwater.trainers.foreign import fsdp_keys, launcher_of, mapping_in, yaml_fields
 
 FileFields = Mapping[str, Any]
 SAVING = ("allocator", "loss", "liger", "activations", "recompute")
