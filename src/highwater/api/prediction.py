@@ -117,9 +117,9 @@ def predict(
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings
-    unmeasured = [name for name in BY_SOURCE if getattr(first, name) not in ("none", False)]
-    if exact and (unmeasured or settings.get("attention") == "block_sparse"):
-        what = "DeepSpeed" if unmeasured else "block-sparse attention"
+    read_off = [name for name in BY_SOURCE if getattr(first, name) not in ("none", False)]
+    if exact and (read_off or settings.get("attention") == "block_sparse"):
+        what = "DeepSpeed" if read_off else "block-sparse attention"
         what = "paged moments" if first.paged else what
         raise UsageError(f"steps with {what} are not traced", hint="leave `--exact` out")
     method: PredictionMethod = "trace" if exact else "formula"
@@ -142,7 +142,7 @@ def predict(
         problem = "what training costs beside a rollout: how long it generates is not predicted"
         raise UsageError(problem, hint="leave `--price` and `--tokens` out")
     told = {"method": method, "length_tokens": length_tokens, "calibration": known}
-    every_note = tuple(dict.fromkeys((*said, *notes, *(BY_SOURCE[name] for name in unmeasured))))
+    every_note = tuple(dict.fromkeys((*said, *notes, *(BY_SOURCE[name] for name in read_off))))
     told |= {"notes": every_note, "amount": amount, "price": hour_price}
     answered = partial(prediction_of, question, where, memory_limit, trainer, **told)
     if not exact:

@@ -181,7 +181,7 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         other_label="{}",
         told={...: ("DeepSpeed {}",) * 2},
     )
-    """By DeepSpeed's source, held against nine steps on GPUs (trainers/hugging_face.py)."""
+    """By DeepSpeed's source, held against thirteen steps on GPUs (trainers/hugging_face.py)."""
     deepspeed_bucket: int | None = kinds.COUNT(
         None,
         "numbers of DeepSpeed's bucket of gradients, `reduce_bucket_size`; default: the square of "
