@@ -105,12 +105,6 @@ def _hosts_with(kind: GpuKind) -> list[Host]:
     return [host for host in host_catalog() if host.kind == kind.name]
 
 
-def _trains(kind: GpuKind) -> str:
-    if lacking(kind):
-        return "no"
-    return "yes" if runs_trials(kind.name) else "predictions only"
-
-
 def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
     return TextTable(
         title=f"{counted(len(kinds), 'kind')} of GPUs in the catalog; of any other `--gpu-memory` "
@@ -124,7 +118,9 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 kind.name,
                 format_bytes(kind.usable_bytes),
                 "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
-                _trains(kind),
+                "no"
+                if lacking(kind)
+                else ("yes" if runs_trials(kind.name) else "predictions only"),
                 ", ".join(
                     f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}"
                     for host in _hosts_with(kind)

@@ -277,11 +277,6 @@ def transforms(family: str, field: str) -> bool:
     return rule is not None and rule.field == field
 
 
-def reads_a_transform(family: str) -> bool:
-    """True if a family's class scales or caps logits, be it by 1."""
-    return family_row(family).logits is not None
-
-
 def logit_transform_of(config: Mapping[str, Any], source: str) -> LogitTransform:
     """The transform that a config asks of its family's class; ``source`` names it in errors.
 

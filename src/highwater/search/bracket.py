@@ -125,7 +125,10 @@ class Bracket:
     def _next_in_bisection(self) -> int:
         if self._is_least_packed_above:
             return self._least_packed
-        for index in (*self._around_the_hint, self._least_packed):
+        # The hint, then further below while they fail: a good one is off by a step or a few per
+        # cent. Far above the capacity it says nothing, and costs no more than these trials.
+        first = self._first
+        for index in (first, first - 1, first - max(2, first // 4), self._least_packed):
             if self.fits < index < self.end:
                 return index
         # Gallop away from the start, unless a shorter length failed: longer ones may pack as much.
@@ -156,12 +159,3 @@ class Bracket:
             and self.end < self._least_packed
             and self._is_least_packed_open
         )
-
-    @property
-    def _around_the_hint(self) -> tuple[int, ...]:
-        """Indices to try first: the hint, then further and further below while they fail. A good
-        hint is off by a step or a few per cent. A hint far above the capacity says nothing: the
-        search then gallops from index 1, so that a wild hint costs these trials and no more.
-        """
-        first = self._first
-        return (first, first - 1, first - max(2, first // 4))

@@ -36,7 +36,7 @@ from highwater.memory.predictor import FormulaPredictor, ReplayPredictor, Replay
 from highwater.memory.table_accuracy import PUBLISHED_SETTINGS
 from highwater.memory.trace.replay import Replayed, ScaledTrace, alive_at, ran_out, replay_trace
 from highwater.memory.trainers import BundledReplay, TrainerMemory
-from highwater.model.families import reads_a_transform
+from highwater.model.families import family_row
 from highwater.model.footprint import (
     device_state_bytes,
     host_state_bytes,
@@ -177,7 +177,7 @@ def footprint(step: Step) -> Footprint:
     makes scaled or capped logits beside those of its head.
     """
     shape, settings, layout = step.shape, step.settings, step.layout
-    if reads_a_transform(shape.model_type):
+    if family_row(shape.model_type).logits is not None:
         raise ModelError(
             f"the family {shape.model_type} scales or caps its logits in further buffers of their "
             f"size where that trainer runs it, which nobody measured",

@@ -104,7 +104,9 @@ def _by_ratio(pattern: SparsePatternConfig, length_tokens: int, device: torch.de
             columns_E = row_E - entry_E * (row_E + 1).div(counts_R[row_E], rounding_mode="floor")
         case _:
             columns_E = _drawn(row_E, entry_E, counts_R, pattern.seed)
-    return _table(pattern, length_tokens, counts_R, _sorted(row_E, columns_E), device)
+    rows = len(rows_R)  # columns are sorted within each row
+    columns_E = (row_E * rows + columns_E).sort().values - row_E * rows
+    return _table(pattern, length_tokens, counts_R, columns_E, device)
 
 
 def _counts(rows_R: Tensor, ratio: float) -> Tensor:
@@ -170,12 +172,6 @@ def _stretches(
     counts_R = stop_R - first_R
     row_E, entry_E = _entries(counts_R)
     return _table(pattern, length_tokens, counts_R, first_R[row_E] + entry_E, device)
-
-
-def _sorted(row_E: Tensor, columns_E: Tensor) -> Tensor:
-    """Sort the columns within each row."""
-    rows = int(row_E[-1]) + 1
-    return (row_E * rows + columns_E).sort().values - row_E * rows
 
 
 def _table(
@@ -305,16 +301,12 @@ class TilePairs:
     """Window and key range as in a BlockTable."""
 
 
-def whole_blocks(length_tokens: int, size: int, device: torch.device) -> Tiles:
-    """Return the tiles of a sequence that is held whole."""
-    offsets_R = torch.arange(0, length_tokens, size, device=device)
-    counts_R = (length_tokens - offsets_R).clamp(max=size)
-    return Tiles(size, length_tokens, offsets_R, counts_R, offsets_R, in_order=True)
-
-
 def pairs_of(table: BlockTable) -> TilePairs:
     """Return the tile pairs of a table for a sequence that is held whole."""
-    tiles = whole_blocks(table.length_tokens, table.block_size, table.columns.device)
+    length_tokens, size = table.length_tokens, table.block_size
+    offsets_R = torch.arange(0, length_tokens, size, device=table.columns.device)
+    counts_R = (length_tokens - offsets_R).clamp(max=size)
+    tiles = Tiles(size, length_tokens, offsets_R, counts_R, offsets_R, in_order=True)
     return TilePairs(
         tiles,
         tiles,

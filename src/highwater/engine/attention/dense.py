@@ -56,7 +56,8 @@ def attend(
     assert sum(document_lengths) == query_BHSD.shape[2], (
         "the documents' lengths add up to the packed tokens"
     )
-    if _is_mixed(query_BHSD, value_BKSD, document_lengths):
+    has_one_size = query_BHSD.shape[-1] == value_BKSD.shape[-1] <= WIDEST_FUSED_HEAD
+    if query_BHSD.device.type == "cuda" and has_one_size and len({*document_lengths}) > 1:
         return attend_mixed(
             query_BHSD,
             key_BKSD,
@@ -81,13 +82,6 @@ def attend(
         outputs.append(out.transpose(1, 2).reshape(1, stop - start, *out.shape[1::2]))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def _is_mixed(query: Tensor, value: Tensor, document_lengths: Sequence[int]) -> bool:
-    """True if documents of several lengths can share kernel calls (``mixed_lengths``) here."""
-    is_whole = len(set(document_lengths)) == 1
-    has_one_size = query.shape[-1] == value.shape[-1] <= WIDEST_FUSED_HEAD
-    return query.device.type == "cuda" and has_one_size and not is_whole
 
 
 def select_kernel(

@@ -282,7 +282,11 @@ def _of_group(plan: DeltaPlan, place: slice, inputs: Sequence[Tensor]) -> tuple[
     value_sHV = value_sC.unflatten(1, (heads.value_heads, -1))
     scaled_sHD = query_sHD * heads.key_size**-0.5
     chunks = map(_by_chunks, (scaled_sHD, key_sHD, value_sHV, log_decay_sH, beta_sH))
-    documents_nc = _chunked_documents(documents_s[len(qkv_sC) - len(gate_sHV) :])
+    documents_s = documents_s[len(qkv_sC) - len(gate_sHV) :]
+    # What fills up the last chunk is of the last document, whose state it leaves as it is.
+    missing = -len(documents_s) % DELTA_CHUNK_TOKENS
+    filled_s = torch.cat((documents_s, documents_s[-1:].expand(missing)))
+    documents_nc = filled_s.unflatten(0, (-1, DELTA_CHUNK_TOKENS))
     # Whose state is in front of the row does not matter: it is zero there.
     before = plan.documents_S[max(0, stop - len(gate_sHV) - 1)]
     out_sHV, state_HDV = _by_recurrence(tuple(chunks), documents_nc, before, state_HDV)
@@ -311,15 +315,6 @@ def _by_chunks(x_sH: Tensor) -> Tensor:
     missing = -len(x_sH) % DELTA_CHUNK_TOKENS
     filled_sH = F.pad(x_sH, (*(0, 0) * (x_sH.ndim - 1), 0, missing)) if missing else x_sH
     return filled_sH.unflatten(0, (-1, DELTA_CHUNK_TOKENS)).transpose(1, 2)
-
-
-def _chunked_documents(documents_s: Tensor) -> Tensor:
-    """Cut tokens' documents into chunks, nc; what fills up the last chunk is of the last document,
-    whose state it leaves as it is.
-    """
-    missing = -len(documents_s) % DELTA_CHUNK_TOKENS
-    filled_s = torch.cat((documents_s, documents_s[-1:].expand(missing)))
-    return filled_s.unflatten(0, (-1, DELTA_CHUNK_TOKENS))
 
 
 def _by_recurrence(

@@ -111,7 +111,8 @@ class SavedWeights:
     def of_text(self) -> "SavedWeights":
         """Return a multimodal model's text model, under the names that it has alone."""
         own = {name: file for name, file in self._where.items() if not _TOWER.fullmatch(name)}
-        found = SavedWeights(self.directory, own).renamed({name: text_name(name) for name in own})
+        names = {name: _TEXT.sub(lambda each: "model." if each[1] else "", name) for name in own}
+        found = SavedWeights(self.directory, own).renamed(names)
         found.tower = {name: file for name, file in self._where.items() if name not in own}
         return found
 
@@ -225,11 +226,9 @@ class _Unpickled:
         self._tensors = tensors
 
     def keys(self) -> Collection[str]:
-        """Names of the file's tensors."""
         return self._tensors.keys()
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a whole tensor."""
         return self._tensors[name]
 
     get_slice = get_tensor
@@ -257,11 +256,6 @@ def opened(directory: str) -> Generator[SavedWeights | None, None, None]:
         config = Path(directory, "config.json")  # weights without one are a model's own
         is_wrapped = saved and config.is_file() and TEXT_OF in read_config(config)
         yield saved.of_text() if saved and is_wrapped else saved
-
-
-def text_name(name: str) -> str:
-    """Return the name that a tensor of a multimodal model's text model has in that model alone."""
-    return _TEXT.sub(lambda found: "model." if found[1] else "", name)
 
 
 def dequantised(blocks_XOGB: Tensor, scales_XOG: Tensor) -> Tensor:

@@ -47,11 +47,20 @@ def shard_flat(
     """
     on_gpu = mesh.device_type == "cuda"
     own_gpu = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+    master = next(model.parameters()).dtype
+    precision = MixedPrecision(
+        param_dtype=compute_dtype if compute_dtype != master else None,
+        reduce_dtype=master,
+        # Positions stay integers and statistics stay wide: the parameters alone decide the dtype
+        # of the computation.
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+    )
     options: dict[str, Any] = {
         "device_mesh": mesh,
         "device_id": own_gpu or torch.device("cpu"),
         "cpu_offload": CPUOffload(offload_params=offload and on_gpu),
-        "mixed_precision": _precision(compute_dtype, master=next(model.parameters()).dtype),
+        "mixed_precision": precision,
         "use_orig_params": use_orig_params,
         "sync_module_states": False,
     }
@@ -107,18 +116,6 @@ def release_gradients(model: nn.Module) -> None:
         loose: Any = unit
         if loose._handle is not None:
             loose._handle.flat_param.grad = None
-
-
-def _precision(compute_dtype: torch.dtype, *, master: torch.dtype) -> MixedPrecision:
-    """Compute in ``compute_dtype``, reduce in the parameters' dtype."""
-    return MixedPrecision(
-        param_dtype=compute_dtype if compute_dtype != master else None,
-        reduce_dtype=master,
-        # Positions stay integers and statistics stay wide: the parameters alone decide the dtype
-        # of the computation.
-        cast_forward_inputs=False,
-        cast_root_forward_inputs=False,
-    )
 
 
 def _sum_to_shard(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> None:

@@ -70,13 +70,8 @@ def shard(
     fully_shard(model, **how)
     if offload:
         add_up_on_host(model, layers)
-    if mesh.size() > 1:  # the average over one rank is its sum, without a pass to divide by 1
-        _sum_over_ranks(model)
-
-
-def _sum_over_ranks(model: nn.Module) -> None:
-    """Make FSDP2 sum gradients instead of averaging them."""
-    for module in model.modules():
+    # Gradients are summed; the average over one rank is its sum, without a pass to divide by 1.
+    for module in model.modules() if mesh.size() > 1 else ():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # PREMUL_SUM, FSDP2's way to divide, exists in NCCL alone; plain sums exist everywhere.

@@ -76,7 +76,9 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         return actor_on_meta(config, attention=attention, dtype=dtype)
 
     policy = on_fsdp1(actor(torch.float32), **how)
-    _wait_in_every_layer(policy)
+    for name, module in policy.named_modules():
+        if name.endswith("self_attn"):  # Trinity's attention reads lengths, for which it waits
+            module.register_forward_pre_hook(_wait_for_gpu)
     return Training(
         policy=policy,
         reference=offloaded(actor(dtype), **how),
@@ -156,13 +158,6 @@ def _wait_for_gpu(*_: object) -> None:
     """Make the host wait for the GPU; allocations given back by other streams are then free."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
-
-
-def _wait_in_every_layer(policy: Decoder) -> None:
-    """Make the host wait in every layer, as Trinity's attention does to read lengths."""
-    for name, module in policy.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(_wait_for_gpu)
 
 
 def actor_on_meta(config: PreTrainedConfig, *, attention: Attention, dtype: torch.dtype) -> Actor:

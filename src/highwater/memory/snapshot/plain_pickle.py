@@ -74,14 +74,11 @@ class _Machine:
             operation = data[self._at]
             self._at += 1
             if operation == _STOP:
-                return self._result()
+                if self._marks or len(self._stack) != 1:
+                    raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
+                return self._stack[0]
             handlers[operation]()
         raise PlainPickleError(f"it has more than {MOST_VALUES:,} values")
-
-    def _result(self) -> Any:
-        if self._marks or len(self._stack) != 1:
-            raise PlainPickleError("it ends, or goes wrong, in the middle of a value")
-        return self._stack[0]
 
     def _handlers(self) -> list[Callable[[], None]]:
         known: dict[bytes, Callable[[], None]] = {
