@@ -23,7 +23,7 @@ from highwater.memory.interval.calibration import (
     most_predicted_bytes,
 )
 from highwater.memory.trace.replay import Alive, Replayed
-from highwater.nouns.study import HOST_KEPT, Cell, Question, risk_of
+from highwater.nouns.study import HOST_KEPT, Cell, Question, Risk, default_headroom_bytes
 
 Asked = Literal["everything", "longest", "fit"]
 """What is asked of a cell: all that is known; the longest length with its headroom; or that only
@@ -292,10 +292,9 @@ def _told(
         around = interval(used_bytes, factors)
         high = max(high_bytes, min(around.high_bytes, limit_bytes))
         around = msgspec.structs.replace(around, high_bytes=high)
-    headroom_bytes, host_bytes = limit_bytes - needed_bytes, formula.memory_limit.host_bytes
-    rollout_lacks_bytes = footprint.lacks_for_rollout_bytes
+    headroom_bytes = limit_bytes - needed_bytes
     lacks_bytes = max(question.margin_bytes - headroom_bytes, high_bytes - limit_bytes)
-    lacks_bytes = max(lacks_bytes, rollout_lacks_bytes)
+    lacks_bytes = max(lacks_bytes, footprint.lacks_for_rollout_bytes)
     return CellPrediction(
         cell=formula.cell,
         capacity_tokens=0,
@@ -304,19 +303,28 @@ def _told(
         footprint=footprint,
         headroom_bytes=headroom_bytes,
         lacks_bytes=max(0, lacks_bytes) or None,
-        risk=None
-        if rollout_lacks_bytes
-        else risk_of(
-            headroom_bytes=headroom_bytes,
-            pessimistic_bytes=high_bytes,
-            device_bytes=limit_bytes,
-            whole_bytes=question.device_total_bytes,
-            is_host_nearly_full=formula.cell.settings.uses_host
-            and not footprint.fits_host(host_bytes and int(HOST_KEPT * host_bytes)),
-        ),
+        risk=_risk(formula, footprint, headroom_bytes, high_bytes),
         replayed=replayed,
         interval=around,
     )
+
+
+def _risk(
+    formula: FormulaPredictor, footprint: Footprint, headroom_bytes: int, high_bytes: int
+) -> Risk | None:
+    """How sure a length is that leaves ``headroom_bytes`` by the prediction itself, and needs
+    ``high_bytes`` by its upper end; None where not even the prediction fits.
+    """
+    limit = formula.memory_limit
+    if headroom_bytes < 0 or footprint.lacks_for_rollout_bytes:
+        return None
+    if high_bytes > limit.device_bytes:
+        return "tight"
+    host_bytes = limit.host_bytes and int(HOST_KEPT * limit.host_bytes)
+    if formula.cell.settings.uses_host and not footprint.fits_host(host_bytes):
+        return "likely"
+    whole_bytes = formula.question.device_total_bytes or limit.device_bytes
+    return "safe" if headroom_bytes >= default_headroom_bytes(whole_bytes) else "likely"
 
 
 def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None) -> int:

@@ -495,23 +495,3 @@ def default_headroom_bytes(device_bytes: int) -> int:
     """Bytes that a prediction leaves free of a GPU of ``device_bytes`` unless asked otherwise."""
     part, of = _SHARE
     return min(max(_LEAST_BYTES, device_bytes * part // of), device_bytes // _MOST_SHARE)
-
-
-def risk_of(
-    *,
-    headroom_bytes: int,
-    pessimistic_bytes: int,
-    device_bytes: int,
-    whole_bytes: int | None,
-    is_host_nearly_full: bool = False,
-) -> Risk | None:
-    """The risk of a length that leaves ``headroom_bytes`` by the prediction itself, and needs
-    ``pessimistic_bytes`` by its upper end; None where not even the prediction fits.
-    ``device_bytes`` are what training has of a GPU, ``whole_bytes`` the GPU's, where that is more.
-    """
-    if headroom_bytes < 0:
-        return None
-    if pessimistic_bytes > device_bytes:
-        return "tight"
-    kept_bytes = default_headroom_bytes(whole_bytes or device_bytes)
-    return "safe" if headroom_bytes >= kept_bytes and not is_host_nearly_full else "likely"
