@@ -21,13 +21,13 @@ from highwater.model.model import ModelShape, load_model
 from highwater.model.rope import Yarn, yarn
 from highwater.nouns.corpus import DocumentOrder, missing_files
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective
+from highwater.nouns.objective import Objective, Rollout
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import ForeignName, ForeignTrainer
 from highwater.nouns.trial import TrialSpec
-from highwater.trainers.accelerate import refuse_unlaunched
+from highwater.trainers.accelerate import SequenceSharing, refuse_unlaunched, sharing_of
 from highwater.trainers.emitted import (
     WHOLE_SHARDS,
     Dialect,
@@ -71,6 +71,15 @@ class FineTuning(NamedTuple):
     """The scaling of the positions that the length needs."""
     shape: ModelShape | None = None
     """The model's layers, which tell whose loss can be fused; None: it is not here."""
+    rollout_gpus: int = 0
+    """GPUs set aside for a server that generates."""
+    rollout: Rollout | None = None
+    """vLLM beside the training, on its GPUs."""
+
+    @property
+    def sharing(self) -> SequenceSharing:
+        """How accelerate shares its sequences among GPUs."""
+        return sharing_of(self.cell.layout, self.shape)
 
 
 DOCUMENTS = "documents.jsonl"

@@ -31,7 +31,7 @@ from highwater.trainers.accelerate import (
     sharing_of,
 )
 from highwater.trainers.emitted import nested
-from highwater.trainers.files import DOCUMENTS, FinetunerTrial, TrialPlace, launched
+from highwater.trainers.files import DOCUMENTS, FinetunerTrial, FineTuning, TrialPlace, launched
 from highwater.trainers.foreign import (
     OUTPUT,
     QUIET,
@@ -50,7 +50,7 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.words import COMMANDS, TrlTraining, refuse_other_sharing, trl_values
+from highwater.trainers.trl.words import COMMANDS, refuse_other_sharing, trl_values
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
@@ -188,19 +188,11 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
 
 def _emitted(launched: FinetunerTrial, *, has_base: bool) -> dict[str, Any]:
     """Emit these settings, as far as they are not left to TRL."""
-    spec, sharing = launched.spec, sharing_of(launched.spec.layout, launched.shape)
-    values: dict[str, Any] = trl_values(
-        TrlTraining(
-            cell=launched.cell,
-            length_tokens=spec.length_tokens,
-            sharing=sharing,
-            model_path=str(launched.place.model_directory),
-            yarn=launched.yarn,
-            shape=launched.shape,
-        )
-    )
+    spec, model = launched.spec, str(launched.place.model_directory)
+    training = FineTuning(launched.cell, spec.length_tokens, model, launched.yarn, launched.shape)
+    values: dict[str, Any] = trl_values(training)
     is_flash = values["attn_implementation"] == "flash_attention_2"
-    if sharing == "none" and has_base:
+    if training.sharing == "none" and has_base:
         for name in _FROM_A_RECOMMENDATION:
             values.pop(name, None)
     elif is_flash and not launched.has_flash:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 from highwater.errors import UsageError
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.model.model import ModelShape
-from highwater.model.rope import Yarn
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Objective, Rollout, generation_micro_batches
+from highwater.nouns.objective import Objective, generation_micro_batches
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
@@ -44,6 +43,7 @@ from highwater.trainers.emitted import (
     shape_here,
     yarn_values,
 )
+from highwater.trainers.files import FineTuning
 
 VERSION = "1.16.0"
 _WORDS = Dialect("trl", "TRL", VERSION)
@@ -83,23 +83,6 @@ _ELSEWHERE = '--model_name_or_path "$MODEL_PATH"'
 """The flag that names the model where nobody said where it lies: TRL's YAML knows no variables."""
 
 
-class TrlTraining(NamedTuple):
-    """A training that TRL is told of, by a recommendation or by a trial."""
-
-    cell: Cell
-    length_tokens: int
-    sharing: SequenceSharing
-    model_path: str | None = None
-    """The model's directory; None: the command names it."""
-    yarn: Yarn | None = None
-    rollout_gpus: int = 0
-    """GPUs set aside for a server that generates."""
-    rollout: Rollout | None = None
-    """vLLM beside the training, on its GPUs."""
-    shape: ModelShape | None = None
-    """The model's layers; None: it is not here."""
-
-
 def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = None) -> Emitted:
     """The file of one of TRL's commands, and accelerate's beside it. Raises UsageError for an
     objective that it has no command for, for sequences shared among GPUs in others than ``sft``,
@@ -107,15 +90,10 @@ def trl(found: Recommendation, chosen: Candidate, *, model_path: str | None = No
     """
     cell, shape = chosen.cell, shape_here(found, model_path)
     refuse_untrainable(cell, shape)
-    training = TrlTraining(
-        cell=cell,
-        length_tokens=found.length_tokens,
-        sharing=sharing_of(cell.layout, shape),
-        model_path=model_path,
-        yarn=found.yarn,
+    training = FineTuning(
+        *(cell, found.length_tokens, model_path, found.yarn, shape),
         rollout_gpus=found.rollout_gpus,
         rollout=found.rollout,
-        shape=shape,
     )
     command = COMMANDS[cell.settings.objective]
     said = [
@@ -214,7 +192,7 @@ def _about_rollout(found: Recommendation) -> list[str]:
     return [*said, "transformers generates; `--rollout vllm` has vLLM on the same GPUs do it"]
 
 
-def _inexpressible(training: TrlTraining) -> tuple[str, ...]:
+def _inexpressible(training: FineTuning) -> tuple[str, ...]:
     """Say what the settings have and TRL has no words for, or other words."""
     settings, sharing = training.cell.settings, training.sharing
     command = COMMANDS[settings.objective]
@@ -238,7 +216,7 @@ def _inexpressible(training: TrlTraining) -> tuple[str, ...]:
     return (*said, *_WORDS.engine_alone(settings))
 
 
-def trl_values(training: TrlTraining) -> dict[str, Value]:
+def trl_values(training: FineTuning) -> dict[str, Value]:
     """TRL's settings by name: what holds memory, and nothing of what is learned."""
     settings, layout = training.cell.settings, training.cell.layout
     sharing, model_path = training.sharing, training.model_path
@@ -275,7 +253,7 @@ def _lora_values(settings: Settings) -> dict[str, Value]:
     return values | {"lora_dropout": 0.0}
 
 
-def _colocated(training: TrlTraining) -> dict[str, Value]:
+def _colocated(training: FineTuning) -> dict[str, Value]:
     """What tells TRL of vLLM on the same GPUs; empty where transformers generates."""
     if (rollout := training.rollout) is None:
         return {}
@@ -289,7 +267,7 @@ def _colocated(training: TrlTraining) -> dict[str, Value]:
     }
 
 
-def _batch_values(training: TrlTraining) -> dict[str, Value]:
+def _batch_values(training: FineTuning) -> dict[str, Value]:
     """Rows of a batch, which of pairs are two sequences each, and their length."""
     settings, layout = training.cell.settings, training.cell.layout
     command = COMMANDS[settings.objective]
