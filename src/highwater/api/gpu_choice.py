@@ -119,9 +119,7 @@ def _place(offer: Offer) -> tuple[float, ...]:
 
 
 def _offer(tried: Sequence[Prediction], hour: float | None) -> Offer:
-    """The cheapest of a kind's predictions, in cents, then of the fewest GPUs; each by its fastest
-    settings.
-    """
+    """The cheapest of a kind's predictions, then of the fewest GPUs, each by its fastest cell."""
     offers: list[Offer] = []
     for each in tried:
         fitting = [cell for cell in each.cells if cell.capacity_tokens]

@@ -162,7 +162,7 @@ def bug(problem: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    """Write to stderr. Where nobody listens any more it goes nowhere: a search goes on without."""
+    """Write to stderr, or nowhere once nobody listens any more: a search goes on without."""
     try:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -260,9 +260,7 @@ def foreign_words() -> dict[str, str]:
 
 
 def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | None:
-    """What is typed here for a word of others, or who has a flag of ours; None: nothing is known of
-    the word.
-    """
+    """What is typed here for a word of others, or who has our flag; None: an unknown word."""
     name, _, value = word.lstrip("-").partition("=")
     following = [*words[words.index(word) + 1 :], "-"][0] if word in words else "-"
     value = value or ("" if following.startswith("-") else following)
@@ -337,9 +335,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _spelled(words: Sequence[str]) -> list[str]:
-    """The words with ``--qlora 32`` as ``--lora-base nf4`` before all others, and ``--lora 32``. A
-    rank that nobody typed is 16, of ``--lora`` too.
-    """
+    """The words with ``--qlora 32`` as ``--lora-base nf4 --lora 32``; 16 is the usual rank."""
     spelled, is_ranked = [], any(word.partition("=")[0] == "--lora" for word in words)
     for word, following in zip(words, (*words[1:], "--"), strict=True):
         name, _, rank = word.partition("=")

@@ -143,9 +143,7 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
-    """The prediction without the length, what else would train it, and what to write into the
-    user's own file, if nothing fits.
-    """
+    """If nothing fits: the prediction of any length, other ways, and what a user's file may say."""
     if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
         return None, (), ""
     model, settings = named_model(arguments, [], example=_EXAMPLE)
@@ -206,7 +204,6 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 
 
 def _predicted(arguments: argparse.Namespace) -> Prediction:
-    """The prediction that was asked for."""
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     return predicted(
@@ -266,9 +263,7 @@ def _say_traced(numbers: Iterator[int], spec: TrialSpec) -> None:
 
 
 def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The next command: what explains the prediction, and then what measures it, with the settings
-    that were typed; another trainer is not ours to try.
-    """
+    """The next command: what explains the prediction, and then what measures it, as typed."""
     if not arguments.explain and prediction.answer is not None:
         # a timeline is written by now
         return shlex.join((*words_without(arguments.command_line, "--timeline"), "--explain"))
@@ -301,9 +296,7 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
 
 
 def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The command that asks what would do, where nothing fits or no trial can be made: at the
-    length in question, or the longest that fits, or the shortest that was asked about.
-    """
+    """The command that asks for other ways, at the length asked, the longest, or the shortest."""
     explained = prediction.explained
     length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
     words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})

@@ -76,8 +76,6 @@ def shown(planned: Plan) -> Generator[Callable[[SearchEvent], None]]:
 
 @dataclass(slots=True)
 class _Running:
-    """A trial that runs."""
-
     length_tokens: int
     started_at: float
     said_at: float

@@ -111,10 +111,7 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
-    """The next command: one trial of what is recommended, or its configuration, or of several
-    machines the list, or after ``--list`` the recommendation itself; where nothing fits that of
-    ``_next_without_any``.
-    """
+    """The next command: a trial of what is recommended, its configuration, or another question."""
     model = str(typed_values(arguments)["model"])
     trainer = predicted_traits(found.trainer)
     if trainer is None:  # the study has the command that trained so

@@ -95,13 +95,11 @@ def rung_name(settings: Settings) -> str:
 
 
 class _Row(NamedTuple):
-    """One row of a table."""
-
     device_name: str
     model_name: str
     cell: Cell
     tokens: int | None
-    """The capacity; None where it is unknown."""
+    """None where it is unknown."""
     line: int
     """The line of the file that the row is on."""
 

@@ -315,9 +315,7 @@ class _Bounds(NamedTuple):
 def _offers(
     refused: Sequence[_Degrees], request: Request, counts: tuple[int, ...], bounds: _Bounds
 ) -> str:
-    """Flags that work in the place of what was asked for: the nearest layout of as many GPUs and,
-    unless copies alone are in the way, every degree that some of the counts can trade heads by.
-    """
+    """Flags that work instead: the nearest layout, and degrees that trade heads on some count."""
     beside = ""
     if all(next(bounds.layouts(gpus), None) is None for gpus in counts):
         # several machines need copies, which FSDP1 has not

@@ -52,7 +52,7 @@ _SOLD = re.compile(r"\s*(\d{1,3})\s*gb?\s*", re.IGNORECASE)
 _UNKNOWN_GIB = 16
 """Memory of the example for a GPU of which nobody knows it."""
 _LEAST_BYTES = GIB
-"""Bytes that a GPU has at least: less is a number without its unit."""
+"""Less is a number without its unit."""
 _SAME_FROM = 0.9
 """Least share of the size in a card's name that its driver reports."""
 _NUMBER = re.compile(r"([a-z ]*)(\d+)([a-z]*)")
@@ -323,9 +323,7 @@ def _has(kind: GpuKind, size: int) -> bool:
 
 
 def _near(name: str) -> GpuKind | None:
-    """The kind that may have been meant by a name that no catalog has: it has the very number
-    typed, between the same letters, or nearly; another number is another card.
-    """
+    """The kind that an unlisted name may mean: of its number, between nearly the same letters."""
     typed = _numbered(name)
     if typed is None:
         return None

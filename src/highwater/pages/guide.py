@@ -246,7 +246,6 @@ class _Found(NamedTuple):
 
     capacities: tuple[Capacity, ...]
     notes: tuple[str, ...]
-    """Notes on it, one line each."""
     words: str
     """The source as one types it after ``highwater guide``."""
     queries: Mapping[tuple[str, str, str], Query]

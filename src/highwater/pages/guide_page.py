@@ -46,7 +46,6 @@ from highwater.units import format_seconds, format_tokens
 PAGE = ".html"
 """The end of a guide's name that makes it a page."""
 _ENDS = (PAGE, ".md")
-"""The ends that a guide's name may have."""
 _STRATEGIES = {"fsdp": "FSDP1", "fsdp2": "FSDP2"}
 _HF_WEIGHTS = {
     "always": "saved with every checkpoint",

@@ -174,9 +174,7 @@ def _dollars(amount: float | None) -> str:
 
 
 def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
-    """Say whose lengths are meant where an objective keeps two sequences together, and of how many
-    a micro-batch is where the trainer's own default is more.
-    """
+    """Say that lengths are of one sequence of a pair, and how many sequences a micro-batch has."""
     traits, rows = cell.settings.traits, cell.settings.sequences_per_micro_batch
     known = predicted_traits(trainer)
     if traits.documents_together == 2:
@@ -332,9 +330,7 @@ def _told(
     by: str,
     is_scaled: bool,
 ) -> str:
-    """Say in one sentence that something trains, how sure that is, what is left of a GPU and how
-    fast it is; then with which settings, and what they take of host memory.
-    """
+    """Say that something trains, how surely and how fast, with which settings and host memory."""
     how, facts, host = _trained(found, host_memory_bytes, usual_host, is_scaled=is_scaled)
     said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
     return f"{said} With {how}{'; ' * bool(host)}{host}."
@@ -347,9 +343,7 @@ def _trained(
     *,
     is_scaled: bool,
 ) -> tuple[str, str, str]:
-    """The settings; how sure it is, what is left of a GPU, and how fast it is; and what it takes of
-    host memory, if much.
-    """
+    """The settings; how sure, roomy and fast it is; and what it takes of host memory, if much."""
     is_lowered = False
     if isinstance(found, Candidate):
         host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences

@@ -180,7 +180,6 @@ class _Drawn:
 
     @property
     def lines(self) -> int:
-        """Lines of it all."""
         return len(self.headings) + sum(map(len, self.rows))
 
 
@@ -283,7 +282,6 @@ def _without_what_rows_share(table: TextTable) -> tuple[TextTable, list[str]]:
 
 
 def _only(table: TextTable, kept: Sequence[int]) -> TextTable:
-    """The table with some of its columns, by their index."""
     return replace(
         table,
         columns=tuple(table.columns[index] for index in kept),

@@ -99,9 +99,7 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
-    """As many of each larger kind in the catalog, the smallest first; of two with the same memory
-    the first there. AMD's are named where the GPUs in question are AMD's.
-    """
+    """As many of each larger kind, the smallest first; AMD's only where those asked about are."""
     has_trials = runs_trials(goal.where.device_name)
     kinds = [
         kind

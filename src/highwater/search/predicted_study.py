@@ -177,9 +177,7 @@ def completed_study(request: Request) -> Study | None:
 
 
 def _study_in(path: Path) -> Study | None:
-    """Read the study in a file; None without a readable one. Errors in the file are reported later,
-    where it would be written; a path that is not a regular file, like a pipe, is not opened.
-    """
+    """Read the study in a regular file; None without a readable one: errors are told later."""
     with suppress(StudyError, OSError):
         return read_study(path) if path.is_file() else None
     return None

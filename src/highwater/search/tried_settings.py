@@ -55,9 +55,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
 
 
 def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Prediction]:
-    """The prediction of all settings on so many of the GPUs that trials are to run on: of each
-    degree apart where several are named.
-    """
+    """Predictions of all settings on so many of these GPUs, one for each degree that is named."""
     where, limit = _memory(machine, gpus, request.memory_bytes, request.host_memory_bytes)
     usual = Request(model=request.model)
     every = {row.name: getattr(request, row.name) for row in taken_by("predict")}

@@ -85,8 +85,6 @@ _BY_COMMAND = (
 
 
 class _Axolotl(Finetuner):
-    """Axolotl."""
-
     name = "axolotl"
     words = Dialect("axolotl", "Axolotl", VERSION)
     program = package = "axolotl"

@@ -64,8 +64,6 @@ _BY_FSDP = "leave it out: a trial shares states by FSDP, which accelerate's file
 
 
 class _LlamaFactory(Finetuner):
-    """LLaMA-Factory."""
-
     name = "llamafactory"
     words = Dialect("llamafactory", "LLaMA-Factory", VERSION)
     program = "llamafactory-cli"

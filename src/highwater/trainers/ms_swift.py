@@ -67,8 +67,6 @@ _BY_COMMAND = (
 
 
 class _MsSwift(Finetuner):
-    """ms-swift."""
-
     name = "ms-swift"
     words = Dialect("ms-swift", "ms-swift", VERSION)
     program = "swift"

@@ -288,9 +288,7 @@ def _refuse_features(
 
 
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
-    """Raise ModelError for what a ring does not compute: windows that cut, capped scores, heads
-    that no fused kernel takes.
-    """
+    """Raise ModelError for cut windows, capped scores and wide heads, which no ring computes."""
     if pattern.is_wide:
         raise ModelError(
             f"{_family(module)} attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which "

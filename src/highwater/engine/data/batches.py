@@ -409,9 +409,7 @@ def batches(
 
 
 def _sequence(spec: TrialSpec, number: int, *, vocab_size: int) -> Document:
-    """Random tokens and a reward: exactly the trial's length and trained on, but for the trial's
-    prompt. As far as GRPO is concerned all sequences answer one prompt.
-    """
+    """Random tokens, trained on but for the trial's prompt, and a reward; of one group for GRPO."""
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + number)
     ids = torch.randint(vocab_size, (spec.length_tokens,), generator=generator)
     labels = ids.clone()

@@ -62,7 +62,6 @@ class _File(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file's tensors."""
         return sum(tensor.nbytes for _, tensor in self._tensors())
 
     def header(self) -> bytes:
@@ -265,10 +264,7 @@ def config_of(
 
 
 def _rope(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the config's fields about RoPE, for both versions.
-
-    Version 5 reads ``rope_parameters``; 4.57 ``rope_scaling``, with ``rope_theta`` beside it.
-    """
+    """Return RoPE's fields for transformers 5, ``rope_parameters``, and 4.57, ``rope_scaling``."""
     if parameters is None or "rope_type" not in parameters:
         return {}  # no RoPE, or one for each kind of layer, for which 4.57 has other fields
     own = ("rope_theta", "partial_rotary_factor")

@@ -218,8 +218,6 @@ class _Nothing(ModuleType):
 
 
 class _Constant:
-    """Triton's ``constexpr``."""
-
     def __init__(self, value: object = None) -> None:
         self.value = value
 

@@ -324,7 +324,6 @@ class _CountingWriter(dcp.FileSystemWriter):
         write_index(Path(self.path), metadata, places)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[Any]]:
-        """Write this rank's items."""
         try:
             results = super().write_data(plan, planner)
         except RuntimeError as error:

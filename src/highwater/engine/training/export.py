@@ -78,7 +78,6 @@ def export(training: Training, directory: Path, *, source: Path, merged: bool = 
 
 
 def _refuse_used(directory: Path) -> None:
-    """Raise UsageError for a directory that is not empty."""
     if directory.is_symlink() or (
         directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
     ):

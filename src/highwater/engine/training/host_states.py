@@ -149,7 +149,6 @@ class _Piece(NamedTuple):
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    """Return a moment of zeros in host memory, sharded like the parameter."""
     own = local_shard(parameter.detach())
     moment = torch.zeros(own.shape, dtype=own.dtype, device="cpu")
     if own.device.type == "cuda":

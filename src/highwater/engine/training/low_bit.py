@@ -153,7 +153,6 @@ def _update(
 
 
 def _write(target: Tensor, number: Tensor) -> None:
-    """Write float32 numbers, rounded to the target's dtype."""
     is_narrow = target.dtype is torch.bfloat16 and not isinstance(target, OptimState8bit)
     target.copy_(_fp32_to_bf16_sr(number) if is_narrow else number)
 

@@ -187,9 +187,7 @@ class Statistics:
 
     @property
     def _sent(self) -> Iterator[tuple[str, Quantity, Group]]:
-        """Yield the scalars that are summed, each with the kind of group that has its own slot;
-        what cannot be added up has a slot for each rank.
-        """
+        """Yield each scalar that is summed with its kind of slots; others have one a rank."""
         for name, quantity in self._quantities.items():
             if quantity.per != DOCUMENT and quantity.how not in _NOT_SENT:
                 is_sum = quantity.how in ("sum", "mean")
@@ -204,9 +202,7 @@ class Statistics:
                 yield from slots
 
     def _sent_of(self, name: str, quantity: Quantity) -> tuple[float, ...]:
-        """Return this rank's ``_numbers_of`` values of a quantity. Whether it has a part is a value
-        of its own, since any float may be a part.
-        """
+        """Return a quantity's ``_numbers_of`` values here, of which one says if it has a part."""
         part, is_there = self._part(name), name in self._parts
         match quantity.how:
             case "mean":

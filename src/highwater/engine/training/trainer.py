@@ -51,7 +51,6 @@ from highwater.nouns.request import Request
 from highwater.units import counted, parse_tokens
 
 _SOURCE = "the loop"
-"""Name of the documents' source in error messages."""
 _LOOPBACK = "lo"
 
 

@@ -65,7 +65,7 @@ class _Pass(NamedTuple):
 
 
 class _Peaks(NamedTuple):
-    """Bytes on each of this process's GPUs, and the share of the pairs that was computed."""
+    """Bytes on each GPU of this process, and the share of the pairs that was computed."""
 
     after_qkv: Sequence[int]
     allocated: Sequence[int]
