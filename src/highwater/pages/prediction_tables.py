@@ -378,12 +378,10 @@ def _of_host(host_bytes: int | None, machine: str | None, settings: Settings) ->
     return "" if machine is None else f" (of {format_bytes(host_bytes)}, assumed)"
 
 
-_OF_A_RISK: dict[Risk, str] = {
-    "tight": "tight: only the prediction itself fits, its pessimistic end does not; try it first",
-    "likely": "likely: even the pessimistic end fits, but little is left; try it first",
+_OF_A_RISK: dict[Risk | None, str] = {
+    "tight": "tight: only the prediction itself fits, its pessimistic end does not",
+    "likely": "likely: even the pessimistic end fits, but little is left",
 }
-
-
 _UNLIKE_NAMED = 4
 """Things that nobody has measured, of which each is named."""
 
@@ -398,16 +396,16 @@ def caveat(
     """The one line below a table: that little is left, or what of the ``cells`` nobody has measured
     (``unlike``), else where more is said. ``star`` comes first: what a star in the table means.
     """
-    says = "`--explain` says how good such answers were"
+    says, then = "`--explain` says how good such answers were", ""
     here = () if answer is None else unlike_cell(unlike, answer.cell, cells)
     if here:
         named = here if len(here) <= _UNLIKE_NAMED else (*here[:2], f"{len(here) - 2} more")
-        says = f"not measured yet with {plain(listed(named))}: try it first"
-    if answer is not None and answer.risk is not None:
-        says = _OF_A_RISK.get(answer.risk, says)
-    if not all(map(runs_trials, unlike)):
-        says = re.sub("[:;] try it first$", "; no trial runs there", says)
-    return "; ".join((*star, says))
+        says, then = f"not measured yet with {plain(listed(named))}", ": try it first"
+    if answer is not None and answer.risk in _OF_A_RISK:
+        says, then = _OF_A_RISK[answer.risk], "; try it first"
+    if then and not all(map(runs_trials, unlike)):
+        then = "; no trial runs there"
+    return "; ".join((*star, f"{says}{then}"))
 
 
 def star_of_yarn(longest_tokens: int, native_length_tokens: int) -> tuple[str, ...]:
