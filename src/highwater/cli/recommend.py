@@ -281,15 +281,8 @@ def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str,
     """Raise UsageError for what the trainer has no words for, before anything is predicted."""
     draft = None
     with suppress(HighwaterError):
-        draft = drafted(
-            model,
-            length=arguments.length or "",
-            gpus=arguments.cluster,
-            gpu_memory=arguments.gpu_memory,
-            rollout_gpus=arguments.rollout_gpus,
-            trainer=arguments.predicted_for,
-            settings=settings,
-        )
+        length = arguments.length or ""
+        draft = drafted(model, length=length, **typed_place(arguments), **settings)
     if draft is not None:
         refuse_drafts(arguments.for_, draft, model=model)
 

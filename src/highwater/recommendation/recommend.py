@@ -293,10 +293,11 @@ def drafted(
     *,
     length: int | str,
     gpus: str | int | None,
-    gpu_memory: str | int | None,
-    rollout_gpus: int,
     trainer: TrainerName,
-    settings: Mapping[str, Any],
+    gpu_memory: str | int | None,
+    reserved: str | int,
+    rollout_gpus: int,
+    **settings: Any,
 ) -> Recommendation:
     """Every candidate that ``recommend`` would predict with its default budget, the simplest first;
     none has a headroom, and none is chosen. Raises what ``recommend`` does.
@@ -305,11 +306,12 @@ def drafted(
     tokens = parse_tokens(str(length))
     limit = MemoryLimit(device_bytes=where.device_bytes)
     goal = goal_of(model, tokens, where, limit, trainer, settings, rollout_gpus)
-    question, notes = predicted_question(model, where, trainer, tokens, dict(settings))
+    question, notes = predicted_question(model, where, trainer, tokens, settings)
     cells = sorted(question.cells, key=simplicity)
     return recommendation_of(
         *(goal, question, tuple(unknown_candidate(cell, tokens) for cell in cells)),
         rollout_gpus=rollout_gpus,
+        reserved_bytes=parse_memory(str(reserved)),
         accuracy="not predicted yet",
         notes=notes,
     )
