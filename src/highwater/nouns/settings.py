@@ -364,6 +364,13 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise UsageError for counts that cannot be, and for settings that exclude each other."""
+        for name, words, more in _COUNTED:
+            flag, count = RUNG_ROWS[name].flag, getattr(self, name)
+            if count is not None and count < 1:
+                raise UsageError(f"{count} {words}", hint=f"use `{flag} 1`{more}")
+            if (count or 1) > MOST_SEQUENCES:
+                problem = f"{count} {words}, and {MOST_SEQUENCES} is the most"
+                raise UsageError(problem, hint=f"use `{flag} {MOST_SEQUENCES}` or fewer")
         for is_broken, problem, hint in _REFUSED:
             if is_broken(self):
                 raise UsageError(problem.format(s=self), hint=hint.format(s=self))
@@ -484,32 +491,16 @@ _IN_A_LABEL: tuple[Setting, ...] = (
 )
 
 
+_COUNTED = (
+    ("sequences_per_micro_batch", "sequences per micro-batch", ""),
+    ("mlp_tiles", "MLP tiles", " or more, or leave it out"),
+)
+"""Settings of 1 or more and bounded above, in words, and what else does for one below."""
 _REFUSED: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
-    (
-        lambda s: s.sequences_per_micro_batch < 1,
-        "{s.sequences_per_micro_batch} sequences per micro-batch",
-        "use `--sequences-per-micro-batch 1`",
-    ),
-    (
-        lambda s: s.sequences_per_micro_batch > MOST_SEQUENCES,
-        f"{{s.sequences_per_micro_batch}} sequences per micro-batch, and {MOST_SEQUENCES} is the "
-        "most",
-        f"use `--sequences-per-micro-batch {MOST_SEQUENCES}` or fewer",
-    ),
-    (
-        lambda s: (s.mlp_tiles or 1) > MOST_SEQUENCES,
-        f"{{s.mlp_tiles}} MLP tiles, and {MOST_SEQUENCES} is the most",
-        f"use `--mlp-tiles {MOST_SEQUENCES}` or fewer",
-    ),
     (
         lambda s: s.token_budget_tokens is not None and s.token_budget_tokens < 1,
         "a token budget of {s.token_budget_tokens}",
         "for example `--token-budget 16k`",
-    ),
-    (
-        lambda s: s.mlp_tiles is not None and s.mlp_tiles < 1,
-        "{s.mlp_tiles} MLP tiles",
-        "use `--mlp-tiles 1` or more, or leave it out",
     ),
     (
         lambda s: s.attention_head_groups < 1,
