@@ -206,15 +206,11 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
 def _predicted(arguments: argparse.Namespace) -> Prediction:
     model, settings = named_model(arguments, arguments.calibrate, example=_EXAMPLE)
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
+    alike = ("length", "tokens", "price", "exact", "timeline", "constants")
     return predicted(
         model,
-        length=arguments.length,
-        tokens=arguments.tokens,
-        price=arguments.price,
-        exact=arguments.exact,
-        timeline=arguments.timeline,
+        **{name: getattr(arguments, name) for name in alike},
         calibrate_with=arguments.calibrate,
-        constants=arguments.constants,
         on_trace=partial(_say_traced, count(1)),
         on_calibrate=lambda trials, traces: console.talk(
             f"calibration: {trials} trials are traced, two at once; traces that are not kept yet: "
