@@ -21,6 +21,7 @@ from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.nouns.events import EventLog
 from highwater.nouns.hardware import kernels
+from highwater.nouns.objective import RolloutRequest
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.request import TOPICS, request_from
 from highwater.nouns.study import Question
@@ -110,10 +111,11 @@ def predict(
             length_tokens = read.length_tokens
             said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
-    asked = request_from({"model": model, **settings}, keywords=True).rollout_request
-    traits = TRAINERS[trainer].rollout
-    beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
-    memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
+    asked, beside = request_from({"model": model, **settings}, keywords=True).rollout_request, None
+    if asked != RolloutRequest():
+        traits = TRAINERS[trainer].rollout
+        beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
+        memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings

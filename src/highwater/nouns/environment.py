@@ -159,9 +159,9 @@ def loose_profiling(value: object) -> object:
     return value
 
 
-def refuse_absent_ranks(profiling: Profiling | None, *, gpus: int) -> None:
+def refuse_absent_ranks(profiling: Profiling, *, gpus: int) -> None:
     """Raise UsageError for a rank that no trial has; ``gpus``: of the largest layout."""
-    named = () if profiling is None or profiling.ranks == "all" else profiling.ranks
+    named = () if profiling.ranks == "all" else profiling.ranks
     absent = [rank for rank in named if rank >= gpus]
     if absent:
         has = "1 GPU has rank 0 alone" if gpus == 1 else f"{gpus} GPUs have ranks 0 to {gpus - 1}"

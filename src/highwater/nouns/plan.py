@@ -276,7 +276,8 @@ def plan(
         )
     cells, too_small = within_token_budget(cells, grid, device)
     most_gpus = max(cell.layout.gpus for cell in cells)
-    refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
+    if request.memory_profiler is not None:
+        refuse_absent_ranks(request.memory_profiler, gpus=most_gpus)
     if device == "cuda" and not request.dry_run:
         check_host_memory(machine, model, cells)
     proof = proof_of(request, model, device)

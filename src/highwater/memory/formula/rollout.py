@@ -64,13 +64,11 @@ LIBRARIES_BYTES = round(0.16 * GIB)
 
 def rollout_of(
     asked: RolloutRequest, question: Question, traits: RolloutTraits, *, rollout_gpus: int
-) -> Rollout | None:
-    """The rollout beside a question's training, on its GPUs or ``rollout_gpus``; None: none is.
+) -> Rollout:
+    """The rollout beside a question's training, on its GPUs or ``rollout_gpus``.
 
     Raises UsageError for what vLLM, or the trainer, does not take, and what is not predicted.
     """
-    if asked == RolloutRequest():
-        return None
     usual: dict[str, Any] = {
         "gpu_memory_utilization": _STANDALONE_SHARE if rollout_gpus else traits.utilization,
         "sleep_level": traits.sleep_levels[0],
