@@ -7,6 +7,7 @@ import argparse
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -277,7 +278,7 @@ def _predicting(
     return OURS
 
 
-def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, object]) -> None:
+def _refuse_early(arguments: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
     """Raise UsageError for what the trainer has no words for, before anything is predicted."""
     draft = None
     with suppress(HighwaterError):

@@ -23,7 +23,7 @@ from highwater.nouns.study import Method
 from highwater.store.lines import Contradiction, contradictions
 
 HINT_COST = 3
-"""Trials that a wrong hint costs (``_around_the_hint``) before the search starts at index 1."""
+"""Trials that a wrong hint costs before the search starts at index 1."""
 
 
 class Bracket:
