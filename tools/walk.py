@@ -55,8 +55,6 @@ def kind_of(code):
 
 def watch(frame, event, _):
     global deepest
-    if event not in ("call", "return"):
-        return
     code = frame.f_code
     kind = kinds.get(code)
     if kind is None:
@@ -65,14 +63,21 @@ def watch(frame, event, _):
             line = f"{kind}\\t{code.co_filename}\\t{code.co_firstlineno}\\t{code.co_qualname}\\n"
             os.write(record, line.encode())
     if not kind or kind == "module":
-        return
-    here.depth = getattr(here, "depth", 0) + (1 if event == "call" else -1)
+        return None
+    here.depth = getattr(here, "depth", 0) + 1
     if here.depth > deepest:
         deepest = here.depth
         os.write(record, f"depth\\t{deepest}\\n".encode())
+    frame.f_trace_lines = False
+    return left
 
-threading.setprofile(watch)
-sys.setprofile(watch)
+def left(frame, event, _):
+    if event == "return":
+        here.depth -= 1
+    return left
+
+threading.settrace(watch)
+sys.settrace(watch)
 """
 """What each process runs first: it records each frame of ours when it first sees it."""
 
