@@ -57,14 +57,40 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "gemma4_text": {  # layers without keys of their own, and a projection outside of them all
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 16,
+        "sliding_window": 64,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "enable_moe_block": False,
+    },
+    "gemma4_text_experts": {  # without v_proj where values are keys, and a router that is linear
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
 }
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
-WITHOUT_RING = ("gemma3_text",)
+WITHOUT_RING = ("gemma3_text", "gemma4_text_experts")
 DELTA_TOO = ("qwen3_5_text", json.dumps({"ring_degree": 2}))
 """Trained in every run: what adapters of linear attention read crosses ranks."""
+IN_EVERY_LAYOUT = ("gemma4_text",)
+"""An adapter outside of all layers is of the unit of embedding and head."""
 LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
@@ -123,6 +149,7 @@ def cases_for(processes: int) -> list[Case]:
             ]
             if layout != alone:
                 is_due = number % 4 == place % 4 or (family, layout) == DELTA_TOO
+                is_due |= family in IN_EVERY_LAYOUT
                 ways = ["all"] if is_due or deep(family) else []
             elif not deep(family):
                 ways = ["all", ways[1 + number % (len(ways) - 1)]]
@@ -158,7 +185,8 @@ def save_models(folder: Path) -> None:
     """A model of each family with random float64 weights, as safetensors."""
     for family, own in {**FAMILIES, **MIXTURES}.items():
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(family, **{**SIZES, **OF_TEXT, **own})
+        fields = {"model_type": family, **SIZES, **OF_TEXT, **own}
+        config = transformers.AutoConfig.for_model(**fields)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases too
@@ -239,7 +267,7 @@ def theirs(
         directory,
         dtype=dtype,
         attn_implementation="eager",
-        experts_implementation="eager" if lora in MIXTURES else None,
+        experts_implementation="eager",
         local_files_only=True,
     )
     chosen = LORAS[lora]

@@ -29,7 +29,7 @@ from highwater.nouns.objective import Lora
 LORA = Lora(rank=4, alpha=8)
 PACKED = Lora(rank=4, alpha=8, base="nf4")
 EXPERTS = Lora(rank=4, alpha=8, targets="q_proj,gate_proj,up_proj,down_proj")
-MODELS = ("llama", "phi3", "scalar", "packed", "qwen3_moe")
+MODELS = ("llama", "phi3", "scalar", "packed", "qwen3_moe", "gemma4_text")
 UNMERGED = ("packed", "qwen3_moe")
 LENGTHS = (17, 9, 24, 8)
 TOKENS = tuple(range(3, 40))

@@ -12,10 +12,11 @@ peft = pytest.importorskip("peft", reason="LoRA needs the lora extra")
 
 import lora_objective_cases
 import lora_saving_cases
-from lora_cases import LAYOUTS, OF_TEXT, cases_for, nf4_of, save_models
+from lora_cases import FAMILIES, LAYOUTS, OF_TEXT, cases_for, nf4_of, save_models
 from rank_groups import RankGroups, assert_close
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -31,8 +32,9 @@ from highwater.engine.models.weights import name_in_files
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.parallel.fsdp2 import local_shard
 from highwater.errors import ModelError
+from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Lora
+from highwater.nouns.objective import Lora, adapter_parameters
 from tiny_models import SIZES
 
 KINDS = ("went-on", "resumed")
@@ -70,7 +72,7 @@ def saved(
 ) -> Path:
     """What some processes saved, and others went on from."""
     folder = tmp_path_factory.mktemp("saved")
-    for name in ("llama", "phi3", "qwen3_moe"):
+    for name in ("llama", "phi3", "qwen3_moe", "gemma4_text"):
         (folder / name).symlink_to(models / name)
     (folder / "packed").symlink_to(models / "llama")
     scalar = LlamaConfig(**SIZES | OF_TEXT, num_labels=1)
@@ -122,6 +124,18 @@ def answer(model: torch.nn.Module) -> torch.Tensor:
     if len(logits) != ids.shape[1]:
         return logits
     return logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_all_linear_layers_are_counted_as_peft_has_them(models, family):
+    """A linear router and what lies outside of the decoder layers among them, and nothing else."""
+    config = AutoConfig.from_pretrained(models / family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    lora = Lora(rank=4, alpha=8.0)
+    asked = peft.LoraConfig(r=lora.rank, target_modules=lora.targets, task_type="CAUSAL_LM")
+    counted, _ = peft.get_peft_model(model, asked).get_nb_trainable_parameters()
+    assert adapter_parameters(load_model(str(models / family)).shape, lora) == counted
 
 
 @pytest.mark.parametrize("targets", ["lm_head", "q_proj,nonsense", "embed_tokens", "mlp", "norm"])

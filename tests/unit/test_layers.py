@@ -15,7 +15,12 @@ from highwater.memory.formula.layers import Step, handed_bytes
 from highwater.model.model import ModelShape, load_model
 from highwater.nouns.cells import heads_obstacle, ring_obstacle
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import Lora, adapter_matrices, refuse_no_target
+from highwater.nouns.objective import (
+    Lora,
+    adapter_matrices,
+    adapter_parameters,
+    refuse_no_target,
+)
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import OURS, TRAINERS
 from highwater.recommendation.recommend import recommend
@@ -253,8 +258,11 @@ def test_layers_without_keys_have_no_adapters_on_them(tmp_path):
     lora = Lora(rank=4, alpha=8.0, targets="k_proj")
     counts = [len(adapter_matrices(run.kind, shape.model_type, lora)) for run in shape.runs]
     assert counts == [2] * 4 + [0] * 2
-    with pytest.raises(UsageError, match="projection of embeddings for its layers"):
-        refuse_no_target(shape, Lora(rank=4, alpha=8.0))
+    only = Lora(rank=4, alpha=8.0, targets="per_layer_model_projection")
+    refuse_no_target(shape, only)
+    assert adapter_parameters(shape, only) == 4 * (shape.hidden_size + 6 * 8)
+    with pytest.raises(UsageError, match="no linear layer per_layer_model_projection"):
+        refuse_no_target(load_model("Qwen3-0.6B").shape, only)
 
 
 @pytest.mark.parametrize("name", ["gemma-4-E2B-text", "gemma-4-E4B-text", "gemma-4-31B-text"])

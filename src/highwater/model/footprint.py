@@ -20,6 +20,7 @@ from highwater.nouns.objective import (
     STREAMED_BUFFERS,
     adapter_matrices,
     adapter_parameters,
+    outer_adapter_matrices,
     saved_by_base,
 )
 from highwater.nouns.settings import Settings
@@ -329,7 +330,9 @@ def staged_gradient_bytes(shape: ModelShape, settings: Settings, *, layout: Layo
     staged = (
         size for layer, count in counts.items() for size in _times(min(STAGED_LAYERS, count), layer)
     )
-    tables = (*shape.layer_tables, _tables(shape)) if settings.lora is None else ()
+    tables = (*shape.layer_tables, _tables(shape))
+    if settings.adapters is not None:
+        tables = outer_adapter_matrices(shape, settings.adapters)
     return pinned_matrices_bytes((*staged, *tables), layout=layout, bytes_per_element=4)
 
 
@@ -361,11 +364,12 @@ def _adapters(shape: ModelShape, settings: Settings) -> tuple[Matrices, ...]:
     adapters = settings.adapters
     if adapters is None:
         return ()
-    return tuple(
+    in_layers = (
         size
         for run in shape.runs
         for size in _times(run.count, adapter_matrices(run.kind, shape.model_type, adapters))
     )
+    return (*in_layers, *outer_adapter_matrices(shape, adapters))
 
 
 def _times(layers: int, sizes: tuple[Matrices, ...]) -> tuple[Matrices, ...]:

@@ -264,6 +264,10 @@ _FUSED: Mapping[str, Mapping[str, str]] = _LINEAR["fused"]
 """Model types that have several of the usual matrices in one."""
 _USUAL_NAMES: tuple[str, ...] = tuple(_LINEAR["usual"])
 """Model types whose linear layers have the usual names, or those of ``_FUSED``."""
+_ROUTERS: Mapping[str, str] = _LINEAR["routers"]
+"""Names of routers, of the model types whose routers are linear layers."""
+_OUTSIDE = "per_layer_model_projection"
+"""Name of the one linear layer outside of the decoder layers, which gives each its embeddings."""
 
 
 class Lora(Record, frozen=True, kw_only=True):
@@ -309,6 +313,19 @@ def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matr
     return (*found, *expert_adapter_matrices(kind, model_type, lora))
 
 
+def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...]:
+    """A and B of the linear layers outside of a model's decoder layers that are targets."""
+    is_target = lora.names is None or _OUTSIDE in lora.names
+    return tuple(
+        each
+        for projection in shape.layer_tables[1:] * is_target
+        for each in (
+            Matrices(1, lora.rank, projection.row_size),
+            Matrices(1, projection.rows, lora.rank),
+        )
+    )
+
+
 def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
     """A and B of the adapters on the experts of a layer: one matrix has the ranks of them all."""
     found: list[Matrices] = []
@@ -341,19 +358,27 @@ def saved_by_base(shape: ModelShape, lora: Lora, *, element: int) -> int:
     """Bytes that a frozen model's linear layers take less than in numbers of so many bytes."""
     if lora.base == "bf16":
         return 0
-    return sum(
-        run.count * (element * outputs * inputs - nf4_bytes(outputs * inputs))
+    sizes = [
+        (run.count, outputs * inputs)
         for run in shape.runs
         for outputs, inputs in _sizes(run.kind, shape.model_type).values()
-    )
+    ]
+    sizes += [(1, each.rows * each.row_size) for each in shape.layer_tables[1:]]
+    return sum(count * (element * numbers - nf4_bytes(numbers)) for count, numbers in sizes)
 
 
 def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
     """Numbers of all adapters of a model."""
-    return sum(
+    in_layers = sum(
         run.count * adapter_parameters_of_layer(run.kind, shape.model_type, lora)
         for run in shape.runs
     )
+    return in_layers + outer_adapter_parameters(shape, lora)
+
+
+def outer_adapter_parameters(shape: ModelShape, lora: Lora) -> int:
+    """Numbers of the adapters outside of a model's decoder layers."""
+    return sum(each.rows * each.row_size for each in outer_adapter_matrices(shape, lora))
 
 
 @cache
@@ -374,12 +399,6 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             f"{shape.model_type} in nf4: its experts are no linear layers, and stay as they are",
             hint="use `--lora-base bf16`",
         )
-    if lora.names is None and shape.layer_tables:
-        raise UsageError(
-            f"LoRA on all of {shape.model_type}, whose projection of embeddings for its layers "
-            "lies outside of them, where adapters are not counted",
-            hint=f"use `--lora-targets {','.join((*ATTENTION, *MLP))}`",
-        )
     asked = [name for name in lora.names or () if name in of_experts]
     if asked and any(run.kind.mlp.experts == 1 for run in shape.runs):
         raise UsageError(
@@ -396,7 +415,7 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
     if shape.model_type not in _USUAL_NAMES:
         return
     known = {name for run in shape.runs for name in _sizes(run.kind, shape.model_type)}
-    known |= set(of_experts)
+    known |= {*of_experts, *((_OUTSIDE,) if shape.layer_tables else ())}
     missing = [name for name in lora.names or () if name not in known]
     if missing:
         raise UsageError(
@@ -430,6 +449,8 @@ def _sizes(kind: LayerKind, model_type: str) -> dict[str, tuple[int, int]]:
     if width:
         into = MLP[:2] if kind.mlp.matrices == 3 else MLP[1:2]
         own |= dict.fromkeys(into, (width, hidden)) | {"down_proj": (hidden, width)}
+    if kind.mlp.experts > 1 and model_type in _ROUTERS:
+        own[_ROUTERS[model_type]] = (kind.mlp.experts, hidden)
     if kind.embedding_size:
         own["per_layer_input_gate"] = (kind.embedding_size, hidden)
         own["per_layer_projection"] = (hidden, kind.embedding_size)

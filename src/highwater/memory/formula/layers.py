@@ -35,7 +35,11 @@ from highwater.nouns.layout import (
     Layout,
     expert_tile_tokens,
 )
-from highwater.nouns.objective import adapter_parameters_of_layer, expert_adapter_matrices
+from highwater.nouns.objective import (
+    adapter_parameters_of_layer,
+    expert_adapter_matrices,
+    outer_adapter_parameters,
+)
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import PROMPT_TOKENS, Device
 
@@ -132,6 +136,12 @@ class Step:
         """Parameters of a layer's adapters."""
         adapters, family = self.settings.adapters, self.shape.model_type
         return 0 if adapters is None else adapter_parameters_of_layer(kind, family, adapters)
+
+    @property
+    def outer_adapter_parameters(self) -> int:
+        """Parameters of the adapters outside of the layers."""
+        adapters = self.settings.adapters
+        return 0 if adapters is None else outer_adapter_parameters(self.shape, adapters)
 
     def layer(self, kind: LayerKind) -> "Layer":
         """One layer of a kind in this step."""
@@ -386,10 +396,11 @@ def handed_bytes(step: Step, layers: int) -> int:
     for table in step.shape.layer_tables[1:]:
         behind = table.rows * (every - layers) // every
         of_norm = element * table.rows + NUMBER_BYTES * every
+        has_gradient = not step.is_frozen or step.outer_adapter_parameters > 0
         found = element * table.rows
-        found += 0 if step.is_frozen else element * behind + of_norm
+        found += element * behind + of_norm if has_gradient else 0
         # what is projected is the first layer's input, which stays here whatever goes to the host
-        if step.settings.activation_plan(every).layers_on_host and not step.is_frozen:
+        if step.settings.activation_plan(every).layers_on_host and has_gradient:
             found += element * step.shape.hidden_size
     for own, reader, keys in _earlier_keys(step.shape.runs):
         is_kept = step.settings.recompute != "none" and own < layers - 1
