@@ -18,13 +18,13 @@ from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
-from highwater.nouns.objective import adapter_parameters_of_layer
+from highwater.nouns.objective import adapter_parameters_of_layer, outer_adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
-Basis = Literal["measured", "scaled", "of_an_operator"]
-"""Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or, of
-models with linear attention, these and that operator's time on an H200."""
+Basis = Literal["measured", "scaled", "of_an_operator", "of_wide_heads"]
+"""Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or these
+and what an H200 took in linear attention's operator, or in attention with wide heads."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
 """Dense bf16 TFLOP/s of an H200, as in the catalog."""
@@ -40,6 +40,9 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
     "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
     "scaled by data sheets; there no trial was timed, around a ring one (docs/results/families)",
+    "of_wide_heads": "heads wider than 256 numbers attend by blocks of matrix products, as no fused "
+    "kernel takes them; these and windows with heads of 256 were timed on an H200, and the rest is "
+    "by a GPU's rates; on other kinds all are scaled by data sheets (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -121,10 +124,26 @@ _DELTA_LAUNCHES = 0.65
 _LAUNCH_S, _SHARDED_LAUNCH_S = 0.009, 0.0135
 """Seconds in which the host launches a layer's passes (forward, recomputed, backward), on one GPU
 and on several. Fitted to trials of 8,192 tokens."""
+
+
+class KernelRates(NamedTuple):
+    """FLOP/s that attention reaches on an H200, over the pairs of token and key that it needs."""
+
+    forward: float
+    backward: float
+
+
+_WIDE_HEADS = KernelRates(forward=79e12, backward=68e12)
+"""Heads wider than fused kernels take, by blocks of matrix products."""
+_WINDOWS = KernelRates(forward=95e12, backward=80e12)
+"""Windows with heads of the most that flash attention takes."""
 _FLEX_SHARE = 0.5
 """FlexAttention's FLOP/s as a share of the fused kernels'. Source: docs/results/attention."""
 _BACKWARD_PRODUCTS = 2.5
 """Matrix products of attention's backward pass, relative to the forward pass: five to two."""
+_EMBEDDING_PASSES = 14
+"""Times that layers' own embeddings are read or written forward: looked up, projected, scaled both,
+normed, added and scaled again; twice as often backward."""
 _UPDATE_BYTES = 40
 """Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
@@ -212,15 +231,12 @@ def predicted_step(
     device_name: str,
     micro_batches: int | None = None,
     attention_depth: int | None = None,
-    is_compared: bool = False,
 ) -> PredictedStep | None:
-    """Predict the time of a step; None for a GPU kind of unknown rates, and for heads that no fused
-    kernel takes, whose rate nobody measured, unless steps of one model are only ``is_compared``.
-    ``attention_depth`` is that of a memory-only trial, whose other layers attend within short
-    pieces.
+    """Predict the time of a step; None for a GPU kind of unknown rates. ``attention_depth`` is that
+    of a memory-only trial, whose other layers attend within short pieces.
     """
     rates = rates_of(device_name)
-    if rates is None or (shape.widest_head > WIDEST_FUSED_HEAD and not is_compared):
+    if rates is None:
         return None
     if micro_batches is None:
         micro_batches = USUAL_MICRO_BATCHES if settings.accumulates else 1
@@ -255,8 +271,14 @@ def predicted_step(
             StepPart(name=name, seconds=seconds) for name, seconds in parts.items() if seconds
         ),
         step_tokens=micro_batches * sequences * length_tokens * layout.data_parallel_degree,
-        basis=rates.basis if shape.delta is None else "of_an_operator",
+        basis=_basis(shape, rates),
     )
+
+
+def _basis(shape: ModelShape, rates: Rates) -> Basis:
+    if shape.delta is not None:
+        return "of_an_operator"
+    return "of_wide_heads" if shape.widest_head > WIDEST_FUSED_HEAD else rates.basis
 
 
 def _delta_s(
@@ -302,6 +324,7 @@ def _micro_batch(
     cast_bytes = _NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES
     copies = _Work(moved_bytes=shape.parameters * cast_bytes if settings.lora is None else 0)
     trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
+    trained = trained.plus(_layer_embeddings(shape, settings, tokens))
     beforehand = _forward_alone(shape, attended, tokens, layout)
     number = settings.traits.has_reference + settings.critic
     return _Work().plus(trained, settings.trained_models).plus(beforehand, number)
@@ -353,13 +376,30 @@ def _layer(
         adapters = adapter_parameters_of_layer(kind, shape.model_type, settings.adapters)
         passes += 2 * weights + (8 if is_recomputed else 6) * adapters
     attention = 4 * pairs * kind.attention.query_size
+    slower = _times_as_long(kind.attention, settings)
     forwards = 2 if settings.recompute == "layer" else 1
     element_passes = 4 if is_recomputed else 3
     return _Work(
         matmul_flops=tokens * passes,
-        attention_flops=forwards * attention,
-        attention_backward_flops=_BACKWARD_PRODUCTS * attention,
+        attention_flops=forwards * attention * slower.forward,
+        attention_backward_flops=_BACKWARD_PRODUCTS * attention * slower.backward,
         moved_bytes=element_passes * tokens * _passed_bytes(kind),
+    )
+
+
+def _times_as_long(attention: AttentionKind, settings: Settings) -> KernelRates:
+    """How many times as long a pair takes as with the fused kernels' rates, either way."""
+    if settings.pattern is not None or attention.head_dim < WIDEST_FUSED_HEAD:
+        return KernelRates(1, 1)
+    if attention.head_dim > WIDEST_FUSED_HEAD:
+        own = _WIDE_HEADS
+    elif attention.window_tokens is not None:
+        own = _WINDOWS
+    else:
+        return KernelRates(1, 1)
+    usual = _OF_H200
+    return KernelRates(
+        usual.attention_flops / own.forward, usual.attention_backward_flops / own.backward
     )
 
 
@@ -381,6 +421,23 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
     return _Work(
         matmul_flops=2 * products * logits * shape.hidden_size, moved_bytes=2 * passes * logits
     )
+
+
+def _layer_embeddings(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
+    """Work for the embeddings that each layer has of its own, all layers' at once: a projection,
+    whose input has a gradient only where the model is trained, a norm and a table.
+    """
+    found = _Work()
+    for projection in shape.layer_tables[1:]:
+        numbers, adapters = projection.rows * projection.row_size, 0
+        if settings.adapters is not None:
+            adapters = outer_adapter_parameters(shape, settings.adapters)
+        products = 2 * numbers * (1 if settings.lora is not None else 3) + 6 * adapters
+        has_gradient = settings.lora is None or adapters > 0
+        passes = _EMBEDDING_PASSES * (3 if has_gradient else 1)
+        moved = 2 * passes * projection.rows
+        found = found.plus(_Work(matmul_flops=tokens * products, moved_bytes=tokens * moved))
+    return found
 
 
 def _forward_alone(

@@ -41,14 +41,6 @@ from highwater.nouns.trainer import OURS, TRAINERS, TrainerName, trainer_title
 from highwater.speed import BASIS_IN_WORDS, MEASURED, cost_of, predicted_step, rates_of
 from highwater.units import format_bytes, parse_memory
 
-WIDE_HEADS_NOTE = (
-    "heads of {} numbers attend by blocks of matrix products, as no fused kernel takes them, and "
-    "how long a step takes is not predicted: measured were 1.73 s forward and backward of 65,537 "
-    "tokens with 8 heads of 512 on an H200 (docs/results/families)"
-)
-"""What predictions say of heads wider than ``WIDEST_FUSED_HEAD``, by their numbers."""
-
-
 ZERO_NOTE = "ZeRO-3 is taken as FSDP2, which shards nearly so, without its buckets"
 """What predictions say where no law of DeepSpeed's is a trainer's, but shards are as large."""
 
@@ -96,7 +88,7 @@ def predicted_question(
     notes += tuple(_hardware_notes(where, cells))
     shape = plans[0].question.model.shape
     if shape.widest_head > WIDEST_FUSED_HEAD and trainer == OURS:
-        notes += (WIDE_HEADS_NOTE.format(shape.widest_head),)
+        notes += (BASIS_IN_WORDS["of_wide_heads"],)
     if shape.delta is not None and trainer == OURS:
         notes += (BASIS_IN_WORDS["of_an_operator"],)
     return msgspec.structs.replace(plans[0].question, cells=cells), notes
@@ -340,7 +332,6 @@ def _token_s(question: Question, cell: Cell) -> float:
         *(question.model.shape, cell.settings, cell.layout),
         length_tokens=question.grid.native_length_tokens,
         device_name=name,
-        is_compared=True,
     )
     assert step is not None, "its rates are known"  # noqa: S101
     return step.time_s / step.step_tokens

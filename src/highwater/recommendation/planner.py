@@ -19,7 +19,6 @@ import msgspec
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.trainers import predict_by_formula
-from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.plan import IN_HEAD_GROUPS
 from highwater.nouns.recommendation import Aim, Candidate, order
 from highwater.nouns.settings import Recompute
@@ -51,12 +50,6 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
     found: dict[tuple[Any, ...], _PlannedCell] = {}
     for sequences in goal.budgets:
         question, _ = goal.question(sequences, length_tokens=goal.length_tokens)
-        widest = question.model.shape.widest_head
-        if aim == "fastest" and widest > WIDEST_FUSED_HEAD:
-            raise UsageError(
-                f"nobody knows how fast heads of {widest} numbers attend",
-                hint="use `--lightest`, or leave `--fastest` out",
-            )
         search = _PlanSearch(goal, question)
         for cell in chain.from_iterable(search.variants(each, aim) for each in question.cells):
             plan = search.best(cell, aim)
