@@ -1,13 +1,15 @@
 """How long attention and whole steps of Gemma 4 take on one GPU.
 
-    python docs/results/families/gemma_times.py --measure >> docs/results/families/gemma_times.jsonl
     python docs/results/families/gemma_times.py --predict >> docs/results/families/gemma_times.jsonl
+    python docs/results/families/gemma_times.py --measure steps attention >> \
+        docs/results/families/gemma_times.jsonl
     python docs/results/families/gemma_times.py --table
 
 Each line of ``gemma_times.jsonl`` is a document: one attention of one layer, forward and both ways,
 in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
-weights; or what was predicted of such a trial before. ``--measure`` takes about three minutes on an
-H200, and says on stderr what it is at.
+weights; or what was predicted of such a trial before. Steps are measured before this process holds anything
+of the GPU, attention from the shortest length to the longest. Both take three minutes on an H200;
+what is measured is said on stderr.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -59,18 +62,19 @@ ATTENTIONS = (
 def main() -> None:
     """Print a line for each thing that is measured or predicted, or the table of them all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure", nargs="+", default=[], choices=("steps", "attention"))
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--table", action="store_true")
     words = parser.parse_args()
-    lines: list[Iterator[dict[str, Any]]] = []
-    if words.measure:
-        lines += [attentions(), (tried(trial) for trial in TRIALS)]
+    asked: list[Iterator[dict[str, Any]]] = []
     if words.predict:
-        lines += [(predicted(trial) for trial in TRIALS)]
-    for each in lines:
-        for line in each:
-            print(json.dumps(line), flush=True)
+        asked.append(map(predicted, TRIALS))
+    if "steps" in words.measure:
+        asked.append(map(tried, TRIALS))
+    if "attention" in words.measure:
+        asked.append(attentions())
+    for line in chain.from_iterable(asked):
+        print(json.dumps(line), flush=True)
     if words.table:
         print(table([json.loads(line) for line in FILE.read_text().splitlines()]))
 
@@ -80,8 +84,8 @@ def attentions() -> Iterator[dict[str, Any]]:
     import torch
 
     device = torch.cuda.get_device_name()
-    for heads in ATTENTIONS:
-        for tokens, times in LENGTHS.items():
+    for tokens, times in LENGTHS.items():
+        for heads in ATTENTIONS:
             print(f"{heads}, {tokens} tokens", file=sys.stderr, flush=True)
             forward_ms, both_ms = attention_ms(heads, tokens, times)
             yield {
