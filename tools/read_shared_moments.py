@@ -72,18 +72,21 @@ PLAIN: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     **PLAIN,
     "enable_moe_block": True,
-    "num_experts": 6,
-    "top_k_experts": 2,
+    "num_experts": 9,
+    "top_k_experts": 7,  # times a number of bytes none of the others has
     "moe_intermediate_size": 17 * 32,
 }
+ADAPTED: dict[str, Any] = {"lora": 11, "lora_targets": "q_proj,k_proj,v_proj,o_proj"}
+"""Settings beside a config's fields; of a rank that is in no other product."""
 READ: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = (
     (EMBEDDED, (2, 3, 6, 7)),
     (PLAIN, (2, 3)),
     (EXPERTS, (2, 3)),
+    (EXPERTS | ADAPTED, (2, 3)),
 )
 """Models, and of each a layer of every kind: not the first, after which its cosines are gone; no
 layer whose keys later ones read, nor the last one that reads them, which adds its gradients to
-none."""
+none. Experts that are frozen keep less."""
 COUNTS = (2, 4, 1, 8, 6, 12)
 """Bytes for a product, the likeliest first: half of a head is one in bfloat16, too."""
 Bytes = Counter[str]
@@ -95,11 +98,13 @@ def main() -> None:
     layers: dict[str, Any] = {}
     for (config, numbers), is_recomputed in product(READ, (True, False)):
         recompute = "layer" if is_recomputed else "none"
+        fields = {name: value for name, value in config.items() if name not in ADAPTED}
+        adapters = {name: value for name, value in config.items() if name in ADAPTED}
         with tempfile.TemporaryDirectory() as name:
             spec = trial(
                 Path(name, "model"),
-                {**config, "num_hidden_layers": len(config["layer_types"])},
-                settings=Settings(loss="chunked", recompute=recompute),
+                {**fields, "num_hidden_layers": len(config["layer_types"])},
+                settings=Settings(loss="chunked", recompute=recompute, **adapters),
                 length_tokens=TOKENS,
             )
             shape = load_model(spec.model_directory).shape
@@ -113,6 +118,7 @@ def main() -> None:
                 is_windowed=kind.attention.window_tokens is not None,
                 is_capped=False,
                 is_recomputed=is_recomputed,
+                is_frozen=bool(adapters),
                 mlp=mlp_name(FAMILY, kind.mlp),
                 form=form_name(FAMILY, kind),
             )
@@ -238,6 +244,13 @@ def largest(alive: list[Bytes], kind: LayerKind) -> list[int]:
         )
         embedding = drawn.choice((128, 256, 512)) if kind.embedding_size else 0
         mlp = MlpKind(width=hidden * drawn.choice((2, 3, 4, 6, 8)))
+        if kind.mlp.is_routed:
+            mlp = MlpKind(
+                width=hidden // drawn.choice((1, 2, 4, 8)),
+                experts=drawn.choice((8, 32, 128)),
+                experts_per_token=drawn.choice((1, 2, 4, 8)),
+                shared_width=hidden * drawn.choice((1, 2, 4)) // 2,
+            )
         shape = LayerKind(
             hidden_size=hidden, attention=attention, mlp=mlp, embedding_size=embedding
         )
