@@ -17,14 +17,14 @@ from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.layout import WIDEST_FUSED_HEAD, Layout
+from highwater.nouns.layout import WIDE_SCORES_AT_HAND, WIDEST_FUSED_HEAD, Layout, stretch
 from highwater.nouns.objective import adapter_parameters_of_layer, outer_adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
 
 Basis = Literal["measured", "scaled", "of_an_operator", "of_wide_heads"]
-"""Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or these
-and what an H200 took in linear attention's operator, or in attention with wide heads."""
+"""Origin of the rates: measured on this kind; an H200's, scaled by the data sheets' ratios; or
+these and what an H200 took in linear attention's operator, or in attention with wide heads."""
 MEASURED = "H200-141GB"
 _TFLOPS_OF_H200 = 989.0
 """Dense bf16 TFLOP/s of an H200, as in the catalog."""
@@ -40,9 +40,10 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "of_an_operator": "linear attention's own operator was timed on an H200, and the rest is by a "
     "GPU's rates: ten trials on H200s took 1.0 to 1.3 times as long; on other kinds both are "
     "scaled by data sheets; there no trial was timed, around a ring one (docs/results/families)",
-    "of_wide_heads": "heads wider than 256 numbers attend by blocks of matrix products, as no fused "
-    "kernel takes them; these and windows with heads of 256 were timed on an H200, and the rest is "
-    "by a GPU's rates; on other kinds all are scaled by data sheets (docs/results/families)",
+    "of_wide_heads": "heads wider than 256 numbers attend by blocks of matrix products, as no "
+    "fused kernel takes them; these and windows with heads of 256 were timed on an H200, and the "
+    "rest is by a GPU's rates: ACCURACY; on other kinds all "
+    "are scaled by data sheets (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -131,19 +132,22 @@ class KernelRates(NamedTuple):
 
     forward: float
     backward: float
+    half_rows: float = 0
+    """Rows of queries, of all heads, with which it is half as fast as with many."""
 
 
-_WIDE_HEADS = KernelRates(forward=79e12, backward=68e12)
-"""Heads wider than fused kernels take, by blocks of matrix products."""
-_WINDOWS = KernelRates(forward=95e12, backward=80e12)
-"""Windows with heads of the most that flash attention takes."""
+_WIDE_HEADS = KernelRates(forward=131e12, backward=168e12, half_rows=1080)
+"""Heads wider than fused kernels take, by blocks of matrix products. Source, as of the next:
+docs/results/families/gemma_times.jsonl, from 8,192 to 131,072 tokens."""
+_WINDOWS = KernelRates(forward=280e12, backward=185e12)
+"""Windows with heads of 256 numbers, the most that flash attention takes."""
 _FLEX_SHARE = 0.5
 """FlexAttention's FLOP/s as a share of the fused kernels'. Source: docs/results/attention."""
 _BACKWARD_PRODUCTS = 2.5
 """Matrix products of attention's backward pass, relative to the forward pass: five to two."""
 _EMBEDDING_PASSES = 14
 """Times that layers' own embeddings are read or written forward: looked up, projected, scaled both,
-normed, added and scaled again; twice as often backward."""
+normed, added and scaled again."""
 _UPDATE_BYTES = 40
 """Bytes moved per parameter by clipping, AdamW and zeroing, in float32."""
 _CAST_BYTES = 20
@@ -317,14 +321,19 @@ def _micro_batch(
     tokens = sequences * length_tokens / layout.context_degree
     attended = _attended(shape, settings, length_tokens, sequences=sequences, whole=whole)
     trained = _Work()
-    for kind, count, pairs in attended:
-        own = _layer(shape, kind, settings, tokens, pairs / layout.context_degree)
+    for kind, count, attention in attended:
+        again = attention.attention_flops if settings.recompute == "layer" else 0
+        attending = attention.plus(_Work(attention_flops=again))
+        own = _layer(shape, kind, settings, tokens).plus(attending, 1 / layout.context_degree)
         trained = trained.plus(own, count)
     # parameters are copied into the compute dtype, and gradients back
     cast_bytes = _NARROW_BYTES if settings.parameters == "bf16" else _CAST_BYTES
     copies = _Work(moved_bytes=shape.parameters * cast_bytes if settings.lora is None else 0)
     trained = trained.plus(_head(shape, settings, tokens)).plus(copies)
-    trained = trained.plus(_layer_embeddings(shape, settings, tokens))
+    passes = 3
+    if settings.adapters is not None:  # a gradient only for adapters on what embeds for layers
+        passes = 1 + (outer_adapter_parameters(shape, settings.adapters) > 0)
+    trained = trained.plus(_layer_embeddings(shape, tokens), passes)
     beforehand = _forward_alone(shape, attended, tokens, layout)
     number = settings.traits.has_reference + settings.critic
     return _Work().plus(trained, settings.trained_models).plus(beforehand, number)
@@ -332,19 +341,47 @@ def _micro_batch(
 
 def _attended(
     shape: ModelShape, settings: Settings, length_tokens: int, *, sequences: int, whole: int
-) -> list[tuple[LayerKind, int, float]]:
-    """Return each kind of layer, its number, and the pairs to which one such layer attends."""
+) -> list[tuple[LayerKind, int, _Work]]:
+    """Return each kind of layer, its number, and one such layer's attention, forward and backward,
+    on all GPUs that share the sequences.
+    """
     tokens = sequences * length_tokens
     of_pieces = tokens**2 / (pieces(tokens, "cuda") or 1) / 2
-    found: list[tuple[LayerKind, int, float]] = []
+    found: list[tuple[LayerKind, int, _Work]] = []
     above = shape.layers
     for run in shape.runs:
         above -= run.count
         last = min(max(whole - above, 0), run.count)
-        pairs = sequences * _pairs(run.kind.attention, settings, length_tokens)
-        found.append((run.kind, last, pairs))
-        found.append((run.kind, run.count - last, min(pairs, of_pieces)))
+        attention = run.kind.attention
+        pairs = sequences * _pairs(attention, settings, length_tokens)
+        forward, backward = _times_as_long(attention, settings, length_tokens, sequences=sequences)
+        for count, read in ((last, pairs), (run.count - last, min(pairs, of_pieces))):
+            flops = 4 * read * attention.query_size
+            work = _Work(
+                attention_flops=flops * forward,
+                attention_backward_flops=_BACKWARD_PRODUCTS * flops * backward,
+            )
+            found.append((run.kind, count, work))
     return found
+
+
+def _times_as_long(
+    attention: AttentionKind, settings: Settings, length_tokens: int, *, sequences: int
+) -> tuple[float, float]:
+    """How many times as long a pair takes as by the fused kernels' rates, forward and backward."""
+    is_wide = attention.head_dim > WIDEST_FUSED_HEAD
+    has_window = attention.window_tokens is not None and attention.head_dim == WIDEST_FUSED_HEAD
+    if settings.pattern is not None or not (is_wide or has_window):
+        return 1, 1
+    own, slower = _WIDE_HEADS if is_wide else _WINDOWS, 1.0
+    if is_wide:
+        heads = sequences * attention.query_heads
+        rows = stretch(length_tokens, None, heads, at_hand=WIDE_SCORES_AT_HAND).rows
+        slower += own.half_rows / (rows * heads)
+    return (
+        slower * _OF_H200.attention_flops / own.forward,
+        slower * _OF_H200.attention_backward_flops / own.backward,
+    )
 
 
 def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> float:
@@ -360,10 +397,10 @@ def _pairs(attention: AttentionKind, settings: Settings, length_tokens: int) -> 
     return (length_tokens**2 - further_back**2) / 2
 
 
-def _layer(
-    shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float, pairs: float
-) -> _Work:
-    """Work of a layer: forward, recomputed (except its last product), and backward."""
+def _layer(shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float) -> _Work:
+    """Work of a layer beside its attention: forward, recomputed (except its last product), and
+    backward.
+    """
     weights = kind.matmul_parameters
     is_recomputed = settings.recompute != "none"
     again = weights - kind.hidden_size * kind.mlp.width * kind.mlp.experts_per_token
@@ -375,31 +412,10 @@ def _layer(
     else:
         adapters = adapter_parameters_of_layer(kind, shape.model_type, settings.adapters)
         passes += 2 * weights + (8 if is_recomputed else 6) * adapters
-    attention = 4 * pairs * kind.attention.query_size
-    slower = _times_as_long(kind.attention, settings)
-    forwards = 2 if settings.recompute == "layer" else 1
     element_passes = 4 if is_recomputed else 3
     return _Work(
         matmul_flops=tokens * passes,
-        attention_flops=forwards * attention * slower.forward,
-        attention_backward_flops=_BACKWARD_PRODUCTS * attention * slower.backward,
         moved_bytes=element_passes * tokens * _passed_bytes(kind),
-    )
-
-
-def _times_as_long(attention: AttentionKind, settings: Settings) -> KernelRates:
-    """How many times as long a pair takes as with the fused kernels' rates, either way."""
-    if settings.pattern is not None or attention.head_dim < WIDEST_FUSED_HEAD:
-        return KernelRates(1, 1)
-    if attention.head_dim > WIDEST_FUSED_HEAD:
-        own = _WIDE_HEADS
-    elif attention.window_tokens is not None:
-        own = _WINDOWS
-    else:
-        return KernelRates(1, 1)
-    usual = _OF_H200
-    return KernelRates(
-        usual.attention_flops / own.forward, usual.attention_backward_flops / own.backward
     )
 
 
@@ -423,32 +439,25 @@ def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
     )
 
 
-def _layer_embeddings(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
-    """Work for the embeddings that each layer has of its own, all layers' at once: a projection,
-    whose input has a gradient only where the model is trained, a norm and a table.
+def _layer_embeddings(shape: ModelShape, tokens: float) -> _Work:
+    """Work of a forward pass for the embeddings that each layer has of its own, all layers' at
+    once: a table, a projection and a norm.
     """
-    found = _Work()
-    for projection in shape.layer_tables[1:]:
-        numbers, adapters = projection.rows * projection.row_size, 0
-        if settings.adapters is not None:
-            adapters = outer_adapter_parameters(shape, settings.adapters)
-        products = 2 * numbers * (1 if settings.lora is not None else 3) + 6 * adapters
-        has_gradient = settings.lora is None or adapters > 0
-        passes = _EMBEDDING_PASSES * (3 if has_gradient else 1)
-        moved = 2 * passes * projection.rows
-        found = found.plus(_Work(matmul_flops=tokens * products, moved_bytes=tokens * moved))
-    return found
+    return _Work(
+        matmul_flops=2 * tokens * sum(p.rows * p.row_size for p in shape.layer_tables[1:]),
+        moved_bytes=2 * tokens * _EMBEDDING_PASSES * sum(p.rows for p in shape.layer_tables[1:]),
+    )
 
 
 def _forward_alone(
-    shape: ModelShape, attended: list[tuple[LayerKind, int, float]], tokens: float, layout: Layout
+    shape: ModelShape, attended: list[tuple[LayerKind, int, _Work]], tokens: float, layout: Layout
 ) -> _Work:
     """Work of a model's forward pass from which nothing is kept."""
-    total = _Work()
-    for kind, count, pairs in attended:
+    total = _layer_embeddings(shape, tokens)
+    for kind, count, attention in attended:
         layer = _Work(
             matmul_flops=2 * tokens * kind.matmul_parameters,
-            attention_flops=4 * pairs * kind.attention.query_size / layout.context_degree,
+            attention_flops=attention.attention_flops / layout.context_degree,
             moved_bytes=tokens * _passed_bytes(kind),
         )
         total = total.plus(layer, count)

@@ -7,9 +7,9 @@
 
 Each line of ``gemma_times.jsonl`` is a document: one attention of one layer, forward and both ways,
 in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
-weights; or what was predicted of such a trial before. Steps are measured before this process holds anything
-of the GPU, attention from the shortest length to the longest. Both take three minutes on an H200;
-what is measured is said on stderr.
+weights; or what was predicted of such a trial before. Steps are measured before this process holds
+anything of the GPU, attention from the shortest length to the longest. Both take three minutes on
+an H200; what is measured is said on stderr.
 """
 
 import argparse

@@ -204,6 +204,9 @@ SCORES_AT_HAND = 2**23
 WIDE_SCORES_AT_HAND = 2**26
 """The same of heads wider than fused kernels take: products of some hundred rows, which keep a GPU
 busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
+_ALIGNED = 8
+"""Numbers of bfloat16 in 16 bytes: products of rows of another length took up to 1.5 times as
+long."""
 
 WIDEST_FUSED_HEAD = 256
 """Largest head size that a fused kernel takes."""
@@ -222,12 +225,15 @@ def stretch(
     length_tokens: int, window_tokens: int | None, heads: int, *, at_hand: int | None = None
 ) -> Stretch:
     """The largest stretch of documents of this length; ``heads``: those of all of them. Scores at
-    hand are so many, ``SCORES_AT_HAND`` if not said, or those of one row.
+    hand are so many, ``SCORES_AT_HAND`` if not said, or those of one row; where they are said, rows
+    are a multiple of ``_ALIGNED``.
     """
     window = min(length_tokens, window_tokens or length_tokens)
     room = (at_hand or SCORES_AT_HAND) // heads
     # r rows of a window read window + r - 1 keys: r (window + r) is to be within the room
     rows = max(1, (math.isqrt(window**2 + 4 * room) - window) // 2)
+    if at_hand is not None and rows > _ALIGNED:
+        rows -= rows % _ALIGNED
     return Stretch(min(length_tokens, rows), min(length_tokens, window + rows - 1))
 
 
