@@ -11,13 +11,20 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
+from highwater.model.families import family_row
 from highwater.model.footprint import kept_by_recompute, matrices, trained_parameters
 from highwater.model.layer_kind import AttentionKind, LayerKind
 from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
-from highwater.nouns.layout import WIDE_SCORES_AT_HAND, WIDEST_FUSED_HEAD, Layout, stretch
+from highwater.nouns.layout import (
+    TILED_EXPERTS,
+    WIDE_SCORES_AT_HAND,
+    WIDEST_FUSED_HEAD,
+    Layout,
+    stretch,
+)
 from highwater.nouns.objective import adapter_parameters_of_layer, outer_adapter_parameters
 from highwater.nouns.settings import Settings
 from highwater.nouns.sparse_pattern import kept_pairs
@@ -42,8 +49,8 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "scaled by data sheets; there no trial was timed, around a ring one (docs/results/families)",
     "of_wide_heads": "heads wider than 256 numbers attend by blocks of matrix products, as no "
     "fused kernel takes them; these and windows with heads of 256 were timed on an H200, and the "
-    "rest is by a GPU's rates: ACCURACY; on other kinds all "
-    "are scaled by data sheets (docs/results/families)",
+    "rest is by a GPU's rates: five trials on H200s took 0.95 to 1.15 times as long; on other "
+    "kinds all are scaled by data sheets (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""
 
@@ -136,15 +143,22 @@ class KernelRates(NamedTuple):
     """Rows of queries, of all heads, with which it is half as fast as with many."""
 
 
-_WIDE_HEADS = KernelRates(forward=131e12, backward=168e12, half_rows=1080)
+_WIDE_HEADS = KernelRates(forward=143e12, backward=181e12, half_rows=260)
 """Heads wider than fused kernels take, by blocks of matrix products. Source, as of the next:
 docs/results/families/gemma_times.jsonl, from 8,192 to 131,072 tokens."""
 _WINDOWS = KernelRates(forward=280e12, backward=185e12)
 """Windows with heads of 256 numbers, the most that flash attention takes."""
+_UNLIKE_LAUNCHES, _UNLIKE_BYTES = 4.1, 75
+"""Gemma 4's layers: times as many launches as others', by two steps in which these decide; bytes
+moved forward per hidden number by what is no kernel of ours, by a step of E4B of 32,768 tokens."""
 _FLEX_SHARE = 0.5
 """FlexAttention's FLOP/s as a share of the fused kernels'. Source: docs/results/attention."""
 _BACKWARD_PRODUCTS = 2.5
 """Matrix products of attention's backward pass, relative to the forward pass: five to two."""
+_COPIED_BYTES = 38
+"""Bytes moved forward per number of a token's copies: gathered, weighted in float32, put back in
+their order and summed. Fitted to a step of Gemma 4 26B-A4B; one of Qwen3.6-35B-A3B takes 0.97 times
+as long as with it, and 1.10 without."""
 _EMBEDDING_PASSES = 14
 """Times that layers' own embeddings are read or written forward: looked up, projected, scaled both,
 normed, added and scaled again."""
@@ -213,7 +227,7 @@ class _Work(NamedTuple):
     attention_backward_flops: float = 0
     moved_bytes: float = 0
 
-    def plus(self, other: "_Work", times: int = 1) -> "_Work":
+    def plus(self, other: "_Work", times: float = 1) -> "_Work":
         """Return the sum of both, with the other one taken ``times`` times."""
         return _Work(*(a + times * b for a, b in zip(self, other, strict=True)))
 
@@ -254,6 +268,7 @@ def predicted_step(
         whole=shape.layers if attention_depth is None else attention_depth,
     )
     launches = (_LAUNCH_S if layout.gpus == 1 else _SHARDED_LAUNCH_S) * shape.layers
+    launches *= _UNLIKE_LAUNCHES if family_row(shape.model_type).has_unlike_layers else 1
     exchanged = _exchanged_bytes(shape, settings, layout, tokens=sequences * length_tokens)
     each = {
         "kernels, or their launches": max(work.seconds(rates), launches),
@@ -415,15 +430,21 @@ def _layer(shape: ModelShape, kind: LayerKind, settings: Settings, tokens: float
     element_passes = 4 if is_recomputed else 3
     return _Work(
         matmul_flops=tokens * passes,
-        moved_bytes=element_passes * tokens * _passed_bytes(kind),
+        moved_bytes=element_passes * tokens * _passed_bytes(kind, shape.model_type),
     )
 
 
-def _passed_bytes(kind: LayerKind) -> int:
-    """Bytes per token that norms, rotations, gates and residuals move forward; twice backward."""
+def _passed_bytes(kind: LayerKind, family: str) -> int:
+    """Bytes per token that norms, rotations, gates and residuals move forward, and a token's copies
+    for its experts where transformers' own code makes them; twice backward.
+    """
     attention, width = kind.attention, kind.mlp.width * kind.mlp.experts_per_token
+    has_copies = kind.mlp.experts > 1 and family not in TILED_EXPERTS
+    copied = kind.hidden_size * kind.mlp.experts_per_token * has_copies
     of_heads = 4 * (attention.query_size + attention.key_size)
-    return 2 * (8 * kind.hidden_size + of_heads + 3 * width)
+    of_unlike = _UNLIKE_BYTES * kind.hidden_size * family_row(family).has_unlike_layers
+    moved = 2 * (8 * kind.hidden_size + of_heads + 3 * width)
+    return moved + of_unlike + _COPIED_BYTES * copied
 
 
 def _head(shape: ModelShape, settings: Settings, tokens: float) -> _Work:
@@ -458,7 +479,7 @@ def _forward_alone(
         layer = _Work(
             matmul_flops=2 * tokens * kind.matmul_parameters,
             attention_flops=attention.attention_flops / layout.context_degree,
-            moved_bytes=tokens * _passed_bytes(kind),
+            moved_bytes=tokens * _passed_bytes(kind, shape.model_type),
         )
         total = total.plus(layer, count)
     logits = tokens * shape.vocab_size

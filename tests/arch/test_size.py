@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_308,
+    "src_lines": 72_421,
     "src_files": 287,
     "src_small_files": 10,
     "process_starts": 1,
@@ -23,7 +23,8 @@ reporters: one; the hardware of trials, which the catalog of GPUs no longer read
 is a chooser and nothing else: no file of Python, 84 lines; Hugging Face's step, traced and in
 closed form: two, its law for four more trainers, a rollout beside them: one, and their users' own
 files: one, of whose issue 26 lines were left; list prices: 22 lines; Gemma 4, its wide heads and
-what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; own studies of any
+what its layers share: two, 389 lines; predictions of it: 124; its experts: 11; adapters on all of
+it and the time of its steps: 113; own studies of any
 trainer: 20, and vLLM's own settings where it has no room: the last 6; the delta rule's sweep over
 chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; the delta rule around
 a ring: 221 lines; counts and prices of GPUs, which no issue allowed: 218; a user's own file

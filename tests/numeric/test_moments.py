@@ -176,10 +176,25 @@ _26B = {
     "top_k_experts": 2,
     "moe_intermediate_size": 448,
 }
+_MANY_EXPERTS = {
+    "hidden_size": 1408,
+    "moe_intermediate_size": 352,
+    "intermediate_size": 1056,
+    "num_experts": 16,
+    "top_k_experts": 8,
+}
+"""Half of 26B-A4B's sizes, and as many experts a token, whose copies are the peak."""
+_LORA = {"loss": "chunked", "lora": 16}
+ON_ATTENTION = {"lora_targets": "q_proj,k_proj,v_proj,o_proj"}
 _MANY_WORDS = {"vocab_size": 40_000, "vocab_size_per_layer_input": 20_000}
 _WHOLE = {"loss": "chunked", "recompute": "none"}
 GEMMA4_CASES: dict[str, dict[str, Any]] = {
     "E4B": {"config": _E4B},
+    "E4B, adapters on everything": {"config": _E4B, "settings": Settings(**_LORA)},
+    "26B-A4B, many experts a token, adapters": {
+        "config": _26B | _MANY_EXPERTS,
+        "settings": Settings(**_LORA | ON_ATTENTION),
+    },
     "26B-A4B": {"config": _26B},
     "26B-A4B, attention kept": {"config": _26B, "settings": Settings(**KEPT)},
     "26B-A4B, all kept": {"config": _26B, "settings": Settings(**_WHOLE)},
@@ -210,6 +225,27 @@ GEMMA4_CASES: dict[str, dict[str, Any]] = {
     "31B, three documents": {
         "config": _31B,
         "settings": Settings(loss="chunked", sequences_per_micro_batch=3),
+    },
+    "E4B, adapters, all kept": {"config": _E4B, "settings": Settings(**_LORA | _WHOLE)},
+    "E4B, adapters, shared": {
+        "config": _E4B,
+        "settings": Settings(**_LORA),
+        "layout": Layout(gpus=2, ulysses_degree=2),
+    },
+    "E4B, adapters, in four bits": {
+        "config": _E4B,
+        "settings": Settings(**_LORA, lora_base="nf4"),
+    },
+    "E2B, adapters, on the host": {
+        "config": _E2B,
+        "settings": Settings(**_LORA, activations="host"),
+        "layout": Layout(gpus=2),
+    },
+    "31B, adapters": {"config": _31B, "settings": Settings(**_LORA)},
+    "26B-A4B, many experts a token": {"config": _26B | _MANY_EXPERTS},
+    "26B-A4B, many experts a token, adapters, all kept": {
+        "config": _26B | _MANY_EXPERTS,
+        "settings": Settings(**_LORA | ON_ATTENTION | _WHOLE),
     },
     "the catalog's E2B": {
         "config": config_of("gemma-4-E2B-text"),

@@ -9,7 +9,8 @@ Each line of ``gemma_times.jsonl`` is a document: one attention of one layer, fo
 in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
 weights; or what was predicted of such a trial before. Steps are measured before this process holds
 anything of the GPU, attention from the shortest length to the longest. Both take three minutes on
-an H200; what is measured is said on stderr.
+an H200; what is measured is said on stderr. ``run`` was added to the lines: between the first and
+the second one rows of wide heads were aligned.
 """
 
 import argparse
@@ -179,31 +180,44 @@ def predicted(trial: str) -> dict[str, Any]:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """Attention and steps, in Markdown."""
+    """Attention and steps by run, and what was predicted first and last, in Markdown."""
+    runs = sorted({line["run"] for line in lines if "run" in line})
+    titles = [f"run {run}: forward, both ways" for run in runs]
     rows = [
-        "| attention | tokens | forward, ms | both ways, ms |",
-        "| --- | ---: | ---: | ---: |",
+        f"| attention | tokens | {' | '.join(titles)} |",
+        f"| --- | ---: |{' ---: |' * len(runs)}",
     ]
+    calls: dict[tuple[Any, ...], list[str]] = {}
     for line in (line for line in lines if line["what"] == "attention"):
-        window = line["window_tokens"]
-        reads = f", window {window:,}" if window else ""
-        named = f"{line['of']}: {line['query_heads']} heads of {line['head_dim']}{reads}"
-        times = f"{line['forward_ms']:.2f} | {line['both_ms']:.2f}"
-        rows.append(f"| {named} | {line['tokens']:,} | {times} |")
+        heads = Heads(*(line[name] for name in Heads._fields))
+        times = f"{line['forward_ms']:,.1f}, {line['both_ms']:,.1f} ms"
+        calls.setdefault((*heads, line["tokens"]), []).append(times)
+    for (*of, tokens), times in sorted(calls.items(), key=lambda call: call[0][3:4] + call[0][:1]):
+        heads = Heads(*of)
+        reads = f", window {heads.window_tokens:,}" if heads.window_tokens else ""
+        named = f"{heads.of}: {heads.query_heads} heads of {heads.head_dim}{reads}"
+        rows.append(f"| {named} | {tokens:,} | {' | '.join(times)} |")
+    steps = [f"run {run}: a step" for run in runs]
     rows += [
         "",
-        "| trial | a step | predicted | allocated: measured | formula |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        f"| trial | {' | '.join(steps)} | predicted before | after | allocated | before | after |",
+        f"| --- |{' ---: |' * (len(runs) + 5)}",
     ]
-    before = {line["trial"]: line for line in lines if line["what"] == "prediction"}
-    for line in (line for line in lines if line["what"] == "step" and line.get("step_times_s")):
-        said, peak = before.get(line["trial"], {}), line["peak_allocated_bytes"]
-        step_s = line["step_times_s"][-1]
-        cells = [f"{step_s:.2f} s", "", f"{peak / 2**30:.3f} GiB", ""]
-        if said:
-            cells[1] = f"{said['time_s']:.2f} s, {said['time_s'] / step_s - 1:+.0%}"
-            cells[3] = f"{said['allocated_bytes'] / peak - 1:+.2%}"
-        rows.append(f"| {line['trial'].replace(f' {COMMON}', '')} | {' | '.join(cells)} |")
+    for trial in TRIALS:
+        own = [line for line in lines if line.get("trial") == trial]
+        found = [line for line in own if line["what"] == "step"]
+        said = [line for line in own if line["what"] == "prediction"]
+        step_s, peak = (
+            [line["step_times_s"][-1] for line in found],
+            found[-1]["peak_allocated_bytes"],
+        )
+        cells = [f"{each:.2f} s" for each in step_s]
+        # what was said before is beside the run that it was said of
+        for each, against in ((said[0], step_s[0]), (said[-1], step_s[-1])):
+            cells.append(f"{each['time_s']:.2f} s, {each['time_s'] / against - 1:+.0%}")
+        cells.append(f"{peak / 2**30:.3f} GiB")
+        cells += [f"{each['allocated_bytes'] / peak - 1:+.2%}" for each in (said[0], said[-1])]
+        rows.append(f"| {trial.replace(f' {COMMON}', '')} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

@@ -205,8 +205,8 @@ WIDE_SCORES_AT_HAND = 2**26
 """The same of heads wider than fused kernels take: products of some hundred rows, which keep a GPU
 busy at 65,536 tokens; 256 MiB in float32, and in the backward pass three times as many."""
 _ALIGNED = 8
-"""Numbers of bfloat16 in 16 bytes: products of rows of another length took up to 1.5 times as
-long."""
+"""Numbers of bfloat16 in 16 bytes: products of rows of another length took 1.1 to 2.4 times
+as long on an H200 (docs/results/families)."""
 
 WIDEST_FUSED_HEAD = 256
 """Largest head size that a fused kernel takes."""
