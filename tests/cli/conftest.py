@@ -1,6 +1,4 @@
-"""The installed commands, run as a user runs them: real processes in an empty directory. Those of
-ours are forked from a process that has imported them.
-"""
+"""The installed commands, run as a user runs them: real processes in an empty directory."""
 
 import os
 import re
@@ -42,9 +40,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def _forking(server: ForkServer) -> Run:
-    """Runs a program with the whole of its environment: as installed each costs a third of a second
-    of imports, and the tests start more than a thousand.
-    """
+    """Runs a program with the whole of its environment."""
 
     def forked(
         program: str, *words: str, cwd: Path, environment: dict[str, str]
@@ -63,9 +59,7 @@ def forked(fork_server: ForkServer) -> Run:
 
 @pytest.fixture(scope="session")
 def forked_without_the_hub() -> Iterator[Run]:
-    """The same by one that has not imported ``huggingface_hub``, which reads its environment then;
-    it starts with the first program.
-    """
+    """The same by one that has not imported ``huggingface_hub``, which reads it then."""
     programs = (main.partition(":")[0] for main in COMMANDS.values())
     server = ForkServer(*programs, "warmed_commands", environment={"PYTHONPATH": str(TESTS)})
     yield _forking(server)
@@ -74,12 +68,7 @@ def forked_without_the_hub() -> Iterator[Run]:
 
 @pytest.fixture
 def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
-    """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
-    alike.
-
-    What the environment tells the interpreter needs one of its own; ``found_in`` is a folder of
-    modules for what a command starts.
-    """
+    """Runs a command in an empty directory, GPUs hidden; ``found_in``: modules for its children."""
 
     def run(
         program: str, *words: str, found_in: str | None = None, **environment: str

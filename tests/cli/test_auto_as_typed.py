@@ -1,6 +1,4 @@
-"""``--activations auto`` as it is typed: what a trial says of it, and what is refused, with what to
-type instead.
-"""
+"""``--activations auto`` as it is typed: what a trial says of it, and what is refused."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""How it ends when the program, or the machine below it, fails: codes of their own, and never
-"nothing fits".
-"""
+"""How it ends when the program, or the machine below it, fails: codes of their own."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""What is written from code and records is as it is written now, and the documentation site builds
-strictly and fetches nothing.
-"""
+"""What is written from code and records is as it is written now."""
 
 import os
 import re
@@ -99,7 +97,6 @@ def test_the_picture_is_for_dark_screens_too_and_tells_itself_in_words():
     text = (DOCS / "capacities.svg").read_text()
     drawn = ElementTree.fromstring(text)  # noqa: S314 - our own file
     (description,) = (each.text for each in drawn if each.tag.endswith("desc"))
-    assert description is not None
     assert "Qwen3-0.6B, 1 GPU: Hugging Face" in description
     assert "prefers-color-scheme: dark" in text
     figures = re.findall(r"class=\"figure[^>]*>([\d,]+)<", text)

@@ -1,6 +1,4 @@
-"""Every command and program in README.md, CONTRIBUTING.md and docs/ is run, or, where it needs a
-GPU, asked as a dry run.
-"""
+"""Every command in README.md, CONTRIBUTING.md and docs/ is run, or asked as a dry run."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""What `emit` says first of each trainer: a prediction of its own step, or that nobody predicted
-it, with no verdict of another engine's; the fused loss where it has one, and the bytes of its
-logits where it has not.
-"""
+"""What `emit` says first of each trainer."""
 
 import csv
 import json

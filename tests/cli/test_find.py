@@ -1,6 +1,4 @@
-"""``highwater find``: the answer on stdout, talk on stderr, and every answer with the next
-command.
-"""
+"""``highwater find``: the answer on stdout, talk on stderr; every answer has the next command."""
 
 import json
 import os
@@ -110,9 +108,7 @@ def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 
 def flag_in(hint: str, start: str) -> str:
-    """The flag in a hint from ``start`` to the last backtick: names in it may hold backticks
-    too.
-    """
+    """The flag in a hint from ``start`` to the last backtick."""
     return hint[hint.index(start) :].rpartition("`")[0]
 
 

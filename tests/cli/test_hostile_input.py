@@ -1,6 +1,4 @@
-"""What is typed, and what stands in files that are named, never crashes a command: it is refused by
-name, with a hint.
-"""
+"""What is typed, and what stands in files that are named, never crashes a command."""
 
 import json
 import os

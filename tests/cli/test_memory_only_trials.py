@@ -1,6 +1,4 @@
-"""``try --attention-depth`` and ``find --proof memory`` as a user types them: real trials on the
-CPU, and refusals.
-"""
+"""``try --attention-depth`` and ``find --proof memory`` as a user types them."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""Models by their ids on the Hub: fetched from a server with the Hub's routes, and then read from
-the Hub's cache; each way that it can fail is told with what to do.
-"""
+"""Models by their ids on the Hub: fetched from a server with the Hub's routes."""
 
 import json
 import os
@@ -53,7 +51,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             stderr=said,
             text=True,
         )
-        assert server.stdout is not None
         address = server.stdout.readline().strip()
         environment = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": ""}
         yield Hub({**environment, "HF_HUB_DISABLE_TELEMETRY": "1"}, log, cache)

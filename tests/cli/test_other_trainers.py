@@ -1,6 +1,4 @@
-"""``--trainer command``: a search of somebody else's training script, from the command line; what
-it cannot be told is refused before anything starts.
-"""
+"""``--trainer command``: a search of somebody else's training script, from the command line."""
 
 import json
 import shlex

@@ -1,6 +1,4 @@
-"""``--data`` on real trials: what trains nothing or not what it says is refused by name; what is
-exact is trained.
-"""
+"""``--data`` on real trials: what trains nothing or not what it says is refused by name."""
 
 import json
 import subprocess

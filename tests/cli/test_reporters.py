@@ -1,7 +1,4 @@
-"""``train --report-to``: what each package reads back of a real run, by its own library.
-
-A package that is missing is a failure where HIGHWATER_REQUIRE names ``reporters``.
-"""
+"""``train --report-to``: what each package reads back of a real run, by its own library."""
 
 import json
 import os

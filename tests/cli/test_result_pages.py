@@ -1,6 +1,4 @@
-"""The pages of results: each table is what its command prints of the files beside it, and every
-command there can start.
-"""
+"""The pages of results: each table is what its command prints of the files beside it."""
 
 import os
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""The drop-in command: the flags and defaults that Trinity-RFT users know; what cannot be done yet
-is refused by name.
-"""
+"""The drop-in command: the flags and defaults that Trinity-RFT users know."""
 
 import os
 import re

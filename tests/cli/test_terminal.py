@@ -1,6 +1,4 @@
-"""On a terminal: a live table while it runs, a drawn one at the end; elsewhere plain lines. No
-figure is cut, at any width.
-"""
+"""On a terminal: a live table while it runs, a drawn one at the end; elsewhere plain lines."""
 
 import fcntl
 import os

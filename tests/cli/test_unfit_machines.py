@@ -1,9 +1,4 @@
-"""Machines on which a trial cannot run: every command still answers, and a search is refused before
-its first trial.
-
-The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package's metadata found
-before the installed one.
-"""
+"""Machines on which a trial cannot run: every command still answers."""
 
 import json
 import shutil
@@ -37,9 +32,7 @@ CPU = ("find", "Qwen3-0.6B", "--device", "cpu", "--memory", "2GiB")
 
 @pytest.fixture
 def libraries(tmp_path: Path) -> dict[str, str]:
-    """The environment in which modules written to ``tmp_path`` stand for installed ones; the one
-    GPU is visible.
-    """
+    """The environment in which modules written to ``tmp_path`` stand for installed ones."""
     return {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
 
 
