@@ -98,9 +98,7 @@ def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
 
 
 def loading(case: str, processes: int) -> tuple[str, ...]:
-    """Strategies by which so many processes load what a case saved: by two the other one, by one
-    the same; in `make test-all` both.
-    """
+    """Strategies by which so many processes load what a case saved."""
     other = case.endswith("fsdp2") == (processes == 2)
     return deep(*STRATEGIES) or (STRATEGIES[other],)
 
@@ -130,9 +128,7 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
 
 
 def engine_told(model: Decoder) -> Tensor:
-    """Of a language model the log-probability of every token but the first, of a reward model the
-    number of the last one.
-    """
+    """Log-probabilities of all tokens but the first, or a reward model's number of the last one."""
     ids, positions = torch.tensor(TOKENS), torch.arange(LENGTH)
     with torch.no_grad():
         if model.gives_scalars:
@@ -141,9 +137,7 @@ def engine_told(model: Decoder) -> Tensor:
 
 
 def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) -> Tensor:
-    """What plain transformers makes of the weights, flat: logits of every token, or the number of
-    the last one.
-    """
+    """What plain transformers makes of the weights, flat."""
     config = read_config(str(source), length_tokens=LENGTH, rope="auto")
     if gives_scalars:
         config.num_labels = 1

@@ -1,6 +1,4 @@
-"""What travels between ranks: every collective and transfer that a block begins, seen where PyTorch
-dispatches it.
-"""
+"""What travels between ranks."""
 
 from collections import Counter
 from typing import Any, NamedTuple

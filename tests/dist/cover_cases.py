@@ -1,9 +1,4 @@
-"""One process of a group: objectives, layouts and settings in combination, against
-tests/references. Started by ``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON
-object {case name: deviations}.
-"""
+"""One process of a group: objectives, layouts and settings in combination, by tests/references."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -280,9 +275,7 @@ def cases_for(processes: int, strength: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights: what is trained, what it is held to, and what judges
-    it.
-    """
+    """Tiny models with random float64 weights: what is trained, what it is held to."""
     balanced = {**EXPERTS, "output_router_logits": True}
     one = {"num_labels": 1}
     torch.manual_seed(20)
@@ -311,9 +304,7 @@ def results(weights: str, strength: str) -> dict[str, Any]:
 def run(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of
-    rank 0, which knows them.
-    """
+    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
     own, every = batches(case, shared)
     training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
@@ -357,9 +348,7 @@ def batches(
 def train(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> Training:
-    """As highwater.engine.training.rank_run does, in float64, and each model with weights of its
-    own.
-    """
+    """As highwater.engine.training.rank_run does, in float64."""
     settings = case.settings
     loss = "full" if settings.holds_logits else "chunked"
 

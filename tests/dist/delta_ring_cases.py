@@ -1,6 +1,4 @@
-"""Run by test_delta_ring.py on each rank: slices of a row through the gated delta rule, beside its
-definition, token by token, over the whole row.
-"""
+"""Run by test_delta_ring.py on each rank."""
 
 from typing import Any, NamedTuple
 
@@ -55,9 +53,7 @@ def results() -> dict[str, Any]:
 
 
 def run(case: Case) -> dict[str, float]:
-    """Deviations of this rank's outputs, and of the gradients of its slice and of weights; of those
-    too where the outputs are kept and the layer is recomputed.
-    """
+    """Deviations of this rank's outputs, and of the gradients of its slice and of weights."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     row_tokens = ranks * case.slice_tokens
     ends = (*(end for end in case.ends if end < row_tokens), row_tokens)

@@ -1,9 +1,4 @@
-"""One process of a group: RoPE that depends on a document's length, packed and sharded, against
-each document alone.
-
-``torchrun --nproc-per-node N document_rope_cases.py RESULT FOLDER EXTENT``: writes, as rank 0, one
-JSON object {case name: deviations}.
-"""
+"""One process of a group: RoPE that depends on a document's length, against each document alone."""
 
 from dataclasses import dataclass
 from functools import cache

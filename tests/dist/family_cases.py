@@ -1,9 +1,4 @@
-"""One process of a group: every family in one layout, against the family's own modules. Started by
-``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one
-JSON line a family.
-"""
+"""One process of a group: every family in one layout, against the family's own modules."""
 
 import json
 import sys
@@ -156,7 +151,6 @@ def deviations(
 def _deviation(found: Tensor | None, expected: Tensor | None, norm: float) -> float:
     if expected is None:
         return 0.0 if found is None else float(found.norm())
-    assert found is not None
     floor = ROUNDING * min(norm, CLIP_NORM)
     return float((found.view_as(expected) - expected).norm() / expected.norm().clamp(min=floor))
 
@@ -236,9 +230,7 @@ def _theirs(
 
 
 def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
-    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts
-    are not trained on.
-    """
+    """Documents of odd lengths, equal ones beside each other, a single token among them."""
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     packed: list[tuple[Tensor, Tensor]] = []
     for length in LENGTHS:

@@ -1,6 +1,4 @@
-"""Tiny models of every causal family of the installed transformers, their weights random and saved
-by the family's own class.
-"""
+"""Tiny models of every causal family of the installed transformers, with random weights."""
 
 import json
 import warnings
@@ -45,9 +43,7 @@ def families() -> list[str]:
 
 
 def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
-    """The family's config, every known size of it small; ``window`` tokens wide where the family
-    has windows.
-    """
+    """The family's config, every known size of it small."""
     if family in WRAPPED:
         text, own = WRAPPED[family]["text"], WRAPPED[family]["own"]
         inner = tiny_config(text, window=window).to_dict() | WRAPPED[family].get("fields", {})
@@ -81,9 +77,7 @@ def _layers(usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tiny(family: str, folder: Path, *, window: int = WINDOW) -> None:
-    """A tiny model of the family, in a directory of its name: weights in float32, their layout the
-    family's own.
-    """
+    """A tiny model of the family, in a directory of its name."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,9 +1,4 @@
-"""One process of a group: what some steps change in a model with parameters that its family does
-not train. Started by ``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N frozen_cases.py RESULT WEIGHTS``: writes, as rank 0, one JSON object
-{case name: what was found}.
-"""
+"""One process of a group: what steps change in a model with parameters that are not trained."""
 
 from itertools import product
 from pathlib import Path
@@ -40,9 +35,7 @@ def results(weights: str) -> dict[str, Any]:
 def run(
     weights: Path, mesh: dist.DeviceMesh, strategy: str, *, offload: bool
 ) -> dict[str, list[str]]:
-    """Names of the parameters that steps changed, that have gradients after them, and that the
-    optimizer has states of.
-    """
+    """Names of the parameters that steps changed, that have gradients after them."""
     model = built(weights, mesh, torch.float32, strategy=strategy, offload=offload)
     before = values(model)
     optimizer = make_optimizer(model, HYPERPARAMETERS)

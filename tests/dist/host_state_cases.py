@@ -1,9 +1,4 @@
-"""One process of a group: AdamW with its moments in host memory, beside AdamW without. Started by
-``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N host_state_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
-object {case: what was found on every rank}; ``FOLDER`` gets what is saved.
-"""
+"""One process of a group: AdamW with its moments in host memory, beside AdamW without."""
 
 from importlib.util import find_spec
 from itertools import product
@@ -69,9 +64,7 @@ def results(folder: str) -> dict[str, Any]:
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """What one case shows: both ways of training after the same steps, and from what either
-    saved.
-    """
+    """What one case shows: both ways of training after the same steps."""
     resident, on_host = (training(name, folder, on_host=on_host) for on_host in WAYS.values())
     norms = [[norms_of(each, step) for step in range(STEPS)] for each in (resident, on_host)]
     found: dict[str, Any] = {
@@ -133,9 +126,7 @@ def batch(number: int) -> Batch:
 
 
 def memory(name: str, folder: Path) -> dict[str, Any]:
-    """Bytes of this rank's states, and of what its update makes for the moments, beside those that
-    are counted.
-    """
+    """Bytes of this rank's states."""
     trained, settings = training(name, folder, on_host=True), settings_of(name, on_host=True)
     made = _Made()
     for model, optimizer in trained.trained:

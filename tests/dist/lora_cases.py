@@ -1,9 +1,4 @@
-"""One process of a group: LoRA, packed and sharded, against peft on the family's own class in plain
-transformers, one document at a time.
-
-``torchrun --nproc-per-node N lora_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
-{case name: deviations}.
-"""
+"""One process of a group: LoRA against peft on the family's own class, one document at a time."""
 
 import json
 import zlib

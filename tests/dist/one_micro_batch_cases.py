@@ -1,10 +1,4 @@
-"""One process of a group: steps of one micro-batch, whose gradients lie there from the start, and
-the same steps with gradients that the backward pass makes. Started by ``rank_groups.py`` or
-torchrun.
-
-``torchrun --nproc-per-node N one_micro_batch_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
-object {case name: what was found on every rank}.
-"""
+"""One process of a group: steps of one micro-batch, whose gradients lie there from the start."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""What the cases of ranks share: a place on their mesh, a step's loss and gradients, how far they
-are from a reference's, and states that torch alone loads.
-"""
+"""What the cases of ranks share."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -148,9 +146,7 @@ def plain_step(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> Step:
-    """The mean loss over the documents of all ranks, each alone through a plain model, after
-    ``before``; norm; clipped gradients.
-    """
+    """The mean loss over all ranks' documents, each alone; norm; clipped gradients."""
     texts = [ids for rank in range(data_ranks) for of in lengths for ids in documents(of, rank)]
     trained = sum(len(ids) - 1 for ids in texts)
     loss = torch.zeros((), dtype=next(model.parameters()).dtype)
@@ -196,9 +192,7 @@ def load_by_torch(
 def states(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh
 ) -> dict[str, Tensor]:
-    """What is trained, its moments and the step that all ranks are at, whole, in plain numbers;
-    read without torch's state dicts.
-    """
+    """What is trained, its moments and the step that all ranks are at, whole, in plain numbers."""
     copies = process_mesh.copies(mesh)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = whole({name: p.detach() for name, p in trained.items()}, copies=copies)
@@ -257,9 +251,7 @@ def values(model: nn.Module, *, copies: int = 1) -> dict[str, Tensor]:
 
 
 def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:
-    """By the names that files have, each put together from all ranks of the first copy, flat, since
-    either sharding cuts what lies one after the other; without those that no rank has.
-    """
+    """By the names that files have, flat, put together from all ranks of the first copy."""
     ranks = parts_of_all(tensors.values())
     parts = zip(*ranks[: len(ranks) // copies], strict=True)
     return {
@@ -270,9 +262,7 @@ def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Te
 
 
 def deviations(found: Step, expected: Callable[[], Step]) -> dict[str, float | str]:
-    """Norm-relative: of the loss, the norm, and the worst parameter's gradient or change; of rank
-    0, which alone makes what is expected.
-    """
+    """Norm-relative: of the loss, the norm, and the worst parameter's gradient or change."""
     if dist.get_rank():
         return {}
     (loss, norm, ours), (their_loss, their_norm, theirs) = found, expected()

@@ -1,6 +1,4 @@
-"""The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at
-a time, textbook loss.
-"""
+"""The unsharded reference: plain Hugging Face in float64, one document at a time, textbook loss."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -35,10 +33,7 @@ EXPERTS = {
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings,
-    mixture of experts; and one whose class makes parameters by functions that know no default
-    device.
-    """
+    """Tiny models with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     models = {
         "dense": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
@@ -53,9 +48,7 @@ def save_models(folder: Path) -> None:
 def reference_gradients(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped
-    gradient.
-    """
+    """Mean loss over the trained tokens of all documents, norm before clipping."""
     model = load_textbook(directory, dtype)
     loss, norm = _backward(model, dtype, micro_batches)
     return loss, norm, {name: p.grad for name, p in model.named_parameters()}
@@ -64,9 +57,7 @@ def reference_gradients(
 def reference_training(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents], *, steps: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they
-    changed in every parameter.
-    """
+    """Loss and norm of the last of ``steps`` AdamW steps on the same documents."""
     model = load_textbook(directory, dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(_groups(model), lr=Hyperparameters().learning_rate, foreach=False)

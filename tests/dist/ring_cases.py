@@ -1,6 +1,4 @@
-"""Run by test_ring.py on each rank: attention by a ring, by Ulysses around it too, beside the
-reference over the whole row.
-"""
+"""Run by test_ring.py on each rank."""
 
 from collections.abc import Sequence
 from functools import partial

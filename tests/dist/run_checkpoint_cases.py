@@ -81,7 +81,6 @@ def resume(folder: Path, saved_by: str, *ways: str) -> None:
         for way in ways_of(case, ways):
             own = training(case, folder, seed=1 if case == "lora" else 7, **WAYS[way])
             found = RunCheckpoints(folder / f"run-{case}-{saved_by}").resume(own)
-            assert found is not None
             assert found.step == SAVED
             place = f"{case}-{way}-{saved_by}-{dist.get_world_size()}"
             write(own, folder / f"loaded-{place}")

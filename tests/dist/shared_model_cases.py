@@ -1,8 +1,4 @@
-"""Run by test_models_that_ranks_share.py on each rank: whole models whose sequences all ranks
-share: what a document sees of the others, what travels, and dropout.
-
-``shared_model_cases.py RESULT WEIGHTS``: rank 0 writes a list of what each rank found, as JSON.
-"""
+"""Run by test_models_that_ranks_share.py on each rank."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -139,9 +135,7 @@ def changed_by_others(ranks: Ranks, name: str, dtype: torch.dtype) -> dict[str, 
 
 
 def travelled(ranks: Ranks, recompute: str) -> dict[str, Any]:
-    """What was begun in the two passes of a step: transfers of a ring, the numbers that these sent,
-    and exchanges of heads; and how many tokens this rank held.
-    """
+    """What was begun in the two passes of a step."""
     model = ranks.saved("dense", torch.float64, recompute=recompute)
     batch = ranks.share(texts(0))
     with CollectiveLog() as log:
@@ -159,9 +153,7 @@ def travelled(ranks: Ranks, recompute: str) -> dict[str, Any]:
 
 
 def dropout(ranks: Ranks) -> dict[str, Any]:
-    """Whether a step is the same again, and when it recomputes; whether it is another where the
-    step or the ranks' streams are; and the losses of some steps.
-    """
+    """Whether a step is the same again, and when it recomputes."""
     batch, rank = ranks.share(texts(0)), dist.get_rank()
 
     def numbers(recompute: str = "none", *, step: int = 1, stream: int = rank) -> list[Tensor]:

@@ -1,7 +1,4 @@
-"""Run by test_sparse_ring.py on each rank: block-sparse and dilated attention by a ring, beside a
-dense masked softmax over the whole row, whose masks are of the definitions; and the
-bytes that this rank sent, beside those of the tokens that other ranks' queries see.
-"""
+"""Run by test_sparse_ring.py on each rank."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -272,9 +269,7 @@ def needed(
 def tiles(
     lengths: Sequence[int], segment: int, rate: int, offset: int, block: int, mine: Tensor
 ) -> list[tuple[int, ...] | None]:
-    """The tile of each token that a rank holds: document, segment, block, and how many gaps were
-    before it; None of one that is in no row.
-    """
+    """The tile of each token that a rank holds: document, segment, block."""
     ends = torch.tensor(lengths).cumsum(0)
     found: list[tuple[int, ...] | None] = []
     gaps, last = 0, None

@@ -1,9 +1,4 @@
-"""One process of a group: training with block-sparse attention, packed and sharded, against plain
-Hugging Face with a dense mask, one document at a time.
-
-``torchrun --nproc-per-node N sparse_training_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
-object {case name: deviations}.
-"""
+"""One process of a group: block-sparse training against plain Hugging Face with a dense mask."""
 
 from dataclasses import dataclass
 from functools import cache, partial

@@ -1,9 +1,4 @@
-"""One process of a group: a step's statistics and an evaluation, of the same sequences on any
-number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_groups.py``.
-
-``statistics_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one JSON object {case name:
-{"ranks": what each rank exported, "expected": what the reference says}}.
-"""
+"""One process of a group: statistics and an evaluation, beside plain PyTorch over the documents."""
 
 import json
 import math
@@ -171,9 +166,7 @@ def run(
     mesh: dist.DeviceMesh,
     shared: process_mesh.SequenceGroups | None,
 ) -> dict[str, Any]:
-    """What this rank exports of a step, and once more with groups of its own; and the collectives
-    that each of these took, beside the width that it says.
-    """
+    """What this rank exports of a step, and once more with groups of its own."""
     sharing, data_ranks = case.layout.context_degree, case.layout.data_parallel_degree
     what, count = (case.objective, case.trained), count_for(dist.get_world_size())
     own = [
@@ -239,9 +232,7 @@ def is_odd_one(label: int) -> bool:
 
 
 def documents(objective: str, trained: str, number: int, count: int) -> list[Document]:
-    """A micro-batch of three documents of odd lengths, or of two pairs; one of them is a single
-    token.
-    """
+    """A micro-batch of three documents of odd lengths, or of two pairs."""
     generator = torch.Generator().manual_seed(number)
     lengths = (7 + number, 1, 13, 6) if objective in ("rw", "dpo") else (7 + number, 1, 12)
     packed = []

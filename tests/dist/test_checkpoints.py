@@ -1,6 +1,4 @@
-"""What a trial saves can be gone on from: shards by as many processes or others, weights by
-transformers 5 and 4.57.
-"""
+"""What a trial saves can be gone on from."""
 
 import json
 import os
@@ -150,9 +148,7 @@ def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder):
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path, ranks: RankGroups) -> dict[str, "torch.Tensor"]:
-    """By case, the logits of its saved directory, loaded by the transformers that this project runs
-    on.
-    """
+    """By case, the logits of its saved directory, loaded by this project's transformers."""
     out = folder / "logits.safetensors"
     ranks.run("logits.py", 1, out, *saved_directories(folder))
     return by_case(out)

@@ -1,6 +1,4 @@
-"""Steps of one micro-batch: with gradients that the backward pass makes they are bit by bit those
-of gradients that lie there from the start, in every way to shard and to share sequences.
-"""
+"""Steps of one micro-batch: bit by bit those whose gradients lie there from the start."""
 
 from pathlib import Path
 

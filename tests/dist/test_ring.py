@@ -1,6 +1,4 @@
-"""Attention by a ring equals the reference: the output and every gradient, for rows of documents of
-any lengths, on rings of two, three and four, with Ulysses around them.
-"""
+"""Attention by a ring equals the reference."""
 
 import pytest
 from rank_groups import assert_close

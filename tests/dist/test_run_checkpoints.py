@@ -1,6 +1,4 @@
-"""A run goes on from its checkpoint as if it had never stopped, on another number of processes,
-with copies, by the other strategy, with states elsewhere; what would not is refused by name.
-"""
+"""A run goes on from its checkpoint as if it had never stopped, or is refused by name."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""Moments in host memory on 1 and 2 processes: parameters and moments are those of AdamW without,
-bit by bit, and training goes on from what either saved; bytes as counted.
-"""
+"""Moments in host memory on 1 and 2 processes."""
 
 import pytest
 from host_state_cases import CONFIG, SAVED_AS_OTHERS, cases_for

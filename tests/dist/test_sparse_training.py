@@ -1,6 +1,4 @@
-"""Training with block-sparse attention on 1, 2 and 4 gloo processes, shared by heads and by a ring:
-loss and every gradient are those of plain models with a dense mask, one document at a time.
-"""
+"""Block-sparse training on 1, 2 and 4 gloo processes: loss and gradients of a dense mask."""
 
 from pathlib import Path
 

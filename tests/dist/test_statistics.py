@@ -1,6 +1,4 @@
-"""Statistics and evaluations do not depend on the topology: 1 to 8 gloo processes, with Ulysses,
-rings and copies, on the same sequences, against plain PyTorch over a list of documents.
-"""
+"""Statistics and evaluations do not depend on the topology."""
 
 import json
 import math
@@ -71,9 +69,7 @@ def _deviations(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
-    """A rank's own numbers add up to those of all; and a quantity whose group is another is that of
-    its group.
-    """
+    """A rank's own numbers add up to those of all."""
     of_ranks = [one["parts"] for one in found]
     for rank, one in enumerate(found):
         exported, overridden = one["exported"], one["overridden"]
@@ -90,9 +86,7 @@ def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
 
 
 def _check_sent(found: list[dict[str, Any]]) -> None:
-    """A step's statistics are one sum over all ranks and nothing else, as wide on each of them; a
-    rank alone sends nothing.
-    """
+    """A step's statistics are one sum over all ranks and nothing else, as wide on each of them."""
     widths = [[width for _, width in one["sent"]] for one in found]
     assert widths.count(widths[0]) == len(widths)
     for one in found:
