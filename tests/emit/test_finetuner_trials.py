@@ -1,6 +1,4 @@
-"""Trials of LLaMA-Factory, Axolotl and ms-swift, by their own entry points on the CPU: they see
-exactly the length, keep what the user says, and want of memory is told from every other end.
-"""
+"""Trials of LLaMA-Factory, Axolotl and ms-swift, by their own entry points on the CPU."""
 
 import json
 from collections.abc import Mapping

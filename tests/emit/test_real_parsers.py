@@ -1,6 +1,4 @@
-"""What is emitted is read by the trainers' own parsers, in environments of their own, and carries
-what was recommended.
-"""
+"""What is emitted is read by the trainers' own parsers, in environments of their own."""
 
 import json
 import os
@@ -141,9 +139,7 @@ def goal(trainer: TrainerName, is_beside_rollout: bool, case: Case) -> Recommend
 
 
 def written(target: Target, case: Case) -> tuple[Path, Emitted]:
-    """The emitted files in a folder, and YaRN's block in the model's config.json where the text
-    says so.
-    """
+    """The emitted files in a folder."""
     folder, model, found, chosen = recommended(target, case)
     emitted = TARGETS[target].emit(
         found, chosen, model_path=None if case.directory is None else str(model)

@@ -1,6 +1,4 @@
-"""Trials of TRL, by TRL itself on the CPU: what its model is given is exactly as long as was asked,
-and where memory runs out, it is told apart from every other end.
-"""
+"""Trials of TRL, by TRL itself on the CPU."""
 
 import json
 from collections.abc import Mapping

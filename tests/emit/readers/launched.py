@@ -1,6 +1,4 @@
-"""What accelerate's own launcher makes of a configuration file: the environment of the processes
-that it would start.
-"""
+"""What accelerate's own launcher makes of a configuration file."""
 
 import os
 import socket
@@ -48,9 +46,7 @@ def alone():
 
 
 def shared(words):
-    """How states and sequences are shared, offloaded and recomputed, by the objects that a process
-    makes of its environment.
-    """
+    """How states and sequences are shared, offloaded and recomputed, by a process's own objects."""
     return made(launched(words))
 
 
