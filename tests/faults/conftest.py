@@ -22,10 +22,7 @@ ENDS_S = 240
 
 @pytest.fixture
 def mark(tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The mark of this test's processes: none is left when it ends.
-
-    The environment that carries it also hides every GPU, and finds ``faulty_batches``.
-    """
+    """The mark of this test's processes: none is left when it ends."""
     mark = uuid.uuid4().hex
     environment = {
         MARK: mark,

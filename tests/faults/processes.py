@@ -1,6 +1,4 @@
-"""Starting and finding the processes of one test: each test marks its environment, and whatever it
-starts inherits the mark.
-"""
+"""Starting and finding the processes of one test: each test marks its environment."""
 
 import json
 import os
@@ -27,9 +25,7 @@ _PENDING = ("SigPnd:", "ShdPnd:")
 
 
 def marked(mark: str) -> list[int]:
-    """Process ids of everything alive that was started under the mark, whoever its parent and its
-    session are now.
-    """
+    """Process ids of all that live under the mark, whoever its parent and its session are now."""
     wanted = f"{MARK}={mark}\0".encode()
     found = []
     for entry in Path("/proc").iterdir():

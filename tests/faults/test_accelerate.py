@@ -1,6 +1,4 @@
-"""Accelerate itself: a script that it launches on the CPU to a real out of memory, and its own
-parser over what a trial on GPUs writes.
-"""
+"""Accelerate itself: a script that it launches on the CPU to a real out of memory."""
 
 import shlex
 import sys

@@ -1,6 +1,4 @@
-"""Whatever ends a run while it saves, the checkpoint before it is whole, and the run goes on from
-it.
-"""
+"""Whatever ends a run while it saves, the checkpoint before it is whole."""
 
 import json
 import os

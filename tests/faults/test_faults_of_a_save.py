@@ -1,6 +1,4 @@
-"""What a trial saves is gone when it is over, however it ended, what a user has beside it stays,
-and a full disk is a crash.
-"""
+"""What a trial saves is gone when it is over, however it ended, what a user has beside it stays."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""Faults of a search: ``highwater find`` as a user runs it, on real trials, ended or starved in
-mid-trial.
-"""
+"""Faults of a search: ``highwater find`` on real trials, ended or starved in mid-trial."""
 
 import errno
 import json

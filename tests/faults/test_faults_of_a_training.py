@@ -1,6 +1,4 @@
-"""Faults of a training: whatever ends a run, it says what happened and what to type, nobody is
-left, and it goes on as if it had never been ended.
-"""
+"""Faults of a training: whatever ends a run, it says what happened, and it goes on."""
 
 import json
 import os
@@ -266,7 +264,6 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hea
 
     unheard = tmp_path / "unheard"
     command = subprocess.Popen(trained.words(str(unheard)), stderr=subprocess.PIPE)
-    assert command.stderr is not None
     command.stderr.readline()
     command.stderr.close()
     assert command.wait(timeout=WITHIN_S) == EXIT_ANSWERED
@@ -467,7 +464,5 @@ def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(trained, tmp_
         ).peak_bytes
         for rows in (2, 64)
     )
-    assert few is not None
-    assert many is not None
     counted = 200 * LONG_ROW * 62
     assert counted / 2 < many - few < counted

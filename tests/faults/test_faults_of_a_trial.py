@@ -1,6 +1,4 @@
-"""Faults of one trial: real processes, real training steps, and the outcome that each fault must
-have.
-"""
+"""Faults of one trial: real processes, real training steps."""
 
 import ipaddress
 import json
@@ -33,9 +31,7 @@ Attempt = Callable[..., TrialResult]
 
 @pytest.fixture
 def attempt(mark: str, tiny: Path) -> Attempt:
-    """Tries a trial with faulty batches in 1 GiB; on return nothing of it runs any more, whatever
-    its outcome.
-    """
+    """Tries a trial with faulty batches in 1 GiB."""
 
     def attempt(
         data: str | None,
@@ -118,11 +114,9 @@ def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_
         study="study.jsonl",
     )
     result = study.trials[-1].result
-    assert result is not None
     assert result.outcome is Outcome.CRASHED
     assert "RuntimeError: HF_TOKEN=[hidden] xxx" in result.reason
     failure = result.ranks[0].failure
-    assert failure is not None
     assert failure.text.endswith("Bearer [hidden]")
     written = Path("study.jsonl").read_text()
     assert len(written) < 100_000
@@ -275,7 +269,6 @@ def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(wordy, stra
     assert failed
     for failure in failed:
         alive = failure.alive
-        assert alive is not None
         # float32 shards of half the model: parameters, gradients, and two moments
         assert alive.parameters_bytes == pytest.approx(whole / 2, rel=0.01)
         assert alive.gradients_bytes == alive.parameters_bytes
@@ -286,9 +279,7 @@ def test_each_rank_that_ran_out_says_what_lives_and_what_had_no_room(wordy, stra
 
 def test_logits_that_are_alive_are_told_by_the_losss_frames(wordy):
     (rank,) = just_ran_out(wordy, from_mib=980).ranks
-    assert rank.failure is not None
     assert rank.failure.phase in ("forward", "backward")
-    assert rank.failure.alive is not None
     assert (rank.failure.alive.logits_bytes or 0) >= LOGITS_BYTES
     assert rank.failure.layer is None  # the loss is in no layer
 

@@ -1,6 +1,4 @@
-"""Trials across machines: two network namespaces are two machines, which share nothing but a file
-system and the wire between them. ``srun.py`` starts one process on each, as ``srun`` does.
-"""
+"""Trials across machines: two network namespaces, on each of which ``srun.py`` starts a process."""
 
 import json
 import os

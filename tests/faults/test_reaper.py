@@ -1,6 +1,4 @@
-"""The reaper: the command's status comes through, and no descendant outlives it; and the runner of
-this machine, ended with everything that it started.
-"""
+"""The reaper: the command's status comes through, and no descendant outlives it."""
 
 import os
 import signal

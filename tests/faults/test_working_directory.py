@@ -1,6 +1,4 @@
-"""What lies in the working directory is not run: not as a library of ours, and as ``--data`` only
-what its name says.
-"""
+"""What lies in the working directory is not run, as a library of ours or by ``--data``."""
 
 import os
 import subprocess
