@@ -1,6 +1,4 @@
-"""GPU tests: skipped, with the reason, where there is no GPU; with HIGHWATER_REQUIRE=gpu a missing
-GPU is a failure.
-"""
+"""GPU tests: skipped, with the reason, where there is no GPU."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""One rank of a ring of GPUs: what its slice of a gated DeltaNet layer gives, and the gradients,
-beside one GPU's for the whole row. ``delta_ring_on_gpus.py FOLDER``.
-"""
+"""One rank of a ring of GPUs: what its slice of a gated DeltaNet layer gives."""
 
 import json
 import os

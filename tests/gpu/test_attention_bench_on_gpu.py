@@ -1,6 +1,4 @@
-"""``highwater bench attention`` on a GPU: every attention is right there, memory runs out for real,
-and nothing is left behind.
-"""
+"""``highwater bench attention`` on a GPU."""
 
 import json
 import subprocess

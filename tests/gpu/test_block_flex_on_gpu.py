@@ -1,6 +1,4 @@
-"""FlexAttention from our own tables against block-gather on a GPU: output, log-sum-exp and every
-gradient, every pattern, odd lengths, groups of heads; what it takes beside its inputs; replicas.
-"""
+"""FlexAttention from our own tables against block-gather on a GPU."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,4 @@
-"""Experts in tiles of tokens on a GPU: output and gradients beside those of all tokens at once, and
-the bytes that a token takes of a layer. ``pytest -s`` shows how far each is off.
-"""
+"""Experts in tiles of tokens on a GPU: output and gradients beside those of all tokens at once."""
 
 import copy
 import json

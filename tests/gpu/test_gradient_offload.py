@@ -1,6 +1,4 @@
-"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU, and few
-pinned blocks on the way.
-"""
+"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU."""
 
 import gc
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Attention in head groups on a GPU: output and gradients of all heads at once, a layer's bytes as
-predicted, and tensors of more than 2**31 numbers. ``pytest -s`` shows how far each is off.
-"""
+"""Attention in head groups on a GPU."""
 
 import json
 import sys

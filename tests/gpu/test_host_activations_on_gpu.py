@@ -1,6 +1,4 @@
-"""Activations in host memory on a GPU: gradients as without, whatever lies in freed and unfilled
-memory; peaks as predicted, the same at every step; host memory of the predicted size.
-"""
+"""Activations in host memory on a GPU."""
 
 import gc
 import os
@@ -162,9 +160,7 @@ def host_of(layers_on_gpu: int) -> HostActivations:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory of the device with NaN where it is let go of, and where it is not yet filled;
-    and host memory once what lay there has come back.
-    """
+    """Fill memory of the device with NaN where it is let go of, and where it is not yet filled."""
     release, give = HostActivations._release, host_module.PinnedPlaces.give
     slow_down(monkeypatch)
 

@@ -1,8 +1,4 @@
-"""Moments in pinned host memory on a GPU: AdamW's numbers bit by bit, saved and loaded, no more of
-the GPU than the buffers, and a time beside that of the copies alone.
-
-Gradients are drawn, not computed: attention's and the embedding's are added up in no fixed order.
-"""
+"""Moments in pinned host memory on a GPU."""
 
 import gc
 import sys

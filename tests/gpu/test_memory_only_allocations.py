@@ -1,6 +1,4 @@
-"""Memory-only trials on a GPU: pieces make every allocation that whole documents make, and a trial
-has the peak of a full one.
-"""
+"""Memory-only trials on a GPU: pieces make every allocation that whole documents make."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,6 +1,4 @@
-"""Ranks that share one GPU, over NCCL: by heads, by a ring, by both, and with copies of the shards
-they train what one rank does.
-"""
+"""Ranks that share one GPU, over NCCL: by heads, by a ring, by both."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training, and what of the
-states leaves the GPU.
-"""
+"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training."""
 
 from pathlib import Path
 

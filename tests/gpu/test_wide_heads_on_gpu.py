@@ -1,7 +1,4 @@
-"""Attention of Gemma 4's layers on a GPU, in bfloat16: heads of 512 numbers beside float32, output,
-log-sum-exp and every gradient, past 65,536 tokens and in packed documents, in linear memory; and
-how long that and a layer's window of 512 tokens take.
-"""
+"""Attention of Gemma 4's layers on a GPU, in bfloat16."""
 
 import sys
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Attention within a window and beside sinks on a GPU, in bfloat16: flash attention's beside the
-plain path and float64, output, log-sum-exp and every gradient; and what it takes for itself beside
-what a trace says.
-"""
+"""Attention within a window and beside sinks on a GPU, in bfloat16."""
 
 import pytest
 import torch
