@@ -1,9 +1,4 @@
-"""A loop around Trainer has the loss curve, and ends with the weights, of ``transformers.Trainer``
-on the same real text: AdamW, a linear schedule with warm-up, clipping, accumulated gradients.
-
-Ours packs documents of several lengths into rows; theirs pads each to the longest, a document a
-row.
-"""
+"""A loop around Trainer has the losses and ends with the weights of ``transformers.Trainer``."""
 
 import pydoc_data.topics
 from collections.abc import Iterator

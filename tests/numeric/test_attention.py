@@ -1,6 +1,4 @@
-"""Dense attention against the float64 textbook: output and every gradient, odd lengths, packed
-documents, grouped heads.
-"""
+"""Dense attention against the float64 textbook."""
 
 import pytest
 import torch

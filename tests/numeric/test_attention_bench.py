@@ -1,6 +1,4 @@
-"""The benchmark of attentions, on the CPU: who takes part is right beside the textbook formula, a
-wrong one has no number, memory that runs out is told, and no fault of one takes another along.
-"""
+"""The benchmark of attentions, on the CPU."""
 
 import json
 import os
@@ -236,7 +234,6 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(bra
 
 def test_the_benchmarks_headline_attention_has_blocks_of_256():
     pattern = IMPLEMENTATIONS["block_sparse_ring_dilated"].pattern
-    assert pattern is not None
     assert (pattern.block_size, pattern.sparsity_ratio) == (256, "adaptive")
     assert SparsePatternConfig().block_size == 128
 
@@ -308,7 +305,6 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(measure
 def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(measured):
     shared = run(lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
     for row in (line.row for line in measured if line.row is not None):
-        assert row.length_tokens is not None
         query = 4 * row.length_tokens * 16 * 4
         assert row.after_qkv_bytes == (2 * query,), "keys and values have half as many heads"
         assert row.peak_allocated_bytes[0] >= 3 * query, "and the output is as large as queries"

@@ -1,6 +1,4 @@
-"""The modules for other people's models, and the interface of transformers: what they return is
-what a dense masked softmax in float64 does; the published example, autocast, threads and refusals.
-"""
+"""The modules for other people's models, and the interface of transformers."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,4 @@
-"""FlexAttention from our own tables: its masks keep what the tables keep, and its kernel for the
-CPU, which has an output alone, attends to the same as block-gather. On a GPU: tests/gpu.
-"""
+"""FlexAttention from our own tables: its masks keep what the tables keep."""
 
 import _thread
 import threading
@@ -260,7 +258,6 @@ def seen_in(mask: BlockMask) -> Tensor:
         (part, mask.kv_num_blocks, mask.kv_indices),
         (full, mask.full_kv_num_blocks, mask.full_kv_indices),
     ):
-        assert numbers is not None
         assert indices is not None
         for row, count in enumerate(numbers[0, 0].tolist()):
             kept[row, indices[0, 0, row, :count].long()] = True

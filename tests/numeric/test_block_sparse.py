@@ -1,6 +1,4 @@
-"""Block-sparse attention against a dense masked softmax in float64, whose masks are
-tests/references': output, log-sum-exp and every gradient, odd lengths and heads.
-"""
+"""Block-sparse attention against a dense masked softmax in float64, masks of tests/references."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Windows and RoPE as every family's config can name them: the loss of the family's own class in
-transformers, or a refusal; a refusal wherever transformers fails.
-"""
+"""Windows and RoPE as every family's config can name them."""
 
 import json
 import sys

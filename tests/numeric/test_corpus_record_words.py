@@ -1,7 +1,4 @@
-"""What a record says, in whatever words, is what is trained: turns, prompts and masks that would be
-lost without a word are read, or refused by their name. Files of ``tests/data/own_data`` are those
-in which they were lost.
-"""
+"""What a record says, in whatever words, is what is trained."""
 
 import gzip
 import json

@@ -1,6 +1,4 @@
-"""Records become the tokens that transformers' own chat templates and TRL give, and what is trained
-is what the assistant says, exactly, or it is refused.
-"""
+"""Records become the tokens that transformers' own chat templates and TRL give."""
 
 from functools import partial
 from pathlib import Path
@@ -256,7 +254,6 @@ def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml, tmp_path):
     assert ids_of(corpus)[:2] == [[*prompt, 7, 8], [*prompt, 9]]
     assert trained_of(corpus)[:2] == [[7, 8], [9]]
     logprobs = corpus.document(0).old_logprobs_L
-    assert logprobs is not None
     assert logprobs[-2:].tolist() == [-0.5, -1.5]
     assert corpus.document(2).old_logprobs_L is None
     assert "1 prompt with a single response" in corpus.summary.notes[0]

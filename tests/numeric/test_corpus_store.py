@@ -1,6 +1,4 @@
-"""A corpus is the same from every kind of file, whole or not there, and what cannot be read is
-refused by file and line.
-"""
+"""A corpus is the same from every kind of file, whole or not there."""
 
 import errno
 import gzip

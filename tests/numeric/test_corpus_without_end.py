@@ -1,6 +1,4 @@
-"""The process that tokenises: what it refuses comes back to who asked, what would never end is
-refused by name, and nothing is left of it.
-"""
+"""The process that tokenises."""
 
 import json
 import os

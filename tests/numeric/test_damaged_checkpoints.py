@@ -1,6 +1,4 @@
-"""A damaged checkpoint is refused by the name of its file, with one that works in the hint; it
-never runs code. What is kept and removed of a run's checkpoints is what was written there.
-"""
+"""A damaged checkpoint is refused by the name of its file, with one that works in the hint."""
 
 import json
 import os
@@ -108,7 +106,6 @@ def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before
         of_run.resume(own)
     assert refused.value.problem.startswith(f"{checkpoints / LATEST / name} is damaged: ")
     found = re.search(r"`--resume-from (\S+)`", refused.value.hint)
-    assert found is not None
     resumed = of_run.resume(own, checkpoint=found[1])
     assert resumed == state(2)
     assert are_equal(numbers_of(own), run[1][2])
@@ -262,7 +259,6 @@ def test_losses_over_other_evaluation_data_do_not_compare(run, own, tmp_path):
     of_run.resume(own)
     of_run.save(own, state(4, evaluation_loss=9.0, evaluation_digest="other"))
     best = of_run.best()
-    assert best is not None
     assert (best.step, best.loss) == (4, 9.0)
     assert names(of_run.folder) == {"step-000004", "best.json"}
 

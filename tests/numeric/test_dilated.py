@@ -1,6 +1,4 @@
-"""Dilated attention against a dense softmax in float64 that counts how often a token meets a key:
-output, log-sum-exp and every gradient, odd lengths; the other convention against its definition.
-"""
+"""Dilated attention against a dense softmax in float64 that counts how often tokens meet keys."""
 
 import importlib
 import sys

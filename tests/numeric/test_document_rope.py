@@ -1,6 +1,4 @@
-"""Rotary modules whose frequencies depend on the length: one after the other, each document has
-those that it has alone.
-"""
+"""Rotary modules whose frequencies depend on the length."""
 
 import json
 import time

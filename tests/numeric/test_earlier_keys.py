@@ -1,6 +1,4 @@
-"""Layers that read keys of earlier ones, and embeddings of their own: recomputed or not, gradients
-are the class's own, and what is handed from layer to layer is let go of as layers go backward.
-"""
+"""Layers that read keys of earlier ones, and embeddings of their own."""
 
 from typing import Any
 

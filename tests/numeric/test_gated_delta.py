@@ -1,6 +1,4 @@
-"""The gated delta rule by chunks against its definition, token by token in float64: outputs and
-every gradient, of rows of documents that begin and end anywhere in chunks and groups of them.
-"""
+"""The gated delta rule by chunks against its definition, token by token in float64."""
 
 import pytest
 import torch

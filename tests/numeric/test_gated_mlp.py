@@ -1,6 +1,4 @@
-"""The gated MLP in tiles against the families' own: output and every gradient, odd tokens, tiles
-that do not divide.
-"""
+"""The gated MLP in tiles against the families' own."""
 
 import copy
 

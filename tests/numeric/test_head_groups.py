@@ -1,6 +1,4 @@
-"""Attention in head groups against all heads at once: loss and every gradient, for families,
-adapters, packed weights, documents and kinds of recomputation.
-"""
+"""Attention in head groups against all heads at once."""
 
 from collections import Counter
 

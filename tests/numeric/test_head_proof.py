@@ -1,6 +1,4 @@
-"""A family is trained only where its own forward pass is its head on its backbone's last hidden
-states, scaled and capped as its config is read; its table says the same.
-"""
+"""A family is trained only where its own forward pass is its head on its last hidden states."""
 
 import contextlib
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Activations in host memory: the same numbers, nothing left on the device, and memory that is used
-again. Copies beside the computation are proven on GPUs (tests/gpu/test_host_activations_on_gpu.py).
-"""
+"""Activations in host memory: the same numbers, nothing left on the device."""
 
 import weakref
 
@@ -220,5 +218,4 @@ def test_a_step_takes_no_more_host_memory_than_is_named(tmp_path):
     with pytest.raises(MemoryError, match="more of host memory than the share"):
         train_step(tight, [batch(64)])
     train_step(roomy, [batch(64)])
-    assert roomy.host is not None
     assert 1024 < roomy.host.memory.mapped_bytes < GIB

@@ -1,6 +1,4 @@
-"""AdamW with moments in host memory, on one process: pieces of any size give AdamW's numbers bit by
-bit, and either's state goes on in the other.
-"""
+"""AdamW with moments in host memory, on one process."""
 
 from copy import deepcopy
 from typing import Any

@@ -1,6 +1,4 @@
-"""Hugging Face's step: the closed form equals traces of the very step, and both are what GPUs
-reserved.
-"""
+"""Hugging Face's step: the closed form equals traces of the very step."""
 
 import json
 from pathlib import Path

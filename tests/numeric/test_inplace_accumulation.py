@@ -1,6 +1,4 @@
-"""Gradients in a trace are added up where those of plain tensors are: in place or in a copy, sum by
-sum, on small graphs.
-"""
+"""Gradients in a trace are added up where those of plain tensors are."""
 
 import sys
 from functools import cache

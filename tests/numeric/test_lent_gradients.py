@@ -1,6 +1,4 @@
-"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart:
-lent, moved there, or left.
-"""
+"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart."""
 
 from functools import cache
 from itertools import dropwhile

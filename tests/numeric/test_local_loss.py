@@ -1,6 +1,4 @@
-"""The loss stays where the logits are: no allocation of ranks that share a sequence holds gathered
-ones, and the host waits for no number in a micro-batch.
-"""
+"""The loss stays where the logits are."""
 
 import json
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Memory-only attention allocates what attention over whole documents does: every block, in the
-same order, scratch included.
-
-Every allocation and release of PyTorch's CPU allocator is compared, those inside kernels too; and
-the live bytes that a dispatch mode sees, whose peak is the trial's.
-"""
+"""Memory-only attention allocates what attention over whole documents does."""
 
 import weakref
 from collections.abc import Callable
@@ -77,9 +72,7 @@ class LiveBytes(TorchDispatchMode):
 def step(
     lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool
 ) -> Callable[[], None]:
-    """Forward and backward of one attention; ``by_heads`` lays out q, k and v head by head, as some
-    families do.
-    """
+    """Forward and backward of one attention."""
     tokens, size = sum(lengths), 16
 
     def make(count: int) -> Any:
@@ -105,7 +98,6 @@ def allocations(run: Callable[[], None]) -> list[int]:
     """Bytes taken (positive) and given back (negative), in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     return [
         size

@@ -1,6 +1,4 @@
-"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their
-sums are what they were.
-"""
+"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away."""
 
 import weakref
 from collections.abc import Iterator

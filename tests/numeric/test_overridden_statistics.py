@@ -1,6 +1,4 @@
-"""What a quantity can be put together from instead, and over what, and what a caller may declare;
-the rest is refused by name.
-"""
+"""What a quantity can be put together from instead, and over what."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Random weights: the numbers at a place of a parameter, whatever part of it is drawn, into
-whatever memory.
-"""
+"""Random weights: the numbers at a place of a parameter, whatever part is drawn."""
 
 import pytest
 import torch

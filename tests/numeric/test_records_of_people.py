@@ -1,6 +1,4 @@
-"""Two hundred records as people have them, in thirty formats, are trained exactly as their public
-pages say, or refused by name. ``tests/data/records`` has what each has to come to.
-"""
+"""Two hundred records as people have them are trained as their public pages say, or refused."""
 
 import json
 import re
@@ -67,9 +65,7 @@ def rendered(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, **how: 
 
 
 def conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Runs:
-    """What transformers makes of messages, the turns that are ``trained`` without what it begins
-    an answer with.
-    """
+    """What transformers makes of messages: turns ``trained`` without its beginning of an answer."""
     user = [{"role": "user", "content": "?"}]
     asked, begun = (rendered(user, tools, tokenizer, **how) for how in ({}, BEGUN))
     parts: list[tuple[bool, str]] = []

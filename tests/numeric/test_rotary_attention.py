@@ -1,6 +1,4 @@
-"""The attention with fused norm and rotation against the families' own: every gradient, and who is
-left alone.
-"""
+"""The attention with fused norm and rotation against the families' own: every gradient."""
 
 import copy
 

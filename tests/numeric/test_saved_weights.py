@@ -247,9 +247,7 @@ EXPERTS, INPUTS, OUTPUTS = 3, 64, 12
 
 
 def packed() -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Blocks with every byte there is, and scales of weights as they are, of 0 and of very small
-    and large ones.
-    """
+    """Blocks with every byte there is."""
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(
         256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8

@@ -1,6 +1,4 @@
-"""The plan of a training: every document once an epoch, whatever the lengths, in rows that hold
-them.
-"""
+"""The plan of a training: every document once an epoch, in rows that hold them."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Trainer, the engine in a loop of one's own: what it takes, what it refuses by name, what it
-leaves behind; and the example, on one process and on two.
-"""
+"""Trainer, the engine in a loop of one's own."""
 
 import resource
 from collections.abc import Iterator
@@ -156,9 +154,7 @@ def test_a_trainer_takes_the_profiler_that_trials_take(
 def recorded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Trainer, list[str]]]:
-    """A Trainer on the CPU that records its steps 0 and 2, and what PyTorch is told to record: what
-    a snapshot holds is in tests/gpu.
-    """
+    """A Trainer on the CPU that records its steps 0 and 2, and what PyTorch is told to record."""
     told: list[str] = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda what, **_: told.append(what))
@@ -401,7 +397,6 @@ def test_a_trial_past_its_budget_says_who_took_it(reserved_mib, why):
     said = past_budget(
         RankMemory(device_used_bytes=1012 * MIB, peak_reserved_bytes=reserved_mib * MIB), BUDGET
     )
-    assert said is not None
     assert why in said
     assert "1000.0 MiB allowed" in said
 

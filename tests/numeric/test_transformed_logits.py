@@ -1,6 +1,4 @@
-"""A family's loss, with its factor or its cap, and every gradient: against its own class in
-transformers, around one backbone; and the proof of the row kernels that runs before a model does.
-"""
+"""A family's loss, with its factor or its cap, and every gradient."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Attention with heads wider than fused kernels take: rows of queries at a time, in float64 equal
-to the textbook formula in output and every gradient; in bfloat16 as near as its rounding.
-"""
+"""Attention with heads wider than fused kernels take."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Attention within a window and beside sinks against a mask built by hand, in float64: output,
-log-sum-exp and every gradient, odd lengths, packed documents, grouped heads.
-"""
+"""Attention within a window and beside sinks against a mask built by hand, in float64."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,9 +36,7 @@ def by_hand(
     sinks_H: "torch.Tensor | None" = None,
     cap: float | None = None,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Output HSD and log-sum-exp HS: softmax over one mask of the whole row, a loop per token; a
-    sink is one more column, without a value.
-    """
+    """Output HSD and log-sum-exp HS: softmax over one mask of the whole row, a loop per token."""
     tokens = sum(lengths)
     reads = torch.zeros(tokens, tokens, dtype=torch.bool)
     start = 0

@@ -28,9 +28,7 @@ def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpe
 
 
 class Traces(dict[str, EventLog]):
-    """What the fullest rank of each trial allocates and frees, by the trial's name: traced when it
-    is asked for, since of cases that take turns most are not.
-    """
+    """What the fullest rank of each trial allocates and frees, by the trial's name."""
 
     def __init__(self, trials: Mapping[str, TrialSpec], folder: Path) -> None:
         super().__init__()
