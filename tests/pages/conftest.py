@@ -1,6 +1,4 @@
-"""Pages in a headless Chromium: without one, or without what drives it, these tests fail. Each
-opens a file and nothing else.
-"""
+"""Pages in a headless Chromium: without one, or without what drives it, these tests fail."""
 
 import os
 import shutil
@@ -60,9 +58,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Opened]:
-    """Opens pages; in the end nothing may have been said to the console, and nothing asked of
-    anybody but the file itself.
-    """
+    """Opens pages; in the end nothing may have been said to the console."""
     troubles: list[str] = []
     contexts: list[Any] = []
 

@@ -1,6 +1,4 @@
-"""The chooser in a browser: for every combination that it offers it shows what ``recommend`` and
-``emit`` print.
-"""
+"""The chooser in a browser: every combination shows what ``recommend`` and ``emit`` print."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""A guide's page says of 60 combinations what ``predict`` and ``guide --json`` say of them, and
-nothing on it contradicts anything else on it.
-"""
+"""A guide's page says of 60 combinations what ``predict`` and ``guide --json`` say of them."""
 
 import re
 from collections.abc import Iterator
@@ -118,9 +116,7 @@ def test_every_row_of_a_table_is_the_simplest_that_is_predicted_and_one_of_the_j
 
 
 def simplest_of(prediction: Prediction, tokens: int) -> tuple[str, Cell | None]:
-    """What a table has to say of a length, and the simplest cell that fits it: ``?`` where a
-    simpler one, whose prediction ends before, may fit.
-    """
+    """What a table has to say of a length, and the simplest cell that fits it."""
     cells = sorted(prediction.cells, key=lambda each: simplicity(each.cell))
     is_open = False
     for each in cells:

@@ -1,6 +1,4 @@
-"""A guide's page as people read it: at every width and in the dark, without script, on paper, by
-keyboard and by screen reader.
-"""
+"""A guide's page as people read it."""
 
 import msgspec
 import pytest

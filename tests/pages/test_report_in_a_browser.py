@@ -1,6 +1,4 @@
-"""Pages of a report and of a memory profile as people read them: at every width, in the dark and on
-paper, whoever wrote the study.
-"""
+"""Pages of a report and of a memory profile as people read them."""
 
 from pathlib import Path
 
