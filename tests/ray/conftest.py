@@ -33,9 +33,7 @@ AGENTS_S = 60
 
 @pytest.fixture(scope="module")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The mark of all that a module's tests start, in an environment without GPUs, which finds
-    ``faulty_batches``; of that nothing is left.
-    """
+    """The mark of all that a module's tests start, without GPUs; of that nothing is left."""
     mark, folder = uuid.uuid4().hex, tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {

@@ -1,6 +1,4 @@
-"""The runner of a Ray cluster: what every runner does, and what becomes of a trial whose process is
-killed, that has to wait, or for which there is no node.
-"""
+"""The runner of a Ray cluster: what every runner does."""
 
 import os
 import signal
