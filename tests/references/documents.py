@@ -66,9 +66,7 @@ def predictions(model: nn.Module, document: Document, *, router: bool = False) -
 
 
 def scores(model: nn.Module, document: Document) -> Tensor:
-    """Score of every token of a document by a backbone with a head of one output, shape
-    (tokens,).
-    """
+    """Score of every token of a document by a backbone with a head of one output, (tokens,)."""
     with float32_casts_lifted():
         hidden = model.model(input_ids=document.ids[None], use_cache=False).last_hidden_state
         return model.score(hidden)[0, :, 0]

@@ -1,6 +1,4 @@
-"""The routers' loss against transformers' own and against loads whose value is known; a model whose
-casts are lifted is float64 throughout.
-"""
+"""The routers' loss against transformers' own and against loads whose value is known."""
 
 import pytest
 import torch

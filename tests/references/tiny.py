@@ -1,6 +1,4 @@
-"""Tiny Hugging Face models in float64, dense and with experts, as language models and with a score
-head.
-"""
+"""Tiny Hugging Face models in float64, dense and with experts, language models and score heads."""
 
 from typing import Any
 
