@@ -1,6 +1,4 @@
-"""What is asked of the data plane in Python, by one process, which imports torch once: tokens of
-every kind of record, the Trainer in a loop of one's own, public names.
-"""
+"""What is asked of the data plane in Python, by one process, which imports torch once."""
 
 import gzip
 import importlib
@@ -92,9 +90,7 @@ def tokens(directory: Path, place: Path) -> dict[str, Any]:
 
 
 def formats(place: Path) -> Iterator[Asked]:
-    """Yield a name, its data, a template and an objective for each record of tests/data, each file
-    of people's own data, and each other format.
-    """
+    """Yield a name, its data, a template and an objective for each record and format."""
     for line in (DATA / "records/records.jsonl").read_text("utf-8").splitlines():
         case = json.loads(line)
         data = place / f"{case['id']}.json{'' if isinstance(case['record'], list) else 'l'}"

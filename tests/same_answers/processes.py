@@ -1,6 +1,4 @@
-"""Questions that take torch: real trials and trainings of a tiny model on the CPU, each in
-processes of its own, and all that one process can answer in Python (``data_plane``).
-"""
+"""Questions that take torch."""
 
 import json
 import shlex

@@ -1,6 +1,4 @@
-"""Questions that are typed and answered without torch, in this process; and what is asked in
-Python: public names, keys of recorded studies.
-"""
+"""Questions that are typed and answered without torch, in this process."""
 
 import importlib
 import inspect
