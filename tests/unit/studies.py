@@ -1,6 +1,4 @@
-"""Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks
-for.
-"""
+"""Studies that tests of reports share: real ones, and ones with what a test asks for."""
 
 import os
 import re
@@ -66,9 +64,7 @@ def study_of(*trials: RecordedTrial, **changes: object) -> Study:
 
 
 def hostile_study() -> Study:
-    """A real study, every text of which somebody else has written; what names settings is left as
-    it is.
-    """
+    """A real study, every text of which somebody else has written."""
     texts = (
         *("name", "model_name", "directory", "model_directory", "device_name", "reason", "text"),
         *("phase", "log_path", "path", "hint", "command", "versions", "notes", "torch"),

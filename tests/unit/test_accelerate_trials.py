@@ -1,6 +1,4 @@
-"""A trial that accelerate launches: the command as it is typed and started, what its file says over
-the user's own, and what is refused.
-"""
+"""A trial that accelerate launches."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The simulated caching allocator: what PyTorch's code says of small cases, and what holds of any
-sequence.
-"""
+"""The simulated caching allocator: what PyTorch's code says of small cases."""
 
 import gzip
 import json
@@ -36,9 +34,7 @@ KINDS = [pytest.param(False, id="native"), pytest.param(True, id="expandable")]
 
 
 def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> list[int]:
-    """Take the steps; returns the handles that are alive at the end. Raises CapacityError. Checks
-    what holds at every step.
-    """
+    """Take the steps; returns the handles that are alive at the end. Raises CapacityError."""
     alive: list[int] = []
     asked: dict[int, int] = {}
     for size, which, stream in steps:

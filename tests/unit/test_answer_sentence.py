@@ -1,6 +1,4 @@
-"""The sentence that an answer begins with, whose every number is the answer's; and ``find`` and
-``predict`` answer one question alike.
-"""
+"""The sentence that an answer begins with, whose every number is the answer's."""
 
 import re
 import runpy
@@ -46,7 +44,6 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
-    assert best.step is not None
     assert f" {format_seconds(best.step.time_s)} a step, " in said.partition("longest")[2]
     on_gpu = max(c.capacity_tokens for c in found.cells if not c.cell.settings.uses_host)
     assert said.endswith(f" On the GPUs alone: {format_tokens(on_gpu)}.")
@@ -114,7 +111,6 @@ def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
 def test_what_trials_measured_is_neither_safe_nor_tight():
     study = Path(__file__).parents[2] / "docs/results/find/qwen3-4b-card-full.jsonl"
     found = recommend("Qwen3-4B", gpus="1xH200-141GB", length="128k", studies=[study])
-    assert found.chosen is not None
     assert (found.chosen.source, found.chosen.risk) == ("measured", None)
     said = recommendation_answer(found)
     assert said.startswith("Yes: ")
@@ -391,7 +387,6 @@ def test_the_simplest_settings_of_the_native_length_come_first_and_are_the_first
 ):
     prediction = highwater.predict(model, gpus=gpus)
     simplest, native = prediction.native, prediction.native_length_tokens
-    assert simplest is not None
     assert simplest.capacity_tokens == native
     assert prediction_answer(prediction).startswith(f"{model} trains its native {native:,} tokens")
     for each in prediction.cells:

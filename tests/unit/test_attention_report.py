@@ -1,6 +1,4 @@
-"""The report of a benchmark of attentions: tables and one line a use case follow from the figures,
-and nothing is told of what was not measured.
-"""
+"""The report of a benchmark of attentions."""
 
 import itertools
 import json
@@ -270,7 +268,6 @@ LENGTHS_ATTENTION_FIT = (4096, 8192, 16_384, 32_768, 49_152)
 def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
     lengths = LENGTHS_ATTENTION_FIT[:cut]
     fit = memory_fit([(length, overhead + token * length) for length in lengths])
-    assert fit is not None
     assert fit.bytes_per_token == pytest.approx(token, rel=1e-3)
     assert fit.overhead_bytes == pytest.approx(overhead, rel=1e-3, abs=KIB)
     assert fit.bytes_per_pair == 0
@@ -294,7 +291,6 @@ def test_a_square_is_only_there_where_a_line_does_not_do():
 
 def test_no_term_is_below_zero_where_peaks_bend_the_other_way():
     fit = memory_fit([(1000, 5000), (2000, 7000), (4000, 9000), (8000, 10_000)])
-    assert fit is not None
     assert min(fit.overhead_bytes, fit.bytes_per_token, fit.bytes_per_pair) >= 0
     assert fit.largest_error > 0.05, "it says how far off it is"
 

@@ -1,6 +1,4 @@
-"""``--activations auto``: of one trial or training the fastest placement that fits, as trying both
-on paper says; of a prediction or a search both.
-"""
+"""``--activations auto``: the fastest placement that fits, as trying both on paper says."""
 
 import json
 import random

@@ -1,6 +1,4 @@
-"""Sizes: no number, file or device that a user can name hangs a command or eats the machine; each
-is refused with a hint.
-"""
+"""Sizes: no number, file or device that a user can name hangs a command or eats the machine."""
 
 import os
 import random
@@ -218,9 +216,7 @@ def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row, tmp_pat
 
 
 def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
-    """Text with one or two pieces of it replaced, doubled, cut out, or followed by something
-    odd.
-    """
+    """Text with a piece or two of it replaced, doubled, cut out, or followed by something odd."""
     for _ in range(draw.randint(1, 2)):
         at = draw.randrange(len(text) + 1)
         end = min(len(text), at + draw.randrange(12))

@@ -55,9 +55,7 @@ def answers_of(question: Question, law: Law) -> list[CellAnswer]:
 
 
 def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
-    """A law that answers some lengths (thousands of tokens) from a list, launch by launch, before
-    it is lawful.
-    """
+    """A law that answers some lengths (thousands of tokens) from a list before it is lawful."""
     left = {index * STEP: list(told) for index, told in outcomes.items()}
 
     def law(spec: TrialSpec) -> int | Outcome:
@@ -112,9 +110,7 @@ CELLS = tuple(
 def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_price_of_a_hint(
     capacities, fixed_bytes, bytes_per_token, memory_gib
 ):
-    """Every cell has a capacity of its own, which has nothing to do with the guess or with the
-    other cells.
-    """
+    """Every cell has a capacity of its own, unlike the guess's or the other cells'."""
     known = dict(zip(CELLS, capacities, strict=True))
 
     def law(spec: TrialSpec) -> Outcome:
@@ -174,9 +170,7 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
 def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
     budget, held, sharded, method, proof, expected
 ):
-    """Shorter lengths fill it: they take more memory than one that leaves almost half of it
-    empty.
-    """
+    """Shorter lengths fill it, and take more memory than one that leaves almost half empty."""
     layout = Layout(gpus=sharded, ulysses_degree=sharded)
     cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
     question = ask(cells=(cell,), method=method, **proof)

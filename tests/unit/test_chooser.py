@@ -1,6 +1,4 @@
-"""Pages: each needs nothing else and can be read by anyone; and the chooser of a guide's page, in
-which what is embedded is what ``recommend`` and ``emit`` say, for every combination.
-"""
+"""Pages: each needs nothing else and can be read by anyone."""
 
 import json
 import pickle

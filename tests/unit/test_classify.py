@@ -1,6 +1,4 @@
-"""The judge: exit status, signals, reports and log together give the one outcome; text alone never
-does.
-"""
+"""The judge: exit status, signals, reports and log together give the one outcome."""
 
 import errno
 import math

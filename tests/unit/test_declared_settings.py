@@ -1,7 +1,4 @@
-"""Declared settings: each setting of a request is one row, and whoever tells of settings reads it.
-
-Nothing here names a setting: a new one is held to the same by its row.
-"""
+"""Declared settings: each setting of a request is one row."""
 
 from pathlib import Path
 from typing import Any, get_args

@@ -1,6 +1,4 @@
-"""DeepSpeed's ZeRO beside Hugging Face's step: what its source says, and what DeepSpeed's own
-coordinator counted with models of these proportions on a CPU.
-"""
+"""DeepSpeed's ZeRO beside Hugging Face's step: what its source says."""
 
 from typing import Any
 
@@ -33,19 +31,16 @@ def held(found: CellPrediction, phase: str = "backward of the last layer") -> di
 
 
 def phases(found: CellPrediction) -> tuple[Phase, ...]:
-    assert found.footprint is not None
     return found.footprint.phases
 
 
 def needed(form: str, **named: Any) -> int:
     footprint = cell(form, **named).footprint
-    assert footprint is not None
     return footprint.allocated_bytes
 
 
 def host(form: str, **named: Any) -> int:
     footprint = cell(form, **named).footprint
-    assert footprint is not None
     return footprint.host_bytes
 
 

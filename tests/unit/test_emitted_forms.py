@@ -1,6 +1,4 @@
-"""What each trainer's configuration has that no other's has: Hydra's and OmegaConf's quotes, TRL's
-commands, torchtitan's program, files of accelerate and of ms-swift.
-"""
+"""What each trainer's configuration has that no other's has."""
 
 import ast
 import json
@@ -54,9 +52,7 @@ PATHS = [
 
 
 def read_by_hydra(quoted: str) -> str:
-    """A quoted value: a quote within has an odd number of backslashes before it, the end an even
-    one; half are meant.
-    """
+    """A quoted value: a quote within has an odd number of backslashes before it, half meant."""
     quote, within = quoted[0], quoted[1:-1]
     assert quote in "\"'"
     assert quoted[-1] == quote
@@ -345,7 +341,6 @@ def test_a_ring_of_a_model_with_windows_is_refused(model, ulysses):
     layout = Layout(gpus=4, ulysses_degree=ulysses, ring_degree=2)
     shape = load_model(model).shape
     said = accelerate_file.layout_obstacle(layout, shape, accelerate_file.WORDS)
-    assert said is not None
     assert f"{shape.model_type} has others" in said
     whole = load_model("Qwen3-4B").shape
     assert accelerate_file.layout_obstacle(layout, whole, accelerate_file.WORDS) is None

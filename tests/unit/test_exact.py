@@ -1,6 +1,4 @@
-"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins; and a
-search that begins where a prediction says it ends.
-"""
+"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins."""
 
 import json
 from pathlib import Path
@@ -94,7 +92,6 @@ def test_the_edge_is_the_traced_one_or_the_upper_end_that_fits_and_no_length_is_
     (found,) = predict_traced(ask(), LIMIT, tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     fits = assert_edge(likely, bytes_per_token, DEVICE_BYTES - outside)
-    assert likely.replayed is not None
     assert likely.replayed.fits == fits
     assert len(alone.asked) == len(set(alone.asked)) <= 2 * SIZE.bit_length()
     used = likely.device_used_bytes
@@ -159,9 +156,7 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
 def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(
     budget, held, upper
 ):
-    """Shorter lengths fill it: their traces need more than that of one that leaves almost half of
-    it empty.
-    """
+    """Shorter lengths fill it: their traces need more than one that leaves almost half empty."""
     packed = Settings(allocator="expandable", token_budget_tokens=budget * STEP)
     cell = Cell(layout=Layout(), settings=packed)
     question, known = ask(cells=(cell,)), calibration(upper)
@@ -287,7 +282,6 @@ def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path):
     assert (vanilla.cell.settings.label, vanilla.prediction) == ("vanilla", "formula")
     assert vanilla.likely_tokens > 0
     beginning = highwater.study_report(tmp_path / "study.jsonl").beginning
-    assert beginning is not None
     assert beginning.predictions == (str(path),)
     assert beginning.likely_tokens == {"expandable, 1 GPU": told.likely_edge_tokens}
 

@@ -1,6 +1,4 @@
-"""A trial as the YAML of LLaMA-Factory, Axolotl and ms-swift: what is the trial's own, what stays
-the user's, what is refused, and how it is started.
-"""
+"""A trial as the YAML of LLaMA-Factory, Axolotl and ms-swift."""
 
 from pathlib import Path
 from typing import Any

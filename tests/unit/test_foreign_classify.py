@@ -1,8 +1,4 @@
-"""Trials of foreign trainers, judged from outside.
-
-A length fits where the log shows its steps, does not where an allocator's error certainly ended the
-trial, and what proves neither is neither.
-"""
+"""Trials of foreign trainers, judged from outside."""
 
 import time
 from typing import Any
@@ -281,7 +277,6 @@ def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams():
 def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen():
     bounded = msgspec.structs.replace(typed_trial(), memory_budget_bytes=40 * GIB)
     budget = memory_budget(bounded)
-    assert budget is not None
     assert budget.allocator_cap_bytes + budget.context_bytes + budget.nccl_bytes == 40 * GIB
     assert bounded_allocator(typed_trial(), None) == {}
     assert bounded_allocator(typed_trial("cpu"), None) == {}

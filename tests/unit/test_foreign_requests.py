@@ -1,6 +1,4 @@
-"""Requests for other trainers: what they are told, what they cannot be told, and what identifies
-their questions.
-"""
+"""Requests for other trainers: what they are told, what they cannot be told."""
 
 import ast
 import shlex
@@ -78,7 +76,6 @@ def test_the_rungs_of_another_trainer_are_the_allocators():
 
 def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
     spec = trial_of(gpus=[4], ulysses=[2], steps=3)
-    assert spec.foreign is not None
     words = filled_command(spec.foreign.command, spec, tmp_path)
     assert shlex.join(words) == ("torchrun --nproc-per-node 4 train.py --len 8192 --sp 2 --steps 3")
     every = split_command(" ".join(f"--{name}={{{name}}}" for name in PLACEHOLDERS))

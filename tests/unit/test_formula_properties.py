@@ -1,6 +1,4 @@
-"""What holds of the formula: monotone for shapes, settings and layouts of any size, and as recorded
-trials.
-"""
+"""What holds of the formula: monotone for shapes, settings and layouts of any size."""
 
 from pathlib import Path
 

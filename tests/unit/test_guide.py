@@ -1,6 +1,4 @@
-"""The guide: the published one cell for cell, what it says where nobody knows, and the page that it
-makes.
-"""
+"""The guide: the published one cell for cell, what it says where nobody knows."""
 
 import csv
 import json

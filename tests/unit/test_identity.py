@@ -1,6 +1,4 @@
-"""Identity: a recorded study is known again by what it asked, whatever settings are added later,
-and what a run has to have the same to go on.
-"""
+"""Identity: a recorded study is known again by what it asked, whatever settings are added later."""
 
 import json
 from contextlib import suppress

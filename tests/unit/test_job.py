@@ -1,6 +1,4 @@
-"""Jobs: an order in, a report or a refusal out, failures in words that are never empty, and nothing
-left running; and the job that is printed for Slurm, in which only the search runs.
-"""
+"""Jobs: an order in, a report or a refusal out, failures in words that are never empty."""
 
 import json
 import os
@@ -383,7 +381,6 @@ def test_a_folder_that_others_can_enter_is_refused_and_the_hint_works(
     error = refusal(of_two(tmp_path, meet / "f"))
     assert "others can read or write" in error.problem
     named = re.search(r"`--rendezvous (.*)`", error.hint)
-    assert named is not None
     with made(of_two(tmp_path, Path(*shlex.split(named[1])))).folder():
         pass
 

@@ -1,6 +1,4 @@
-"""A journal that somebody else touches: what was edited is named, what was taken away in mid-search
-stops the search.
-"""
+"""A journal that somebody else touches."""
 
 import json
 import os
@@ -90,9 +88,7 @@ def test_a_study_from_before_there_were_checksums_goes_on_without_them(schema_ve
 
 
 def _mutations(lines: list[bytes], seed: int) -> bytes:
-    """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out;
-    never only cut at the end.
-    """
+    """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out."""
     draw = random.Random(seed)
     content = bytearray(b"".join(lines))
     kind, at = draw.randrange(6), draw.randrange(len(content) - 1)

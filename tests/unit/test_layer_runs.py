@@ -1,6 +1,4 @@
-"""Layers as runs of a kind: what adds up is the sum of its runs, what one layer decides is the most
-over kinds, and where a run is cut changes nothing.
-"""
+"""Layers as runs of a kind: sums are over runs, peaks over kinds, and cuts change nothing."""
 
 import json
 from pathlib import Path
@@ -218,9 +216,7 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
     gradient_bytes = 4 if come_late else 0
 
     def of_layers(number: int) -> float:
-        """One layer going backward, with what all before it keep, its neighbours' weights and the
-        gradients of all behind it.
-        """
+        """One layer going backward, with what all before it keep and gradients of later ones."""
         kept = sum(formula.kept_bytes(step.layer(each)) for each in layers[: number + 1])
         gathered = layers[number].parameters
         if layout.shard_degree > 1 and number:
@@ -246,7 +242,6 @@ def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read
     shapes = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
     windowed, full = (attention_flops(shape, length) for shape in shapes)
     window = WINDOWED.window_tokens
-    assert window is not None
     per_pair = 3 * 3 * 2 * 2 * FULL.head_dim * FULL.query_heads  # 3 layers, 3 passes, 2 products
     pairs = sum(min(place + 1, window) for place in range(length))
     # A triangle of n tokens is n²/2 here, not n(n + 1)/2: PaLM's figure.
@@ -389,7 +384,6 @@ def test_gpus_share_a_state_by_its_key_heads_or_by_a_ring(tmp_path):
     shape = linear_model(tmp_path, linear_num_key_heads=4).shape
     assert heads_obstacle(shape, 4) is None
     said = heads_obstacle(shape, 8)
-    assert said is not None
     assert "4 key heads of linear attention" in said
     assert ring_obstacle(shape, None) is None
 

@@ -1,6 +1,4 @@
-"""The formula beside traces of layers that the catalog does not have; and layers of one model that
-differ, as Gemma 4's class has them or refused by the field that says so.
-"""
+"""The formula beside traces of layers that the catalog does not have."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Memory profiles: what was alive when it counts, by category, place and stack, of snapshots whose
-every allocation is known.
-"""
+"""Memory profiles: what was alive when it counts, of snapshots whose every allocation is known."""
 
 import pickle
 import re

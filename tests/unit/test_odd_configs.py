@@ -1,6 +1,4 @@
-"""Odd configs: whatever stands in a config.json, it is read or refused, by the family's name where
-it has one.
-"""
+"""Odd configs: whatever stands in a config.json is read or refused, by the family's name."""
 
 import json
 import math
@@ -51,9 +49,7 @@ ODD = (
 
 
 def ask(directory: Path) -> None:
-    """Read the model and predict it; what cannot be is a HighwaterError, and everything else a
-    failure of the test.
-    """
+    """Read the model and predict it; what cannot be is a HighwaterError."""
     with suppress(HighwaterError):
         load_model(str(directory))
         to_json(predict(str(directory), gpus="1xH100-80GB", loss="chunked", allocator="expandable"))

@@ -1,6 +1,4 @@
-"""Trainers that compose another's step answer by its law; a user's own studies of them teach the
-intervals of predictions.
-"""
+"""Trainers that compose another's step answer by its law."""
 
 import json
 from pathlib import Path
@@ -92,7 +90,6 @@ def ended(
 
 def taught(study: Study, trainer: TrainerName = "llamafactory") -> tuple[Residual, ...]:
     learn = MEMORY[trainer].learn
-    assert learn is not None
     return learn(study_as_told(study, trainer, {}), None)
 
 
@@ -121,7 +118,6 @@ def test_an_interval_of_own_trials_holds_what_they_took_at_the_stated_share(shar
     residuals = taught(study_of(shares))
     assert len(residuals) == len(shares)
     factors = factors_of([each.factor for each in residuals], "expandable")
-    assert factors is not None
     ends = [(interval(each.predicted_bytes, factors), each.measured_bytes) for each in residuals]
     least = len(shares) if factors.is_widened else COVERAGE * len(shares)
     assert sum(measured <= each.high_bytes for each, measured in ends) >= least
@@ -159,7 +155,6 @@ def test_its_answer_says_from_how_many_trials_of_yours_its_interval_is(tmp_path,
     assert alone.calibration is None
     assert "without an interval" in alone.accuracy
     known = found.calibration
-    assert known is not None
     assert (known.own_trials, known.edges) == (2, 0)
     assert known.factors[0].upper > 1.2
     own = "its interval is learned from 2 trials of yours"
@@ -184,7 +179,6 @@ def test_own_trials_that_took_more_shorten_what_is_said_to_fit(tmp_path):
 def test_what_no_own_trial_had_has_the_others_interval_and_is_named(tmp_path):
     found = answered(tmp_path, study_of([1.2]), allocator="native", loss="chunked", length="8k")
     known = found.calibration
-    assert known is not None
     assert found.cells[0].interval is not None
     assert {"native segments", "chunked loss"} <= set(known.unlike)
     assert "try it first" in plain_table(prediction_table(found))
@@ -265,7 +259,6 @@ def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_g
     config.write_bytes(before)
     again = {**ASKED, **asked, "calibrate_with": [tmp_path / "own.jsonl"]}
     found = highwater.predict("Qwen3-0.6B", **again)
-    assert found.calibration is not None
     assert found.calibration.own_trials == 1
 
 

@@ -1,6 +1,4 @@
-"""Plain pickles: equal to what was written, whatever it was; and whatever a file is, nothing in it
-runs, and nothing is allocated by a length that it claims.
-"""
+"""Plain pickles: equal to what was written, whatever it was."""
 
 import os
 import pickle

@@ -54,7 +54,6 @@ def making(
     process = subprocess.Popen(
         [sys.executable, "-c", MAKES, str(parent), kind, how], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 

@@ -139,7 +139,6 @@ def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does(
     assert progress.table().footnotes[0] == told
     before_s = progress.left_s
     now_s[0] = 45.0
-    assert before_s is not None
     assert progress.left_s == before_s - 10
 
 

@@ -1,6 +1,4 @@
-"""Proof by memory-only trials: what a search says was trained was, what it says memory holds was
-shown, nothing is mixed.
-"""
+"""Proof by memory-only trials."""
 
 import msgspec
 import pytest
@@ -43,9 +41,7 @@ def ask(**changes) -> Question:
 
 
 def steps_at(flops_per_s: float) -> TimeLaw:
-    """Steps of a trainer of constant speed; a memory-only one skips the quadratic part in all
-    layers but the last.
-    """
+    """Steps of a trainer of constant speed."""
 
     def seconds(spec: TrialSpec) -> float:
         tokens = spec.length_tokens
@@ -114,9 +110,7 @@ def test_nothing_is_foreseen_from_nothing(capacity, flops_per_s):
 
 @given(st.integers(1, GRID_SIZE - 1), SPEEDS)
 def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
-    """The longest full fit is a forecast's worth below what the limit allows, unless the trials are
-    spent.
-    """
+    """The longest full fit is a forecast's worth below the limit, unless the trials are spent."""
     answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
     seconds = steps_at(flops_per_s)
     question = ask()

@@ -1,6 +1,4 @@
-"""A recommendation: every rung at one length, the first that fits, why simpler ones do not, and
-what would do where none does.
-"""
+"""A recommendation: every rung at one length, the first that fits, why simpler ones do not."""
 
 import itertools
 import re
@@ -99,7 +97,6 @@ def test_a_shorter_length_never_needs_a_less_simple_rung(where, one, other):
     model, gpus = where
     short, long = (recommend(model, gpus=gpus, length=length) for length in sorted((one, other)))
     if long.chosen is not None:
-        assert short.chosen is not None
         assert short.chosen.order <= long.chosen.order
 
 
@@ -173,7 +170,6 @@ def test_each_earlier_rung_says_what_it_lacks():
 
 def test_the_next_rungs_are_those_that_train_longer():
     found = recommend(length="64k", **H20S)
-    assert found.chosen is not None
     bought = next_rungs(found)
     capacities = [found.chosen.capacity_tokens, *(each.capacity_tokens for each in bought)]
     assert len(bought) == 3
@@ -201,11 +197,9 @@ def test_a_free_setting_is_preferred_to_one_that_leaves_too_little():
     (vanilla,) = (each for each in cells if each.cell.settings.label == "vanilla")
     at_its_edge = {"length": vanilla.capacity_tokens, "ulysses": [1], **H20S}
     found = recommend(**at_its_edge)
-    assert found.chosen is not None
     assert found.chosen.risk == "safe"
     assert found.chosen.headroom_bytes >= default_headroom_bytes(found.device_bytes)
     asked = recommend(**at_its_edge, headroom=0).chosen
-    assert asked is not None
     assert asked.cell.settings.label == "vanilla"
 
 
@@ -216,7 +210,6 @@ def test_where_nothing_is_safe_the_roomiest_that_may_fit_is_taken_and_says_so(ri
     (cell,) = highwater.predict(**H20S, **one, headroom=0, resolution="1k").cells
     tokens = cell.likely_tokens if risk == "tight" else cell.capacity_tokens
     found = recommend(length=tokens, **H20S, **one)
-    assert found.chosen is not None
     assert found.chosen.risk == risk
     assert found.chosen.headroom_bytes < default_headroom_bytes(found.device_bytes)
     assert any(f"{risk}: " in note for note in recommendation_tables(found)[-1].footnotes)
@@ -301,7 +294,6 @@ def test_the_question_with_the_most_cells_takes_no_replay_twice(monkeypatch):
     monkeypatch.setattr(trinity, "replay_trace", counted)
     found = recommend("Qwen3-8B", gpus="4xA100-80GB", length="64k", trainer="trinity")
     assert len(set(replays)) == len(replays) <= MOST_REPLAYS
-    assert found.chosen is not None
     assert found.chosen.headroom_bytes == 2_967_050_649
 
 
@@ -368,9 +360,6 @@ def test_the_best_plan_is_the_best_of_all_plans(model: str):
             seen.add("nothing")
             continue
         fastest, lightest = found["fastest"].chosen, found["lightest"].chosen
-        assert fastest is not None
-        assert fastest.step_time is not None
-        assert lightest is not None
         rates = [plan.step.tokens_per_s for plan in plans if plan.step]
         assert fastest.step_time.tokens_per_s == pytest.approx(max(rates), rel=1e-9)
         by_cell = {plan.cell: plan.device_used_bytes for plan in plans}
@@ -384,10 +373,8 @@ def test_the_best_plan_is_the_best_of_all_plans(model: str):
 def test_the_fastest_recomputes_nothing_where_that_fits():
     asked = {"length": "8k", "gpus": "A100-80GB", "lora": 16}
     chosen = highwater.recommend("Llama-3.1-8B", aim="fastest", **asked).chosen
-    assert chosen is not None
     assert chosen.cell.settings.recompute == "none"
     answer = highwater.predict("Llama-3.1-8B", recompute="none", **asked).answer
-    assert answer is not None
     assert chosen.step_time.tokens_per_s == pytest.approx(answer.step.tokens_per_s)
 
 

@@ -1,6 +1,4 @@
-"""Recommendations from studies: what trials measured is taken, where they are about what is
-asked.
-"""
+"""Recommendations from studies."""
 
 import re
 from pathlib import Path

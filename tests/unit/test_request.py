@@ -1,6 +1,4 @@
-"""Requests: flags, files and keywords are read in one place, numbers of the loss and words of
-others among them, and every mistake is answered with what works.
-"""
+"""Requests: flags, files and keywords are read in one place; each mistake is answered."""
 
 import ast
 import re
@@ -163,7 +161,6 @@ def test_settings_that_say_otherwise_than_the_count_are_refused():
 def test_what_a_guide_asks_again_of_a_prediction_has_one_micro_batch():
     found = highwater.predict("Qwen3-1.7B", gpus="1xH200-141GB", micro_batches=1)
     query = query_of_prediction(found)
-    assert query is not None
     assert ("micro_batches", 1) in query.settings
     words = query.words(gpus=1, length_tokens=8192)
     assert ("--micro-batches", "1") in pairwise(words)

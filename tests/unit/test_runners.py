@@ -1,6 +1,4 @@
-"""Runners, as far as they can be tried without an engine: the simulated one, and the places that
-trials have on this machine.
-"""
+"""Runners, as far as they can be tried without an engine."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,4 @@
-"""The time of a search: what is tried first, what starts in the time that there is, and that the
-answers are those of a search without end.
-"""
+"""The time of a search: what is tried first, what starts in the time that there is."""
 
 from pathlib import Path
 from statistics import median
@@ -72,7 +70,6 @@ def test_the_time_of_a_recorded_trial_is_predicted():
                 continue
             told = trial_s if result.outcome.is_fit else ran_out_s
             expected_s = told(study.question, spec)
-            assert expected_s is not None
             off.append(abs(expected_s / result.wall_s - 1))
     assert len(off) > 100
     assert median(off) < TOLD_WITHIN / 2
@@ -192,7 +189,6 @@ def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end
     assert study.complete
     for cell, index in found.items():
         answer = study.answer_of(cell)
-        assert answer is not None
         assert answer.reach_tokens == (question.grid.length(index) if index else 0)
         is_end = index == size
         assert answer.does_not_fit_tokens == (None if is_end else question.grid.length(index + 1))
@@ -250,7 +246,6 @@ def test_full_trials_take_no_more_than_their_share():
     for each in full:
         assert trial_s(question, each.spec) <= FULL_SHARE * question.timeout_s
     for answer in answers_among(search_cells(question, runner)):
-        assert answer.memory_only is not None
         assert answer.capacity_tokens
         assert answer.memory_only.length_tokens == question.grid.length(question.grid.size)
 

@@ -62,7 +62,6 @@ def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_ma
     assert len(said(predicted(64, copies=[8]).notes)) == 1
     found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
     assert len(said(found.notes)) == 1
-    assert found.chosen is not None
     assert found.chosen.cell.layout.shard_degree == 8
     assert not said(predicted(16, copies=[2]).notes)
     with pytest.raises(UsageError, match="a configuration is of one machine"):
@@ -76,7 +75,6 @@ def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
     assert found.chosen is None
     assert more.kind == "more GPUs"
     chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
-    assert chosen is not None
     assert chosen.label == more.label
 
 

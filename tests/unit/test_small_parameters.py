@@ -1,6 +1,4 @@
-"""Counts: a model has as many parameters as its own class builds, whatever its sizes are and
-whichever of its biases and norms the config switches on.
-"""
+"""Counts: a model has as many parameters as its own class builds, whatever its sizes."""
 
 import json
 import random
@@ -69,9 +67,7 @@ def draw(family: str, number: int) -> dict[str, Any]:
 
 
 def counts(family: str, folder: Path, fields: dict[str, Any]) -> tuple[ModelShape, int] | None:
-    """The shape that is read of a config, and the parameters of its class; None where either
-    refuses the config.
-    """
+    """The shape that is read of a config, and the parameters of its class."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     refused = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
     try:

@@ -35,7 +35,6 @@ def test_times_that_are_held_out_are_predicted(monkeypatch):
 def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked) -> float:
     usual = {"length_tokens": 65_536, "device_name": "H200-141GB"}
     step = predicted_step(SHAPE, settings, layout or Layout(), **usual | asked)
-    assert step is not None
     assert step.time_s == pytest.approx(sum(part.seconds for part in step.parts))
     assert step.tokens_per_s == pytest.approx(step.step_tokens / step.time_s)
     return step.time_s
@@ -60,8 +59,6 @@ def test_what_is_kept_is_not_computed_again_frozen_weights_cost_less_and_offload
 
 def test_other_gpus_are_scaled_and_unknown_ones_have_no_times():
     slow, fast = rates_of("NVIDIA A100-SXM4-80GB"), rates_of("H200-141GB")
-    assert slow is not None
-    assert fast is not None
     assert (slow.basis, fast.basis) == ("scaled", "measured")
     assert slow.matmul_flops == pytest.approx(fast.matmul_flops * 312 / 989)
     assert rates_of("a GPU of 24.00 GiB") is None
@@ -96,7 +93,6 @@ def test_linear_attention_takes_what_its_operator_took_once_for_each_layer_and_t
             device_name=device,
             micro_batches=1,
         )
-        assert found is not None
         assert found.basis == "of_an_operator"
         return {part.name: part.seconds for part in found.parts}["linear attention"]
 
@@ -119,7 +115,6 @@ def test_a_ring_sends_what_goes_into_linear_attention_and_comes_out_of_it():
             device_name="H200-141GB",
             micro_batches=1,
         )
-        assert found is not None
         return {part.name: part.seconds for part in found.parts}["exchanges between GPUs"]
 
     of_states = exchanged_s()
@@ -150,5 +145,4 @@ def test_steps_of_whole_hybrids_take_as_long_as_notes_say(spec, measured_s):
         device_name="H200-141GB",
         micro_batches=1,
     )
-    assert found is not None
     assert 0.8 < measured_s / found.time_s < 1.35

@@ -59,7 +59,6 @@ def test_the_first_length_is_the_longest_that_the_formula_says_fits(prompt_token
     predictor = predictor_of(asked, where, usable)
     assert predictor is not None
     fits = longest(predictor, usable)
-    assert fits is not None
     assert 3 < fits < grid.size
     assert abs(first_index(asked, where, []) - fits) <= 1
 

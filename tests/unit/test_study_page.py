@@ -1,6 +1,4 @@
-"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever
-wrote the study; and the line of a trial that ran out of memory.
-"""
+"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible and safe."""
 
 import csv
 import io
@@ -85,7 +83,6 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
     trials = (trial(4096 * i, outcome, used_bytes=(9 + i) * GIB) for i, outcome in ends)
     report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
     picture = bracket_chart(report.cells[0], report)
-    assert picture is not None
     shapes = [mark.kind for mark in picture.marks]
     assert len(shapes) == len(set(shapes)) == 7
     assert "out of memory" in picture.marks[1].text
@@ -99,7 +96,6 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
 def test_the_band_of_a_picture_is_the_bracket():
     report = real_report("qwen3-4b-card-full")
     picture = bracket_chart(report.cells[0], report)
-    assert picture is not None
     last = picture.spans[-1]
     by_trial = {mark.text.partition(",")[0]: mark.y for mark in picture.marks}
     assert last.y == by_trial["trial 5"], "139,264 did not fit"
@@ -111,7 +107,6 @@ def test_the_band_of_a_picture_is_the_bracket():
 def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges():
     report = real_report("qwen3-0.6b-79gib-full")
     picture = memory_picture(report)
-    assert picture is not None
     for row in picture.rows:
         assert row.limit is not None
         assert row.allocated <= row.reserved <= row.used <= row.limit
@@ -119,15 +114,12 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
     asked = [row for row in picture.rows if row.asked is not None]
     assert len(asked) == sum(row.ran_out for row in picture.rows) > 0
     for row in asked:
-        assert row.asked is not None
-        assert row.limit is not None
         assert row.asked > row.limit, "the request that had no room ends beyond the limit"
         assert ", no room for " in row.text
     assert study_page(report).count('class="asked"') > len(asked), "and in the legend"
     ends = [Outcome.FIT] * 29 + [Outcome.OUT_OF_MEMORY] * 2
     many = (trial(4096 * i, end, used_bytes=i * GIB) for i, end in enumerate(ends, 1))
     short = memory_picture(report_of(study_of(*many)))
-    assert short is not None
     assert (len(short.rows), short.left_out) == (2, 29)
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
@@ -176,8 +168,6 @@ def test_a_csv_has_a_row_for_each_trial_and_where_memory_ran_out_no_headroom():
     table = memory_table(report)
     shown = [row[table.columns.index("headroom")] for row in table.rows]
     for row, figure, reported in zip(rows, shown, report.trials, strict=True):
-        assert reported.predicted is not None
-        assert reported.predicted.interval is not None
         assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
         assert row["outcome"] == str(reported.outcome)
         is_fit = reported.outcome is not None and reported.outcome.is_fit
@@ -287,7 +277,6 @@ def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
     beginning, cell = report.beginning, report.cells[0]
     file = "docs/results/find/edge-4b-1-full.prediction.json"
-    assert beginning is not None
     assert (beginning.predictions, beginning.reason) == ((file,), None)
     assert cell.begun_at_tokens == beginning.likely_tokens[cell.label] > 0
     assert (cell.expected_tokens, cell.expected_by) == (cell.begun_at_tokens, file)
@@ -297,7 +286,6 @@ def test_a_report_says_where_the_search_was_told_to_begin():
         return study_report(study_of(schema_version=schema_version, command=command)).beginning
 
     gone = begun(1, "--prediction=gone.json")
-    assert gone is not None
     assert gone.predictions == ("gone.json",)
     assert "not found" in str(gone.reason)
     assert begun(1, "--prediction formula") is None
@@ -309,7 +297,6 @@ def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
     own_data = msgspec.structs.replace(QUESTION, data="my.batches:packed")
     study = study_of(question=own_data, expectations=(told("formula", 0),))
     table = predicted_cells(report_of(study))
-    assert table is not None
     *silent, recorded = table.rows[0][1:4]
     assert silent == ["-", "-"]
     assert recorded.startswith("none by ")
@@ -330,7 +317,6 @@ def test_each_cell_says_what_predicted_it_before_its_trials_and_what_ordered_tho
     begun = [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells]
     assert begun == [(4096, None), (8192, 8192)]
     table = predicted_cells(report)
-    assert table is not None
     (at,) = [n for n, name in enumerate(table.columns) if "today" in name and "likely" in name]
     today = [f"{cell.predicted.likely_tokens:,}" for cell in report.cells if cell.predicted]
     assert [row[at] for row in table.rows] == today

@@ -1,6 +1,4 @@
-"""Tables: what a study says, in a terminal of any width and in a file; every figure whole, and
-nothing in it is ever a command to the terminal.
-"""
+"""Tables: what a study says, in a terminal of any width and in a file; every figure whole."""
 
 import json
 import re
@@ -45,9 +43,7 @@ def published(studies: list[Study]) -> str:
 
 
 def answered(question: Question, *capacities: int | None) -> Study:
-    """A study whose cells have these capacities, in order; cells beyond them are not answered
-    yet.
-    """
+    """A study whose cells have these capacities, in order."""
     figures = {"peak_reserved_bytes": 70 * GIB, "headroom_bytes": GIB, "tokens_per_s": 12345.6}
     answers = tuple(
         answer_of(cell, None, None, limit="inconclusive", reason="the worker crashed", **figures)

@@ -1,6 +1,4 @@
-"""The time limit of a study may change: what was cut short is run again with more time, and nothing
-that told is.
-"""
+"""The time limit of a study may change: what was cut short is run again with more time."""
 
 import re
 from collections.abc import Sequence
@@ -41,9 +39,7 @@ TIMED = [path for path in STUDIES if read_study(path).question.timeout_s is not 
 
 
 class Ran(OneByOne):
-    """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are
-    given: None is what memory says.
-    """
+    """A simulated GPU that keeps what it ran, and may be killed."""
 
     def __init__(
         self, capacity: int, step_time: TimeLaw | float, timeout_s: float | None,
@@ -175,9 +171,7 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
 
 
 def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...], ran: Ran) -> None:
-    """Asked again, the study answers the same, runs nothing, and gets no line but that it was
-    opened.
-    """
+    """Asked again, the study answers the same, runs nothing."""
     before = path.read_text().splitlines()
     assert search(path, question, ran) == answers
     assert ran.specs == []

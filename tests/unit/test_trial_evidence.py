@@ -1,6 +1,4 @@
-"""Answers and their trials: every answer of a search is borne out by its trials, and no other is
-called measured.
-"""
+"""Answers and their trials: every answer of a search is borne out by its trials."""
 
 import json
 import random
@@ -58,9 +56,7 @@ def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file
 
 
 class Odd(OneByOne):
-    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits
-    leaves some headroom.
-    """
+    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

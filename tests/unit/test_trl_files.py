@@ -1,6 +1,4 @@
-"""A trial as TRL's configuration: what is the trial's own, what stays the user's, what is
-refused; and what TRL's log shows of its steps.
-"""
+"""A trial as TRL's configuration."""
 
 import sys
 from pathlib import Path

@@ -47,13 +47,11 @@ def learned(edges: tuple[Residual, ...]) -> tuple[float, float]:
     """The ends of the interval that these edges teach, as shares of a prediction."""
     most, least = [each.factor for each in edges], [each.least_factor for each in edges]
     factors = factors_of(most, "expandable", least=least)
-    assert factors is not None
     return factors.lower, factors.upper
 
 
 def bundled() -> tuple[Residual, ...]:
     residuals = MEMORY["trl"].residuals
-    assert residuals is not None
     return residuals()
 
 
@@ -74,7 +72,6 @@ def test_no_recorded_trial_is_outside_the_interval(name):
     assert total is not None
     for trial in recorded.trials:
         spec, result = trial.spec, trial.result
-        assert result is not None
         step = Step(shape, spec.settings, spec.layout, spec.length_tokens)
         found = MEMORY["trl"].formula(step)
         caps = [rank.budget.allocator_cap_bytes for rank in result.ranks if rank.budget]
@@ -225,6 +222,5 @@ def test_a_study_of_trl_teaches_and_counts_once():
     known = highwater.predict("Qwen3-4B", **asked).calibration
     own = [RESULTS / "studies" / "one-gpu-trl.jsonl"]
     again = highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
-    assert known is not None
     assert known == again
     assert (known.edges, known.own_trials) == (3, 0)

@@ -299,7 +299,6 @@ def test_what_is_recommended_of_a_file_is_told_in_its_own_keys(tmp_path: Path):
     path.write_text(yaml.safe_dump(AXOLOTL | {"adapter": "lora", "load_in_4bit": False}))
     asked: dict[str, Any] = {"trainer": "axolotl", "trainer_config": str(path)}
     found = highwater.recommend("Qwen3-8B", length=None, gpus="1xA100-40GB", **asked)
-    assert found.chosen is not None
     assert found.length_tokens == 16_384
     assert found.chosen.cell.settings.lora == 32
     first, *_ = found.notes

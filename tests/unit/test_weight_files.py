@@ -1,6 +1,4 @@
-"""Weights beside a config.json: which files are read, what their headers tell, and what is refused
-before anything starts.
-"""
+"""Weights beside a config.json: which files are read, what their headers tell."""
 
 import json
 import os

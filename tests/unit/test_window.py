@@ -1,6 +1,4 @@
-"""Sliding windows: no length ends at one, and a ring that would share longer documents is refused
-before anything starts, with a layout that works.
-"""
+"""Sliding windows: no length ends at one."""
 
 import shlex
 from itertools import product
