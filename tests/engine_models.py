@@ -41,9 +41,7 @@ def built(
     config: PreTrainedConfig | None = None,
     **how: Any,
 ) -> Decoder:
-    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``; layers
-    are recomputed and logits whole, unless ``how`` says otherwise.
-    """
+    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``."""
     usual = {"loss": "full", "recompute": "layer", "compute_dtype": dtype, "master_dtype": dtype}
     return build(
         config or read_config(str(directory), length_tokens=length_tokens, rope="auto"),

@@ -167,7 +167,6 @@ class ForkServer:
     def end(self) -> None:
         """End the process."""
         if self._process is not None:
-            assert self._orders is not None
             self._orders.close()
             self._process.wait()
             self._process = None
@@ -184,7 +183,6 @@ class ForkServer:
         text = json.dumps(order | {"given": list(given)}).encode(errors="surrogateescape")
         with self._lock:
             self.start()
-            assert self._orders is not None
             socket.send_fds(self._orders, [len(text).to_bytes(4)], list(given.values()))
             self._orders.sendall(text)
             child = int.from_bytes(self._orders.recv(4))

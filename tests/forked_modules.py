@@ -1,7 +1,4 @@
-"""A process that imports this, or is forked from one that has, starts modules of ours as forks of
-itself: they are processes as ever, with their own streams, groups and limits, but for the seconds
-that PyTorch takes to be imported.
-"""
+"""A process that imports this, or is forked from one that has, forks what it starts of ours."""
 
 import importlib
 import os

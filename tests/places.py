@@ -28,8 +28,6 @@ def examples(usual: int) -> int:
 def script(path: Path) -> ModuleType:
     """A script of the results' pages, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # what it declares looks for its own module there
     spec.loader.exec_module(module)
@@ -42,9 +40,7 @@ def write_safetensors(
     *,
     fill: Mapping[str, int] | None = None,
 ) -> Path:
-    """A file of tensors of these dtypes and shapes, every byte 0 or what ``fill`` says of the
-    tensor.
-    """
+    """A file of tensors of these dtypes and shapes, all bytes 0 or as ``fill`` says."""
     header, data = {}, b""
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8
