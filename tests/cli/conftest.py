@@ -25,9 +25,7 @@ SIMULATED_ON_THE_CPU = (
 """The same of a few short lengths on processes of the CPU."""
 
 TIMEOUT_S = 240
-"""Of one command."""
 HERE = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PATH": f"{BIN}:{os.environ['PATH']}"}
-"""What a command finds in its environment."""
 
 FORKING = """\
 import subprocess
@@ -53,7 +51,6 @@ def _forking(server: ForkServer) -> Run:
 
 @pytest.fixture(scope="session")
 def forked(fork_server: ForkServer) -> Run:
-    """Runs a program by the server of all tests."""
     return _forking(fork_server)
 
 
@@ -88,7 +85,6 @@ def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
 def installed(
     program: str, *words: str, cwd: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Runs what is installed, from the interpreter's start."""
     return subprocess.run(
         [BIN / program, *words],
         cwd=cwd,
@@ -101,13 +97,11 @@ def installed(
 
 @pytest.fixture
 def highwater(run: Run) -> Run:
-    """Runs ``highwater``."""
     return lambda *words, **environment: run("highwater", *words, **environment)
 
 
 @pytest.fixture(scope="session")
 def simulated(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study of a dry run."""
     folder = tmp_path_factory.mktemp("simulated")
     words = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "study.jsonl")
     assert forked("highwater", *words, cwd=folder, environment={**os.environ}).returncode == 0
@@ -116,7 +110,6 @@ def simulated(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A directory with the config of a tiny model."""
     return write_model(tmp_path / "tiny")
 
 
@@ -133,7 +126,6 @@ def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str
 
 
 def offered(hint: str) -> list[list[str]]:
-    """What a hint offers to type, each as words."""
     return [shlex.split(words) for words in hint.split("`")[1::2]]
 
 

@@ -74,7 +74,6 @@ def prepare() -> None:
 
 
 def cases(*, is_every: bool) -> Iterator[list[str]]:
-    """Every flag and every argument of every command, with every value, or one in turn."""
     turn = cycle((*NUMBERS, *PLACES))
     for command, words in BASES.items():
         for action in commands()[command].arguments:

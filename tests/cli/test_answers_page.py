@@ -46,7 +46,6 @@ class Question(NamedTuple):
 
 
 def answers_in(text: str) -> dict[str, Any]:
-    """The document that a page unpacks."""
     packed = re.search(r'<script type="application/gzip" id="chooser-data">([^<]+)<', text)
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
@@ -81,7 +80,6 @@ def around_its_edge(answers: list[Question]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def some() -> str:
-    """The page of some models on some GPUs."""
     return page([each for m, kind, n in PLACES for each in places_of(m, gpus=[kind], counts=[n])])
 
 

@@ -183,9 +183,7 @@ TIME_LIMIT_S = 420
 
 
 @pytest.mark.timeout(TIME_LIMIT_S)
-def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there_alone(
-    tmp_path, fork_server
-):
+def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there(tmp_path, fork_server):
     others = {path.name for path in tmp_path.iterdir()}
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "demo" / "1").mkdir(parents=True)
@@ -231,7 +229,6 @@ WRITERS = {
 
 @pytest.fixture(autouse=True)
 def things(simulated: Path, tmp_path: Path) -> None:
-    """A study and a snapshot."""
     shutil.copy(simulated, tmp_path / "study.jsonl")
     shutil.copy(SNAPSHOT, tmp_path / "snapshot.pickle")
 

@@ -25,7 +25,6 @@ Broken = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def broken(fork_server: ForkServer, tmp_path: Path) -> Broken:
-    """Runs a command into whose way of reading a model somebody has put a bug."""
     return partial(_broken, fork_server, tmp_path)
 
 
@@ -110,7 +109,6 @@ FIND = ("highwater", "find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-
 def in_a_shell(
     directory: Path, words: tuple[str, ...], redirected: str
 ) -> "subprocess.CompletedProcess[str]":
-    """What becomes of a command with its streams redirected by a shell."""
     script = f'"$@" {redirected}'
     return subprocess.run(
         ["bash", "-c", script, "sh", *words],
@@ -122,9 +120,7 @@ def in_a_shell(
 
 
 @pytest.mark.parametrize("words", [FIND, (*FIND, "--json")])
-def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
-    highwater, tmp_path, words
-):
+def test_an_answer_that_cannot_be_written_is_an_error_with_a_hint(highwater, tmp_path, words):
     done = in_a_shell(tmp_path, words, "> /dev/full")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -75,9 +75,7 @@ def test_one_pass_takes_the_kept_tokens_at_the_predicted_speed_and_costs_the_gpu
         assert each.epoch_price == pytest.approx(2.5 * 8 * each.epoch_s / 3600)
 
 
-def test_a_command_says_the_length_that_holds_nearly_all_first_and_draws_the_documents(
-    highwater, data
-):
+def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents(highwater, data):
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()

@@ -33,7 +33,6 @@ FETCHED = re.compile(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the documents as they are written now."""
     directory = tmp_path_factory.mktemp("documents")
     done = subprocess.run(
         [sys.executable, DOCS / "generate.py", directory],

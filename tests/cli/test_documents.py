@@ -190,7 +190,6 @@ def test_a_program_in_a_document_runs(program, document, tmp_path, fork_server):
 
 
 def links(text: str) -> set[str]:
-    """What a document links to in the repository."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     return {
         target.partition("#")[0]

@@ -76,7 +76,7 @@ def test_one_document_has_the_values_by_name(highwater):
     assert document["values"]["actor_rollout_ref.actor.use_dynamic_bsz"] is True
 
 
-def test_where_nothing_fits_there_is_no_configuration_and_the_document_is_the_recommendations(
+def test_where_nothing_fits_there_is_no_configuration_and_a_recommendations_document(
     highwater,
 ):
     words = ("Qwen3-32B", "--gpus", "1xL40S", "--length", "32k", "--allocator", "native")
@@ -154,9 +154,7 @@ def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(h
         ("trl --attention block_sparse", "no words for --attention block_sparse"),
     ],
 )
-def test_what_a_flag_alone_decides_is_refused_before_anything_is_predicted(
-    monkeypatch, words, said
-):
+def test_what_a_flag_alone_decides_is_refused_before_a_prediction(monkeypatch, words, said):
     def never(*_: object) -> None:
         raise AssertionError("something was predicted")
 

@@ -96,7 +96,6 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """What a shell makes of a line that was pasted into it."""
     return subprocess.run(
         ["sh", "-c", line],
         cwd=tmp_path,
@@ -108,7 +107,6 @@ def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 
 def flag_in(hint: str, start: str) -> str:
-    """The flag in a hint from ``start`` to the last backtick."""
     return hint[hint.index(start) :].rpartition("`")[0]
 
 

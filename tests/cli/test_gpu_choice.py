@@ -138,7 +138,7 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
     assert highwater(*again).returncode == 0
 
 
-def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_are_named(
+def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_named(
     highwater,
 ):
     asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
@@ -159,7 +159,6 @@ def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_
 
 
 def highwater_step(document: dict[str, object]) -> float:
-    """Tokens per second of the simplest cell that fits, the answer."""
     found = highwater.predict("Qwen3-14B", gpus="8xH100", length="16k").answer
     assert document["length_tokens"] == 16384
     return found.step.tokens_per_s

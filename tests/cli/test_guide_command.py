@@ -71,9 +71,7 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater, tmp_path):
         (("--constants", "c.json"), "constants of its own"),
     ],
 )
-def test_a_prediction_that_assumes_more_is_refused_with_one_that_does_not(
-    highwater, tmp_path, flags, said
-):
+def test_what_a_prediction_assumes_is_refused_with_one_without(highwater, tmp_path, flags, said):
     (tmp_path / "c.json").write_text((FOUND.parent / "predict" / "constants-h200.json").read_text())
     (tmp_path / "prediction.json").write_text(
         highwater("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", *flags, "--json").stdout

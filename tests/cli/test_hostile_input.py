@@ -22,7 +22,6 @@ UNPRIVILEGED = (
 
 
 def by_hostile(directory: Path, *which: str) -> Any:
-    """What ``hostile.py`` found."""
     words = [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which]
     environment = {**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"}
     done = subprocess.run(

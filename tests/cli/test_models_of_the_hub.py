@@ -18,8 +18,6 @@ GPUS = ("--gpus", "1xH200-141GB")
 
 
 class Hub(NamedTuple):
-    """A server with the Hub's routes."""
-
     environment: dict[str, str]
     """What sends a command to it, with a cache of its own."""
     log: Path
@@ -60,7 +58,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 @pytest.fixture
 def predict(highwater: Run, hub: Hub) -> Run:
-    """Predicts a model, with the Hub's environment and whatever else is told."""
     return lambda model, **told: highwater("predict", model, *GPUS, **hub.environment | told)
 
 

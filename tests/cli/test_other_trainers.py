@@ -27,9 +27,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
     return ("--trainer", "command", "--command", words)
 
 
-def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
-    highwater, tmp_path, command
-):
+def test_a_search_of_a_script_finds_its_capacity_and_goes_on(highwater, tmp_path, command):
     words = ("find", "Qwen3-0.6B", *command, *CPU, *LENGTHS, "--study", "study.jsonl")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,6 @@ def tried(highwater: Run, tiny: Path, tmp_path: Path) -> Run:
 
 
 def outcome(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
-    """How a trial ended, and why."""
     result = json.loads(done.stdout)["result"]
     return result["outcome"], result["reason"]
 

@@ -208,9 +208,7 @@ def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
     ("words", "then"),
     table("predict", "the_command_after_an_explanation_works"),
 )
-def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark(
-    highwater, words, then
-):
+def test_the_command_after_an_explanation_works_and_has_its_settings(highwater, words, then):
     done = highwater("predict", *words.split(), "--explain")
     assert following(done) == then.split()
     simulated = SIMULATED if then.startswith("find") else ()

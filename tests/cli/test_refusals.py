@@ -112,9 +112,7 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(highwater, t
         (("emit", "--for", "verl", *GPUS, "--length", "2048"), "scales or caps its logits"),
     ],
 )
-def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
-    highwater, tiny, words, said
-):
+def test_scaled_logits_are_known_to_every_command_but_for_trinity(highwater, tiny, words, said):
     write_model(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
     command, *rest = words
     done = highwater(command, str(tiny), *rest)
@@ -174,14 +172,12 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """Problem and hint of a command, which may have said before what it does."""
     error, blank, hint = done.stderr.splitlines()[-3:]
     assert (error[:7], blank, hint[:6]) == ("error: ", "", "hint: ")
     return error[7:], hint[6:]
 
 
 def whole(words: tuple[str, ...]) -> tuple[str, ...]:
-    """A command with its program."""
     is_named = words[0] in ("highwater", "search_context_length_capacity")
     return words if is_named else ("highwater", *words)
 
@@ -192,7 +188,6 @@ ANSWERED: dict[tuple[frozenset[str], tuple[str, ...]], Answer] = {}
 
 
 def answered(run: Run, folder: Path, words: tuple[str, ...]) -> Answer:
-    """What a command answers, and whether a model was trained."""
     flags = re.split(r" (?=--)", shlex.join(words))
     asked = frozenset(path.name for path in folder.iterdir()), (flags[0], *sorted(flags[1:]))
     if asked not in ANSWERED:
@@ -202,7 +197,6 @@ def answered(run: Run, folder: Path, words: tuple[str, ...]) -> Answer:
 
 
 def prepare(run: Run, folder: Path, row: dict[str, Any]) -> None:
-    """The folder as the command found it."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, content in FILES.items():

@@ -21,7 +21,6 @@ OTHERS = table("result_pages", "others")
 
 @pytest.fixture
 def printed(fork_server: ForkServer) -> Callable[[str], str]:
-    """What a script of the results prints, with its words."""
 
     def printed(command: str) -> str:
         script, *words = command.split()

@@ -27,7 +27,6 @@ SUPPORTED = ("--save_hf_checkpoint", "never")
 
 @pytest.fixture
 def search(run: Run) -> Run:
-    """Runs the drop-in command."""
     return lambda *words, **environment: run(PROGRAM, *words, **environment)
 
 
@@ -164,7 +163,6 @@ def lengths_tried(study: Path) -> dict[tuple[int, int], list[int]]:
 
 
 def capacities(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """The numbers of the final lines; each line is one that users' scripts parse."""
     form = r"model_name = \S+, trainer_gpu_num = \d+, sp_num = \d+, max_model_len = (\d+)"
     found = [re.fullmatch(form, line) for line in done.stdout.splitlines()]
     assert None not in found, done.stdout
@@ -183,9 +181,7 @@ GPUS_AND_SP = ("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2")
         ((), "start_length: 256\n", 256),
     ],
 )
-def test_a_start_length_of_either_place_is_tried_first_and_longer_ones_until_out_of_memory(
-    simulated, tmp_path, words, more, start
-):
+def test_a_start_length_is_tried_first_and_longer_ones(simulated, tmp_path, words, more, start):
     done = simulated(*words, *GPUS_AND_SP, more=more)
     assert done.returncode == 0, done.stderr
     tried = lengths_tried(tmp_path / "study.jsonl")
@@ -324,9 +320,7 @@ def test_the_linear_method_is_the_published_scan(simulated, tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--method", "linear"), ("--start_length", "8192")])
-def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout_and_no_edge_is(
-    simulated, highwater, tmp_path, words
-):
+def test_a_ceiling_is_marked_in_both_layouts_and_no_edge_is(simulated, highwater, tmp_path, words):
     done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
     assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
     assert "≥16384: " in done.stderr
@@ -383,9 +377,7 @@ def on_the_cpu(search: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "source", ["own_sequences:nothing", "nomod:x", "own_sequences.inner:x", "x", ":x", "json:dumpz"]
 )
-def test_a_function_that_is_not_there_is_refused_before_anything_starts(
-    search, on_the_cpu, tiny, highwater, source
-):
+def test_a_function_that_is_not_there_is_refused_first(search, on_the_cpu, tiny, highwater, source):
     words = ("--model_path", str(tiny), "--test_gpu_num", "1", "--data", source)
     assert source in refusal(search(*words), 2)[0]
     tried = highwater("try", str(tiny), "--device", "cpu", "--length", "128", "--data", source)

@@ -68,7 +68,6 @@ def on_a_terminal(fork_server: ForkServer) -> Terminal:
 
 @pytest.fixture(scope="session")
 def in_a_pipe(forked: Run) -> Pipe:
-    """What a pipe gets, whose lines are never folded; the same is asked once."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     @cache
@@ -113,7 +112,6 @@ def standing(shown: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory, in_a_pipe: Pipe) -> Path:
-    """A directory with a study and a small table of capacities."""
     directory = tmp_path_factory.mktemp("pages")
     heading, *rows = PUBLISHED_A100.read_text(encoding="utf-8").splitlines()
     (directory / "few.csv").write_text(
@@ -181,9 +179,7 @@ def test_a_rollout_is_told_in_two_bars_and_on_paper(on_a_terminal, tmp_path):
 
 @pytest.mark.parametrize("columns", [60, *deep(33, 80, 120, 200)])
 @pytest.mark.parametrize("page", PAGES)
-def test_no_page_is_wider_than_the_terminal_or_cut(
-    directory, on_a_terminal, in_a_pipe, page, columns
-):
+def test_no_page_is_wider_than_the_terminal(directory, on_a_terminal, in_a_pipe, page, columns):
     piped = in_a_pipe(directory, *PAGES[page])
     shown = on_a_terminal(directory, *PAGES[page], columns=columns, code=piped.returncode)
     assert max(map(len, lines_of(shown))) <= columns
@@ -222,9 +218,7 @@ def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(on_a_termina
     assert 68 < max(map(len, lines_of(on_a_terminal(tmp_path, *PREDICT, columns=0)))) <= 80
 
 
-def test_a_refusal_ends_its_lines_between_words_and_leaves_what_is_typed_whole(
-    on_a_terminal, tmp_path
-):
+def test_a_refusal_breaks_between_words_and_leaves_what_is_typed_whole(on_a_terminal, tmp_path):
     words = ("predict", "Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "3")
     shown = on_a_terminal(tmp_path, *words, columns=40, code=2)
     lines = shown.splitlines()

@@ -51,9 +51,7 @@ def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater, tmp_pa
     assert highwater(*offered(hint)[0][1:], "--dry-run", **libraries).returncode == 0
 
 
-def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
-    highwater, tmp_path, libraries
-):
+def test_a_torch_without_cuda_is_refused_first_and_by_the_doctor(highwater, tmp_path, libraries):
     (tmp_path / "pynvml.py").write_text(PYNVML)
     (tmp_path / "torch.py").write_text(
         "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n"
@@ -77,9 +75,7 @@ def hidden_packages(folder: Path, *names: str) -> None:
     )
 
 
-def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_well(
-    highwater, tmp_path
-):
+def test_on_a_laptop_without_torch_the_doctor_says_what_works_first(highwater, tmp_path):
     hidden_packages(tmp_path, "torch", "transformers", "peft")
     laptop = {"PYTHONPATH": str(tmp_path)}
     done = highwater("doctor", **laptop)
@@ -107,9 +103,7 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_wel
     }
 
 
-def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_code(
-    highwater, tmp_path
-):
+def test_half_of_what_trials_need_is_a_fault_of_the_doctors_exit_code(highwater, tmp_path):
     hidden_packages(tmp_path, "transformers")
     done = highwater("doctor", PYTHONPATH=str(tmp_path))
     assert done.returncode == EXIT_MACHINE
@@ -144,9 +138,7 @@ def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(highwater, tmp_
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(
-    highwater, tmp_path
-):
+def test_an_unfinished_study_is_shown_where_there_is_no_gpu_to_finish_it(highwater, tmp_path):
     lines = (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines(keepends=True)
     last = max(at for at, line in enumerate(lines) if '"kind":"cell_answered"' in line)
     begun = tmp_path / "my study.jsonl"
@@ -158,9 +150,7 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
     assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(
-    highwater, tmp_path
-):
+def test_with_more_time_than_its_answers_had_a_study_is_not_finished(highwater, tmp_path):
     copy = Path(shutil.copy(FOUND / "long-8b-2.jsonl", tmp_path))
     limit_s = read_study(copy).question.timeout_s or 0.0
     problem, hint = refusal(
@@ -173,9 +163,7 @@ def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there
     assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
 
 
-def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(
-    highwater, tmp_path
-):
+def test_a_study_of_something_else_answers_nothing_where_there_is_no_gpu(highwater, tmp_path):
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
     problem, _ = refusal(
         highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE
