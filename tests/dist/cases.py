@@ -51,8 +51,6 @@ ON_HOST = ("layer on host", "all-but-attention on host")
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
-    """One way to train the same thing."""
-
     strategy: str
     offload: bool
     model: str
@@ -100,7 +98,6 @@ VALUES = {
 
 
 def cases_for(processes: int, part: str) -> list[Case]:
-    """The cases of a part that this many processes can run."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
     possible = [
         case
@@ -155,7 +152,6 @@ def results(path: str, part: str) -> dict[str, Any]:
 
 
 def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
-    """How far one case is off: loss, norm, and the worst parameter's gradient or change."""
     mesh, shared = place
     master, data_rank = getattr(torch, case.master), dist.get_rank() // case.ulysses
     own = [
@@ -242,7 +238,6 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
 
 
 def random_ways() -> list[tuple[Any, ...]]:
-    """Model, strategy, offload and loss of the layouts that are filled with random weights."""
     return in_pairs(("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None))
 
 

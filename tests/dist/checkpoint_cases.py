@@ -41,13 +41,11 @@ from highwater.nouns.layout import Layout
 from tables import deep
 
 REWARD = "reward"
-"""A ScalarModel on the weights of ``tied``."""
 MODELS = ("dense", "tied", "moe", REWARD)
 STRATEGIES = ("fsdp2", "fsdp")
 CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
 COPIED = ("tied-fsdp2", "moe-fsdp2", *deep("reward-fsdp2"))
 MICRO_BATCHES = 4
-"""Of a step, over all ranks."""
 LENGTH = 200
 """Of the Hugging Face weights; the native length is 64."""
 NARROW = 24 * 1024

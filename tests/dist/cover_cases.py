@@ -50,7 +50,6 @@ LOSS_SCALE = 0.1
 """Deviations of a loss are relative to itself, or to this where it is smaller: one of whitened
 advantages is 0 but for rounding."""
 ALONE = 1000
-"""A group of one."""
 FAR = -800.0
 """A log-probability whose ratio to any other overflows."""
 NEVER = 1e9
@@ -200,8 +199,6 @@ Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One combination."""
-
     values: dict[str, str]
 
     @property
@@ -215,7 +212,6 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """How they share sequences: ``4 ulysses 2 ring 2``."""
         gpus, *words = self["ranks"].split()
         degrees = dict(zip(words[::2], map(int, words[1::2]), strict=True))
         return Layout(
@@ -231,7 +227,6 @@ class Case:
 
     @property
     def settings(self) -> Settings:
-        """What a user would ask for."""
         given = {
             "strategy": self["strategy"].replace("trinity", "fsdp"),
             "offload": self["offload"] == "offload",
@@ -254,7 +249,6 @@ class Case:
 
     @property
     def numbers(self) -> plain.Numbers:
-        """The same for the reference."""
         of_ours = NUMBERS[self["numbers"]]
         changed = {THEIRS[name]: value or NEVER for name, value in of_ours.items()}
         entropy = (
@@ -265,7 +259,6 @@ class Case:
 
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
-    """Every meeting of so many values."""
     boxes = PAIRED if strength == 2 else WHOLE
     return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=0))
 
@@ -304,7 +297,6 @@ def results(weights: str, strength: str) -> dict[str, Any]:
 def run(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic."""
     own, every = batches(case, shared)
     training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
@@ -335,7 +327,6 @@ def run(
 def batches(
     case: Case, shared: process_mesh.SequenceGroups | None
 ) -> tuple[list[data.Batch], list[Document]]:
-    """A step's micro-batches of this rank, and the documents of all."""
     step = [
         [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
         for data_rank in range(case.layout.data_parallel_degree)
@@ -428,7 +419,6 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
 def reference(
     case: Case, weights: Path, step: list[Document]
 ) -> tuple[float, dict[str, dict[str, Tensor]]]:
-    """Loss of the policy, and every gradient of policy and critic."""
     judge = None
     if case.objective == "rw":
         policy = _plain_model(
@@ -474,7 +464,6 @@ def reference(
 
 
 def _plain_model(kind: Any, directory: Path) -> nn.Module:
-    """A model without gradients, which nothing changes: read once."""
     model = _read(kind, directory)
     model.zero_grad()
     return model
@@ -531,7 +520,6 @@ def _group(case: Case, data_rank: int, micro_batch: int, index: int) -> int:
 
 
 def _ours(document: Document) -> data.Document:
-    """The same, as the engine takes it: log-probabilities of every token."""
     logprobs = None
     if document.old_logprobs is not None:
         logprobs = torch.zeros(len(document.ids), dtype=torch.float64)

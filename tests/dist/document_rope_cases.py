@@ -42,9 +42,7 @@ BATCHES = {
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
 DEGREES = {1: ["1 1 1"], 2: ["2 1 1", "1 2 1"], 3: ["1 3 1"], 4: ["2 2 1"]}
-"""Degrees of Ulysses and of the ring, and copies, by the number of processes."""
 WAYS = ("fsdp2 layer float64", "fsdp none float64", "fsdp2 none float32")
-"""Strategy, recompute, and dtype."""
 KINDS = ("phi3", "llama3", "yarn")
 """Models of each kind of RoPE that users have past the native length; phi3's is longrope."""
 MORE_DEGREES = {4: ["1 4 1", "1 2 2"], 6: ["2 3 2", "2 3 1"]}
@@ -54,8 +52,6 @@ model and batch, where a test is slow."""
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
-    """A model, documents, and a way to train them."""
-
     model: str
     batch: str
     strategy: str
@@ -158,7 +154,6 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
 
 
 def save_models(folder: Path) -> None:
-    """Each model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     for name, (kind, own) in MODELS.items():
         config = kind.config_class(**{**SHAPE, "pad_token_id": 0, **own})
@@ -191,7 +186,6 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
 
 @cache
 def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> Step:
-    """By a plain model whose RoPE has seen no other document."""
     model = load_textbook(directory, dtype)
     rotary = type(model.model.rotary_emb)
 

@@ -79,7 +79,6 @@ def main() -> None:
 
 
 def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """How training one family compares, or the refusal, or what failed."""
     start = time.monotonic()
     found: dict[str, Any] = {}
     try:
@@ -124,7 +123,6 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def everything(layout: dict[str, Any]) -> list[list[tuple[Tensor, Tensor]]]:
-    """The micro-batches of all data ranks."""
     data_ranks = _layout_of(layout).data_parallel_degree
     return [documents(rank, m) for rank in range(data_ranks) for m in range(MICRO_BATCHES)]
 
@@ -132,7 +130,6 @@ def everything(layout: dict[str, Any]) -> list[list[tuple[Tensor, Tensor]]]:
 def deviations(
     ours: Step, theirs: tuple[Tensor, Tensor, dict[str, Tensor | None]]
 ) -> dict[str, Any]:
-    """Of loss, norm and the worst parameter's gradient."""
     (loss, norm, found), (their_loss, their_norm, expected) = ours, theirs
     assert set(found) <= set(expected), f"without a partner: {sorted(set(found) - set(expected))}"
     of_parameters = {
@@ -156,7 +153,6 @@ def _deviation(found: Tensor | None, expected: Tensor | None, norm: float) -> fl
 
 
 def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> Step:
-    """Loss, norm before clipping and every gradient, by the engine."""
     of_ranks = _layout_of(layout)
     mesh, shared = place_of(of_ranks)
     own = [
@@ -190,7 +186,6 @@ def _layout_of(layout: dict[str, Any]) -> Layout:
 def _theirs(
     directory: Path, dtype: torch.dtype, micro_batches: list[list[tuple[Tensor, Tensor]]]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-    """The same by the family's own class in plain transformers, one document at a time."""
     is_wrapped = directory.name in WRAPPED
     kind = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
     model, loading = kind.from_pretrained(

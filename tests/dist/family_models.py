@@ -111,5 +111,4 @@ def randomise(model: nn.Module) -> None:
 
 
 def read(folder: Path, family: str) -> dict[str, Any]:
-    """The ``config.json`` that was saved."""
     return json.loads((folder / family / "config.json").read_text())

@@ -64,7 +64,6 @@ def results(folder: str) -> dict[str, Any]:
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """What one case shows: both ways of training after the same steps."""
     resident, on_host = (training(name, folder, on_host=on_host) for on_host in WAYS.values())
     norms = [[norms_of(each, step) for step in range(STEPS)] for each in (resident, on_host)]
     found: dict[str, Any] = {
@@ -113,7 +112,6 @@ def settings_of(name: str, *, on_host: bool) -> Settings:
 
 
 def norms_of(trained: Training, step: int) -> list[float]:
-    """Train a step; the norms of its gradients."""
     count = 2 if trained.keeps_gradients else 1
     _, norms = train_step(trained, [batch(10 * step + number) for number in range(count)])
     return [float(norm) for norm in norms]

@@ -59,7 +59,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 WITHOUT_RING = ("gemma3_text",)
 DELTA_TOO = ("qwen3_5_text", json.dumps({"ring_degree": 2}))
-"""Trained in every run: what adapters of linear attention read crosses ranks."""
 LENGTHS = ((13, 1, 7, 7), (21, 5))
 LORAS = {
     "all": Lora(rank=3, alpha=6),
@@ -89,8 +88,6 @@ PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
-    """A family, its adapters, and a way to train them."""
-
     family: str
     lora: str
     recompute: str
@@ -150,7 +147,6 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """A model of each family with random float64 weights, as safetensors."""
     for family, own in {**FAMILIES, **MIXTURES}.items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(family, **{**SIZES, **OF_TEXT, **own})
@@ -168,7 +164,6 @@ def results(folder: str) -> dict[str, Any]:
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
-    """Norm-relative deviations: loss, gradient norm, and the worst adapter's gradient."""
     dtype = getattr(torch, case.dtype)
     of_ranks = dict(case.of_ranks)
     offload = of_ranks.pop("offload", False)
@@ -184,7 +179,6 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
 
 
 def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool) -> Step:
-    """Loss, norm before clipping and every gradient, by the engine."""
     mesh, shared = place_of(layout)
     model = built(
         directory,
@@ -207,7 +201,6 @@ def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, off
 
 
 def fill_adapters(model: nn.Module, name_of: Callable[[str], str]) -> None:
-    """Give every adapter the values that go with its name."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             start, stop = own_rows(parameter)
@@ -229,7 +222,6 @@ def theirs(
     data_ranks: int,
     rounded: tuple[tuple[str, Tensor], ...],
 ) -> Step:
-    """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
     base = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,

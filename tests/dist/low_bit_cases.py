@@ -107,7 +107,6 @@ def states(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str,
 
 
 def resumed(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str, Any]:
-    """Whether a training that was saved and loaded goes on as the one that was not."""
     went_on = training(settings, folder, mesh)
     for step in range(STEPS):
         train_step(went_on, [batch(step)])

@@ -12,10 +12,8 @@ from highwater.nouns.environment import STORE_VARIABLE
 from torch_server import SERVER
 
 TIMEOUT_S = 500
-"""Of one group, on a machine that is busy."""
 _LOOKED_AT_S = 0.01
 _PRINTED = 4000
-"""Characters, of what is shown of what it printed."""
 
 
 class RankGroups:

@@ -57,7 +57,6 @@ class Fields:
 
 
 def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, str]]:
-    """What each case gives, by its name: one that fails is told, and the others go on."""
     results: dict[str, T | dict[str, str]] = {}
     for case in cases:
         try:
@@ -68,7 +67,6 @@ def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, s
 
 
 def of_all(own: T) -> list[T]:
-    """What each rank has."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     return ranks
@@ -123,7 +121,6 @@ def first_step(
 
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Of the documents of each micro-batch."""
 
 
 def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:

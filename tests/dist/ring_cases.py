@@ -32,8 +32,6 @@ HEAD_SIZE, SCALING = 8, 0.3
 
 
 class Case(NamedTuple):
-    """One row of documents, cut in one way."""
-
     row: str
     heads: str
     dtype: str
@@ -68,7 +66,6 @@ def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGr
 def run(
     case: Case, rank: int, world: int, neighbours: dist.ProcessGroup, around: dist.ProcessGroup
 ) -> dict[str, float | str]:
-    """Largest deviations on this rank: output, and the three gradients."""
     lengths, dtype = ROWS[case.row], DTYPES[case.dtype]
     whole, gradient = _inputs(lengths, *HEADS[case.heads], dtype)
     layout = SequenceLayout(lengths, case.ulysses, world // case.ulysses)
@@ -110,7 +107,6 @@ def run(
 def _seen_by_others(
     attend: partial[Tensor], own: list[Tensor], layout: SequenceLayout, rank: int
 ) -> int:
-    """How many numbers of other documents are others, by a bit, where the first is another one."""
     share = layout.share_of(rank)
     of_first_T = torch.from_numpy(share.documents_T) == 0
     of_others_T = torch.from_numpy(share.positions_T) != PADDING
@@ -150,7 +146,6 @@ def _kept(
 def _inputs(
     lengths: tuple[int, ...], heads: int, kv_heads: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values of the row, and a gradient of the output; SXD."""
     random = torch.Generator().manual_seed(0)
 
     def tensor(count: int) -> Tensor:

@@ -39,8 +39,6 @@ HEAD_SIZE, SCALING, BATCH = 5, 0.3, 2
 
 
 class Case(NamedTuple):
-    """One row of documents, attended and cut in one way."""
-
     pattern: PatternType | None
     branches: str
     row: str
@@ -66,7 +64,6 @@ def results() -> dict[str, Any]:
 
 
 def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
-    """Largest deviations on this rank, norm-relative; bytes that it sent, and that it had to."""
     lengths, heads = ROWS[case.row], HEADS[case.heads]
     degrees = (1, world) if case.shares == "zigzag" else (world, 1)
     layout = SequenceLayout(lengths, *degrees)
@@ -330,7 +327,6 @@ class counted:  # noqa: N801 -- a context
 
 
 def inputs(length: int, heads: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Queries, keys and values, and gradients of the output and the sums."""
     random = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:

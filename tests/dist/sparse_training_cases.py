@@ -41,13 +41,10 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "block_top_k": {"sparsity_ratio": 0.4},
 }
 DEGREES = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(2, 2), (1, 4)]}
-"""Degrees of Ulysses and of the ring, by the number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
-    """A pattern, and a way to train with it."""
-
     pattern_type: PatternType
     recompute: str
     ulysses: int
@@ -74,7 +71,6 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def save_model(folder: Path) -> None:
-    """A model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPE)
     Qwen3ForCausalLM(config).double().save_pretrained(folder)

@@ -34,7 +34,6 @@ __all__ = ["save_models"]
 
 
 def count_for(processes: int) -> int:
-    """Micro-batches of the step on all data ranks together, of which all have as many each."""
     return 12 if processes % 3 == 0 else 4
 
 
@@ -103,7 +102,6 @@ class StatisticsCase:
 
     @property
     def plain(self) -> Case:
-        """The same, as other tests of the step have it."""
         has_ratios = self.objective in ("grpo", "ppo")
         return Case(
             values={
@@ -122,7 +120,6 @@ class StatisticsCase:
 
 
 def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
-    """``all`` cases, or those in which every two values meet: ``pairs``."""
     boxes: list[Box] = [
         {"objective": OBJECTIVES[:-1], "loss": ("full", "chunked")},
         {"objective": ("rw",), "loss": ("full",)},

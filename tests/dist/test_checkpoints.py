@@ -93,9 +93,7 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(folder, ranks):
 
 
 @pytest.mark.parametrize("loaded_by", [2, 1, *deep(4)])
-def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
-    folder, ranks, loaded_by
-):
+def test_what_the_engine_loads_is_what_was_saved_bit_by_bit(folder, ranks, loaded_by):
     ranks.results(CASES_OF, loaded_by, "load", folder, "2")
     for case in CASES:
         for strategy in loading(case, loaded_by):
@@ -164,9 +162,7 @@ def test_a_saved_directory_has_the_logits_of_the_model_in_memory(case, folder, l
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(REWARD)])
-def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_last_token(
-    case, folder, loaded
-):
+def test_a_saved_reward_model_is_a_classifier_with_a_score_of_the_last_token(case, folder, loaded):
     expected = load_file(folder / f"expected-{case}.safetensors")
     assert loaded[case].shape == (1,)
     assert torch.equal(loaded[case], expected["logits"])

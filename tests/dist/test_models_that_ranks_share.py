@@ -31,7 +31,6 @@ SHARED = [processes for processes in DEGREES if processes > 1]
 
 @pytest.fixture(scope="module")
 def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of so many ranks found; they are started once."""
     folder = tmp_path_factory.mktemp("shared models")
     save_models(folder / "weights")
 
@@ -54,9 +53,7 @@ def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(pr
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", DEGREES)
-def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_the_tokens(
-    processes, found
-):
+def test_one_document_changes_others_by_a_rounding_where_experts_take_them(processes, found):
     for rank in found(processes):
         assert rank["moe"]["compared"] > 0
         assert rank["moe"]["largest"] < OF_EXPERTS

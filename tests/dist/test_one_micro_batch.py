@@ -16,9 +16,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(
-    processes, ranks, weights
-):
+def test_one_micro_batch_trains_as_with_gradients_from_the_start(processes, ranks, weights):
     found = ranks.results("one_micro_batch_cases", processes, weights)
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}

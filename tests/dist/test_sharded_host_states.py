@@ -12,9 +12,7 @@ PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(
-    processes, ranks, tmp_path
-):
+def test_moments_on_the_host_train_save_and_go_on_as_on_the_gpu(processes, ranks, tmp_path):
     write_model(tmp_path, CONFIG)
     found = ranks.results("host_state_cases", processes, tmp_path)
     assert set(found) == {*cases_for(processes)}

@@ -7,7 +7,6 @@ from rank_groups import assert_close
 from sparse_training_cases import DEGREES, cases_for, save_model
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
-"""Norm-relative."""
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,6 @@ def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
 
 
 def _deviations(of: dict[str, Any]) -> dict[str, Any]:
-    """What is not as expected, on any rank."""
     if "error" in of:
         return of
     expected, wrong = of["expected"], {}

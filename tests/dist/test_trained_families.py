@@ -44,7 +44,6 @@ FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")
 def sweep(
     ranks: RankGroups, layout: str, names: list[str], folder: Path, *, window: int | None = None
 ) -> dict[str, dict[str, object]]:
-    """Outcomes by family, of one launch that trains all of them."""
     of_layout = {**LAYOUTS, **RINGS}[layout]
     if window is None:
         window = WINDOW if "ring" in of_layout else NARROW
@@ -106,9 +105,7 @@ def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", SCALED_IN)
-def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
-    layout, ranks, tmp_path
-):
+def test_families_that_scale_or_cap_logits_train_as_their_own_classes_do(layout, ranks, tmp_path):
     found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
@@ -132,9 +129,7 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", deep(*LAYOUTS) or FEW[: len(UNLIKE)])
-def test_layers_that_share_keys_and_have_embeddings_train_as_their_own_class_does(
-    layout, ranks, tmp_path
-):
+def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout, ranks, tmp_path):
     """Gemma 4: heads of two sizes, values that are keys, documents past its windows."""
     found = sweep(ranks, layout, turn(layout, UNLIKE, FEW), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
