@@ -46,7 +46,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tried(name: str, model: Path, length: int) -> TrialResult:
-    """The end of one trial over the user's own file."""
     base = {"learning_rate": 3e-4, CONSTANT.get(name, "lr_scheduler_type"): "constant"}
     (model.parent / "base.yaml").write_text(json.dumps({**base, **OWN[name]}))  # YAML, too
     return highwater.run_trial(

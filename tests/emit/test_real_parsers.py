@@ -35,21 +35,16 @@ FILES: Mapping[Target, str] = {target: row.file for target, row in TARGETS.items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A recommendation, and which of its rungs."""
-
     length: str = "128k"
     degree: int = 1
-    """GPUs that share a sequence by heads."""
     ring: int = 1
     copies: int = 1
     gpus: int = 4
-    """Those that train."""
     offload: bool = False
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
     asked: tuple[tuple[str, Any], ...] = ()
-    """What else is asked."""
     model: str = MODEL
 
 
@@ -78,7 +73,6 @@ ON_ONE_GPU = {
 
 
 def cases_of(target: Target) -> Mapping[str, Case]:
-    """What a trainer is asked to read; the last is the one without a directory."""
     if target in ("trinity", "verl", "areal"):
         return CASES
     if target == "llamafactory":
@@ -104,13 +98,11 @@ SHARDED: frozenset[Target] = RINGS | {"axolotl", "llamafactory", "ms-swift"}
 
 @cache
 def place() -> TemporaryDirectory[str]:
-    """Where all folders are; it goes with the process."""
     return TemporaryDirectory(prefix="emitted")
 
 
 @cache
 def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation, Candidate]:
-    """A folder, the model's directory in it, and what was recommended."""
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
     shutil.copytree(load_model(case.model).directory, model)
@@ -139,7 +131,6 @@ def goal(trainer: TrainerName, is_beside_rollout: bool, case: Case) -> Recommend
 
 
 def written(target: Target, case: Case) -> tuple[Path, Emitted]:
-    """The emitted files in a folder."""
     folder, model, found, chosen = recommended(target, case)
     emitted = TARGETS[target].emit(
         found, chosen, model_path=None if case.directory is None else str(model)
@@ -177,7 +168,6 @@ def run(
 
 @cache
 def read(target: Target) -> dict[str, dict[str, Any]]:
-    """What the trainer's own parser made of each case."""
     cases = CASES_OF[target]
     folders = [written(target, case)[0] for case in cases.values()]
     done = run(target, folders)  # the last case is the one whose model lies where MODEL_PATH says
@@ -229,7 +219,6 @@ def test_the_trainers_own_parser_reads_what_was_recommended(target, name):
 
 
 def read_alone(target: Target, case: Case) -> dict[str, Any]:
-    """What the trainer's own parser made of one case."""
     done = run(target, [written(target, case)[0]])
     assert done.returncode == 0, done.stderr[-3000:]
     (parsed,) = json.loads(done.stdout.splitlines()[-1])
@@ -445,9 +434,7 @@ def test_the_allocators_mode_is_in_the_file(target):
         ("ms-swift", "max_length", "longest"),
     ],
 )
-def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
-    target, name, wrong, tmp_path
-):
+def test_a_name_that_a_trainer_lacks_is_refused_by_its_parser(target, name, wrong, tmp_path):
     folder, *_ = recommended(target, CASES["past the native length"])
     written(target, CASES["past the native length"])
     shutil.copytree(

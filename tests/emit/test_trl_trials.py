@@ -38,7 +38,6 @@ def settings(**others: Any) -> dict[str, Any]:
 
 
 def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **others: Any) -> Any:
-    """The end of one trial, and the steps that its log shows."""
     if base is not None:
         path = model.parent / "base.yaml"
         path.write_text(json.dumps(base))  # which is YAML, too

@@ -25,7 +25,6 @@ def launched(words):
 
 @contextmanager
 def environment(variables):
-    """The variables, for a while."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -36,7 +35,6 @@ def environment(variables):
 
 
 def alone():
-    """The environment of a process that is all of a group."""
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         port = each.getsockname()[1]
@@ -51,7 +49,6 @@ def shared(words):
 
 
 def made(variables):
-    """The same of the environment that a process has."""
     with environment(variables):
         common = {
             "gpus": int(variables["PROCESSES"]),
