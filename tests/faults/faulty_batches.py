@@ -22,7 +22,6 @@ import torch
 from processes import MARK, marked
 
 FIRST_STEP = 2
-"""Micro-batches of one step."""
 _DAEMON = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and "
     "os._exit(0); time.sleep(600)"

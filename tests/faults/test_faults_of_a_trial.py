@@ -31,7 +31,6 @@ Attempt = Callable[..., TrialResult]
 
 @pytest.fixture
 def attempt(mark: str, tiny: Path) -> Attempt:
-    """Tries a trial with faulty batches in 1 GiB."""
 
     def attempt(
         data: str | None,
@@ -97,9 +96,7 @@ def test_a_fault_has_its_outcome_and_its_reason(attempt, data, gpus, outcome, re
     assert result.exit_code == 0 or data != "leaving_with_0"
 
 
-def test_of_an_exception_without_end_beginning_and_end_are_kept_and_no_token_in_study_or_log(
-    mark, tiny, tmp_path, capfd
-):
+def test_an_endless_exception_is_kept_in_part_and_without_tokens(mark, tiny, tmp_path, capfd):
     study = highwater.find(
         str(tiny),
         device="cpu",
@@ -172,7 +169,6 @@ of its 1 GiB besides what it shares with the process that it is forked from."""
 
 @pytest.fixture
 def attempt_in(mark: str, fork_server: ForkServer, tiny: Path) -> Callable[..., TrialResult]:
-    """Tries a trial in a control group, from a process of its own."""
     return partial(_attempt_in, fork_server, tiny)
 
 

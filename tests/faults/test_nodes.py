@@ -63,7 +63,6 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill them; who went with another before is gone."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -84,7 +83,6 @@ def wired(machines: tuple[Machine, Machine]) -> tuple[str, ...]:
 def hanging(
     folder: Path, machines: tuple[Machine, Machine], *, kills: bool = True
 ) -> "subprocess.Popen[str]":
-    """A search across machines whose second trial hangs."""
     (folder / "pause").write_text("64")
     search = started(*FIND, *across(folder, *wired(machines), kills=kills))
     assert wait_until((folder / "hangs").exists, within_s=HANGS_S)
@@ -92,7 +90,6 @@ def hanging(
 
 
 def losses(path: Path) -> dict[int, list[Any]]:
-    """The losses and gradient norms of each length, rank by rank."""
     return {
         trial.spec.length_tokens: [
             (rank.losses, rank.gradient_norms) for rank in trial.result.ranks
@@ -120,9 +117,7 @@ def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_pa
 
 
 @pytest.mark.parametrize("kills", [True, False], ids=["srun kills", "our own watch"])
-def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_search_goes_on(
-    machines, mark, tmp_path, kills
-):
+def test_a_machine_that_dies_says_nothing_and_the_search_goes_on(machines, mark, tmp_path, kills):
     study = tmp_path / "study.jsonl"
     search = hanging(tmp_path, machines, kills=kills)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
@@ -180,9 +175,7 @@ def trained_losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("told", ["the command", "another machine"])
-def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
-    machines, mark, tmp_path, told
-):
+def test_two_machines_train_as_one_and_told_to_stop_both_stop(machines, mark, tmp_path, told):
     run, where = tmp_path / "run", across(tmp_path, *wired(machines))
     first = started(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
@@ -216,9 +209,7 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
-    machines, mark, tmp_path
-):
+def test_a_training_whose_machine_is_lost_says_from_where_it_goes_on(machines, mark, tmp_path):
     first = started(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
@@ -231,9 +222,7 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     assert are_gone(mark)
 
 
-def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_that_it_is_open(
-    tmp_path, monkeypatch
-):
+def test_ranks_meet_at_the_port_that_a_launcher_names_which_is_told_first(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -262,9 +251,7 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
         ("GROUP_RANK=0 GROUP_WORLD_SIZE=16", "2 machines"),
     ],
 )
-def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_rank_starts(
-    tmp_path, monkeypatch, sets, problem
-):
+def test_a_launcher_that_numbers_otherwise_is_refused_first(tmp_path, monkeypatch, sets, problem):
     monkeypatch.setenv("SRUN_SETS", sets)
     words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
     ended = done(*words)
@@ -299,7 +286,6 @@ def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(tmp_path, monkeypat
 
 
 def _runs(pid: int, word: str) -> bool:
-    """Whether a process was started with a word."""
     try:
         return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -307,7 +293,6 @@ def _runs(pid: int, word: str) -> bool:
 
 
 def _is_in(machine: Machine, pid: int) -> bool:
-    """Whether a process is on a machine: in its network."""
     try:
         own = Path(f"/proc/{pid}/ns/net").stat().st_ino
     except OSError:
