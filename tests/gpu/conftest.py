@@ -23,7 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> str:
-    """The name of the first GPU."""
     import torch
 
     if torch.cuda.is_available():

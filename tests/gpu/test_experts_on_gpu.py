@@ -55,7 +55,6 @@ def experts_of(config: PreTrainedConfig, experts_implementation: str) -> Any:
 
 
 def found(experts: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> list[torch.Tensor]:
-    """Output and every gradient."""
     x, weights, upstream = given
     inputs = [x.requires_grad_(), weights.requires_grad_()]
     out = experts(x, chosen, weights)

@@ -34,7 +34,6 @@ ROWS = {
 
 
 def attention_of(dtype: torch.dtype) -> RotaryAttention:
-    """An 8B's attention with random weights."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=64,
@@ -58,7 +57,6 @@ def attention_of(dtype: torch.dtype) -> RotaryAttention:
 def gradients(
     attention: RotaryAttention, lengths: tuple[int, ...], groups: int
 ) -> dict[str, torch.Tensor]:
-    """Output and every gradient, on the host."""
     attention.groups = groups
     generator = torch.Generator(CUDA).manual_seed(2)
     tokens, dtype = sum(lengths), attention.q_proj.weight.dtype

@@ -58,9 +58,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("lora", [None, 8])
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
 @pytest.mark.parametrize("layers_on_gpu", [1, 2])
-def test_gradients_are_those_without_within_the_spread_of_two_runs_without(
-    model, recompute, layers_on_gpu, lora, monkeypatch
-):
+def test_gradients_are_within_the_usual_spread(model, recompute, layers_on_gpu, lora, monkeypatch):
     plain, again = (gradients(trained(model, recompute, lora=lora)) for _ in range(2))
     poison(monkeypatch)
     ours = gradients(trained(model, recompute, host_of(layers_on_gpu), lora=lora))
@@ -78,7 +76,6 @@ def test_a_race_would_show(model, monkeypatch):
 
 
 def apart(one: dict[str, "torch.Tensor"], two: dict[str, "torch.Tensor"]) -> float:
-    """Norm of the difference of whole gradients."""
     assert one.keys() == two.keys()
     return sum(float((one[name] - two[name]).norm()) ** 2 for name in one) ** 0.5
 
@@ -226,7 +223,6 @@ def trained(
 
 
 def gradients(training: Training) -> list[dict[str, "torch.Tensor"]]:
-    """Of each step, with an evaluation between the steps."""
     found = []
     for step in STEPS:
         training.policy.zero_grad()

@@ -214,7 +214,6 @@ def test_a_step_takes_about_as_long_as_the_copies_alone(directory, capsys):
 
 
 def seconds(work: Callable[[], object], times: int = 5) -> float:
-    """The fastest of a few runs."""
     took: list[float] = []
     for _ in range(times):
         torch.cuda.synchronize()

@@ -13,7 +13,6 @@ from highwater.engine.attention.wide_block import SCORES_AT_HAND, WideBlock
 
 HEADS, KEYS, SIZE = 8, 2, 512
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 NAMES = ("output", "log-sum-exp", "query", "key", "value")
 WINDOW_LAYER_MS = 3.0
 """Most that a window layer of Gemma 4 E4B may take for 8,192 tokens, forward and backward."""
