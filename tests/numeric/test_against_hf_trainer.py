@@ -52,7 +52,6 @@ SCHEDULE = Schedule(name="linear", warmup_steps=WARMUP_STEPS, steps=STEPS)
 
 
 def documents() -> Iterator[list[int]]:
-    """Documents of real text, one after another, without end."""
     start = 0
     while True:
         for length in LENGTHS:
@@ -61,13 +60,11 @@ def documents() -> Iterator[list[int]]:
 
 
 def rows(count: int) -> list[list[list[int]]]:
-    """So many micro-batches of documents."""
     source = documents()
     return [[next(source) for _ in LENGTHS] for _ in range(count)]
 
 
 def ours(directory: Path, saved: Path) -> tuple[Tensor, Tensor, float]:
-    """Losses and gradients' norms of all steps, and the loss of what was trained last, after it."""
     every = rows(STEPS * MICRO_BATCHES)
     found = []
     with Trainer(

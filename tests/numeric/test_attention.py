@@ -18,7 +18,6 @@ from highwater.errors import ModelError
 from highwater.nouns.corpus import pieces
 
 TOLERANCE = 1e-12
-"""Norm-relative in float64: only the order of summation differs."""
 PACKINGS = [(1,), (33,), (7, 7, 7), (5, 5, 1, 13), (1, 1, 1), (64, 3, 3)]
 
 
@@ -87,9 +86,7 @@ ROWS = [(33, 5), (5, 33, 7), (40, 71, 3), (1, 64, 2, 2, 39), (7, 5, 3), (64, 32,
 @pytest.mark.parametrize("lengths", ROWS)
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_output_and_gradients_equal_the_textbook(
-    kernel, lengths, query_heads, kv_heads, is_recomputed
-):
+def test_output_and_gradients_equal_it(kernel, lengths, query_heads, kv_heads, is_recomputed):
     torch.manual_seed(0)
     tokens, size = sum(lengths), 8
     rows = [
@@ -152,9 +149,7 @@ PACKINGS_MIXED_LENGTHS = [
 @pytest.mark.parametrize("lengths", PACKINGS_MIXED_LENGTHS)
 @pytest.mark.parametrize("long_tokens", [None, 8192])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (16, 16), (28, 4)])
-def test_a_backward_pass_takes_what_one_document_would_by_count(
-    lengths, long_tokens, heads, kv_heads
-):
+def test_a_backward_pass_takes_what_one_document_would_count(lengths, long_tokens, heads, kv_heads):
     assert sum(lengths) == ROW
     calls = calls_of(lengths, long_tokens=long_tokens)
     every_head = 4 * heads if heads > kv_heads else 0

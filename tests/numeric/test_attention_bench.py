@@ -67,7 +67,6 @@ with bench_lines(order, **named) as lines:
     for line in lines:
         print(to_json(line).replace(chr(10), " "))
 """
-"""Prints what a benchmark tells."""
 SERVER = ForkServer(
     *("forked_modules", "highwater.engine.bench.attention.contenders"),
     environment={**ON_THE_CPU, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -105,7 +104,6 @@ SOUND = "block_sparse_ring_dilated"
 
 
 def conditions_of(name: str, **order: Any) -> Conditions:
-    """Those of one process on the CPU."""
     asked = {"device": "cpu", "implementations": (name,), "heads": 4, "kv_heads": 2, "head_dim": 8}
     return Conditions.of(
         BenchOrder(**(asked | order)), name, "single", torch.device("cpu"), "flash"
@@ -118,7 +116,6 @@ CPU = conditions_of("dense")
 def run(
     measures: Path | None = None, ways: dict[str, str] | None = None, **order: object
 ) -> list[BenchLine]:
-    """All that a benchmark tells; ``measures``: a file that measures in the place of ours."""
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
     named = {} if measures is None else {"measures": measures.stem}
     found = {} if measures is None else {"PYTHONPATH": str(measures.parent)}
@@ -158,14 +155,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> list[BenchLi
 
 @pytest.fixture(scope="module")
 def measured() -> list[BenchLine]:
-    """What is told of attentions as they are."""
     names = ("dense", "window", "block_sparse_5", "dilated")
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
     return run(lengths=(512, 2560), implementations=names, **sizes)
 
 
 def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
-    """Implementation, length and result of each case."""
     return [
         (row.implementation, row.length_tokens, row.result)
         for line in lines
@@ -273,7 +268,6 @@ def test_what_a_case_has_started_ends_with_it(faults, pids):
 
 
 def is_running(pid: int) -> bool:
-    """Whether such a process is there, and no zombie that nobody waits for."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -21,7 +21,6 @@ from highwater.errors import ModelError, UsageError
 from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 EAGER = 4 * torch.finfo(torch.float32).eps
 """Of transformers' eager attention, whose softmax is in float32 whatever the model is in."""
 BRANCHES = (((16,), (1,)), ((20, 40), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
@@ -29,7 +28,6 @@ BLOCK = 4
 
 
 def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 6) -> list[Tensor]:
-    """Queries, keys and values as the modules take them: (batch, length, heads, head size)."""
     torch.manual_seed(length)
     shapes = [(batch, length, count, size) for count in (heads[0], heads[1], heads[1])]
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -62,9 +60,7 @@ def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **setti
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("length", [1, 37, 64])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 2)])
-def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
-    branches, length, heads
-):
+def test_dilated_and_block_sparse_are_one_softmax_over_what_both_keep(branches, length, heads):
     config = SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK)
     module = BlockSparseRingDilatedAttention(*branches, config)
     assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, kept_blocks))
@@ -72,9 +68,7 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
 
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
-    is_causal, is_fused, monkeypatch
-):
+def test_dilated_attention_has_no_pattern_by_any_kernel(is_causal, is_fused, monkeypatch):
     monkeypatch.setattr(modules, "is_fused", lambda query: is_fused)
     branches = ((7, 20), (1, 2))
     count = meetings(37, 4, branches)
@@ -109,7 +103,6 @@ def test_memory_of_segments_and_patterns_is_linear_in_the_length(monkeypatch):
 
 
 def peak_bytes(module: nn.Module, length: int) -> int:
-    """Most bytes that forward and backward have allocated at once."""
     q, k, v = (torch.randn(1, length, 2, 16, requires_grad=True) for _ in range(3))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:

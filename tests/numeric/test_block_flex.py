@@ -70,7 +70,6 @@ def widened(mask: BlockMask, keys: int) -> BlockMask:
 
 
 def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
-    """Every line's entries of a mask's table."""
     return {
         (line, int(index))
         for line, count in enumerate(numbers[0, 0].tolist())
@@ -246,7 +245,6 @@ def pattern_of(pattern_type: PatternType | None) -> SparsePatternConfig | None:
 
 
 def seen_in(mask: BlockMask) -> Tensor:
-    """What the tables and the function of a mask let each query see."""
     queries, keys = (torch.arange(length) for length in mask.seq_lengths)
     zero = torch.zeros((), dtype=torch.int64)
     by_token = mask.mask_mod(zero, zero, queries[:, None], keys)

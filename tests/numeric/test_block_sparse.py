@@ -22,7 +22,6 @@ from highwater.nouns.sparse_pattern import (
 from references.sparse_masks import dense, mask
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 BLOCK = 8
 CPU = torch.device("cpu")
 BY_RATIO: tuple[PatternType, ...] = ("dilated_sparse", "strided", "random")
@@ -31,7 +30,6 @@ LENGTHS = (1, 7, 8, 61, 128, 203)
 
 
 def config(pattern_type: PatternType, **settings: object) -> SparsePatternConfig:
-    """A pattern with small blocks, whose window and global tokens are no whole blocks."""
     sizes = {"block_size": BLOCK, "local_window_size": 19, "global_tokens": 11}
     return SparsePatternConfig(pattern_type=pattern_type, **{**sizes, **settings})
 
@@ -45,7 +43,6 @@ def tensors(length: int, heads: tuple[int, int], size: int = 5) -> list[Tensor]:
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """By the mask of each key head."""
     groups = query.shape[1] // key.shape[1]
     return dense(query, key, value, seen.repeat_interleave(groups, dim=1), 0.4)
 

@@ -141,9 +141,7 @@ UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = table("record_word
 
 
 @pytest.mark.parametrize(("template", "messages", "number", "field"), UNWRITTEN)
-def test_what_a_template_does_not_write_is_refused_by_message_and_field(
-    template, messages, number, field, tell
-):
+def test_what_a_template_does_not_write_is_refused(template, messages, number, field, tell):
     error = tell.refusal({"messages": messages}, template)
     assert error.problem.startswith("d.jsonl:1: ")
     assert f"`{field}" in error.problem
@@ -277,9 +275,7 @@ UNREAD: list[tuple[str, dict[str, Any], str]] = table("record_words", "unread")
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
-def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
-    objective, record, field, tell, tmp_path, monkeypatch
-):
+def test_an_unread_text_is_refused(objective, record, field, tell, tmp_path, monkeypatch):
     beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
     beside |= {"tokenCount": 3, "weight": 1, "masked": False, "url": "https://a.b/c?d=e%20f"}
     given = {name: value for name, value in record.items() if name != field}
@@ -374,18 +370,14 @@ MASKED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), MASKED)
-def test_a_record_that_says_that_it_is_not_trained_is_refused(
-    objective, record, field, tell, tmp_path
-):
+def test_a_record_that_is_not_to_be_trained_is_refused(objective, record, field, tell, tmp_path):
     without = {name: value for name, value in record.items() if name != field}
     data = write_lines(tmp_path / "two.jsonl", [without, record])
     error = tell.refusal(data, TOOLED, objective=objective)
     assert error.problem.startswith(f"two.jsonl:2: `{field}` is ")
 
 
-def test_a_masked_record_is_refused_beside_a_function_that_gives_rewards(
-    tell, tmp_path, monkeypatch
-):
+def test_a_masked_record_is_refused_beside_a_function_of_rewards(tell, tmp_path, monkeypatch):
     (tmp_path / "kind_judge.py").write_text("def one(**_):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     record = {"prompt": "p", "response": "b", "difficulty": 3, "hint": "c", "train": False}

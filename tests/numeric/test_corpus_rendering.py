@@ -133,9 +133,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, 
     assert trained_of(everything) == ids_of(everything) == ids_of(corpus)
 
 
-def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of_it(
-    chatml, tmp_path
-):
+def test_a_prompt_is_what_a_model_is_given_though_a_token_reaches_out_of_it(chatml, tmp_path):
     corpus = of_records(tmp_path, [{"prompt": "over th", "completion": "e hill"}], tokenizer=chatml)
     tokenizer = opened(chatml)
     assert plain(tokenizer, "over the hill") != plain(tokenizer, "over th") + plain(
@@ -278,9 +276,7 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = table("record_rendering", "host
 
 
 @pytest.mark.parametrize(("objective", "record", "problem"), HOSTILE)
-def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
-    objective, record, problem, chatml, tmp_path
-):
+def test_what_cannot_be_trained_is_refused_by_line(objective, record, problem, chatml, tmp_path):
     with pytest.raises(UsageError) as refused:
         of_records(tmp_path, [record], tokenizer=chatml, objective=objective)
     assert refused.value.problem.startswith("d.jsonl:1: ")
@@ -307,9 +303,7 @@ def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(chatml,
         ("harsh_judge.py", "'harsh_judge.py' is not module:function", "rewards:length"),
     ],
 )
-def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
-    source, problem, hint, tmp_path, monkeypatch
-):
+def test_a_function_without_rewards_is_refused(source, problem, hint, tmp_path, monkeypatch):
     (tmp_path / "harsh_judge.py").write_text(
         "def judge(**_):\n    raise RuntimeError('no')\n"
         "def praise(**_):\n    return 'good'\n"
@@ -343,9 +337,7 @@ def test_any_number_of_processes_renders_the_same_in_the_same_order(chatml, tmp_
     assert rendered_by(2, data, chatml) == rendered_by(1, data, chatml)
 
 
-def test_of_several_refusals_the_first_in_the_data_is_told_by_any_number_of_processes(
-    chatml, tmp_path
-):
+def test_of_several_refusals_the_first_is_told_by_any_number_of_processes(chatml, tmp_path):
     texts = [{"text": "the cat"}] * 70
     data = write_lines(tmp_path / "d.jsonl", [*texts, {"text": 7}, *texts, {"text": 8}])
     with data.open("a") as stream:

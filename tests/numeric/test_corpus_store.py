@@ -357,9 +357,7 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "problem", "hint"), HOSTILE)
-def test_a_file_that_cannot_be_read_is_refused_by_name_and_line(
-    name, content, problem, hint, tmp_path
-):
+def test_an_unreadable_file_is_refused_by_name_and_line(name, content, problem, hint, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as refused:
@@ -407,9 +405,7 @@ def test_paths_that_hold_nothing_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "package"), [("d.parquet", "pyarrow"), ("saved", "datasets")])
-def test_a_package_that_is_missing_is_named_with_what_installs_it(
-    name, package, tmp_path, monkeypatch
-):
+def test_a_missing_package_is_named_with_what_installs_it(name, package, tmp_path, monkeypatch):
     path = KINDS[name](tmp_path / name, RECORDS)
     from highwater.engine.data import data_files as readers
 

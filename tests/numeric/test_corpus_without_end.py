@@ -57,9 +57,7 @@ def test_data_that_is_no_file_is_refused_and_never_waited_for(irregular, name, t
 
 
 @pytest.mark.parametrize("irregular", [pipe, link_to_a_pipe, zeros, dangling])
-def test_what_is_no_file_within_a_folder_of_data_is_refused_and_not_passed_over(
-    irregular, tmp_path
-):
+def test_what_is_no_file_within_a_folder_of_data_is_refused_not_left_out(irregular, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     write_lines(folder / "a.jsonl", [{"text": "a"}])
@@ -113,9 +111,7 @@ ENDLESS = {
     ("name", "processes"),
     [*((name, 1) for name in ENDLESS), ("nested loops", 2), ("a loop for one record alone", 2)],
 )
-def test_a_template_that_does_not_end_is_refused_with_its_record(
-    name, processes, tmp_path, monkeypatch
-):
+def test_a_template_without_end_is_refused_with_its_record(name, processes, tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "LIMIT_S", 1.0)
     if processes > 1:
         monkeypatch.setattr(tokenise, "_WORTH_BYTES", 0)

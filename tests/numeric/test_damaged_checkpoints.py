@@ -49,14 +49,12 @@ FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.jso
 def run(
     alone: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[int, list["torch.Tensor"]]]:
-    """A run's folder, and what was saved by step."""
     folder = tmp_path_factory.mktemp("run")
     return folder, dict(trained_and_saved(folder))
 
 
 @pytest.fixture(scope="module")
 def own(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training that loads them, one after the other."""
     return training(tmp_path_factory.mktemp("own") / "model")
 
 
@@ -96,9 +94,7 @@ def test_the_latest_and_the_best_are_kept_and_the_best_is_named(run, own):
 
 @pytest.mark.parametrize("damage", [half, without_last_byte, flipped, garbage, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before(
-    run, own, tmp_path, name, damage
-):
+def test_a_damaged_file_is_named_with_one_that_works(run, own, tmp_path, name, damage):
     checkpoints = copied(run[0], tmp_path / "run")
     damage(checkpoints / LATEST / name)
     of_run = RunCheckpoints(tmp_path / "run")
@@ -230,9 +226,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("renamed", ["index.json", "state.json", "manifest.json"])
-def test_a_save_that_is_killed_before_a_name_is_final_is_removed_by_the_next(
-    run, own, tmp_path, monkeypatch, renamed
-):
+def test_a_save_killed_before_its_name_is_removed(run, own, tmp_path, monkeypatch, renamed):
     checkpoints = copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")
     of_run.resume(own)

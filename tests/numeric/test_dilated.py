@@ -16,7 +16,6 @@ from highwater.errors import UsageError
 from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 BRANCHES = (((16,), (1,)), ((8, 16), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
 
 

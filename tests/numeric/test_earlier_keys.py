@@ -34,7 +34,6 @@ def model_of(attention: str) -> Gemma4ForCausalLM:
 
 
 def run(model: Gemma4ForCausalLM, ids_T: torch.Tensor, **how: Any) -> dict[str, torch.Tensor]:
-    """Last hidden states, and every gradient of the sum of their cubes."""
     hidden_1TE = model.model(input_ids=ids_T[None], use_cache=False, **how).last_hidden_state
     hidden_1TE.pow(3).sum().backward()
     gradients = {
@@ -46,9 +45,7 @@ def run(model: Gemma4ForCausalLM, ids_T: torch.Tensor, **how: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("recompute", ["none", "layer", "all-but-attention"])
-def test_recomputed_or_not_gradients_are_the_classs_own_and_shared_keys_are_let_go_of(
-    recompute, monkeypatch
-):
+def test_gradients_are_the_classs_own_and_shared_keys_are_let_go_of(recompute, monkeypatch):
     made: list[Any] = []
     usual = earlier_keys._earlier_keys
     monkeypatch.setattr(earlier_keys, "_earlier_keys", lambda: made.append(usual()) or made[-1])

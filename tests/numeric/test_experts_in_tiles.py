@@ -73,7 +73,6 @@ def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype):
 
 
 def gradients_of(module: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> Any:
-    """Output and every gradient, in the dtype of the module."""
     dtype = next(module.parameters()).dtype
     x, weights = (each.detach().to(dtype).requires_grad_() for each in given)
     leaves = [x, weights, *module.parameters()]
@@ -125,7 +124,7 @@ def test_experts_that_compute_something_else_are_left_alone():
     assert model.config._experts_implementation != IMPLEMENTATION
 
 
-def test_only_what_experts_are_given_is_kept_and_recomputation_ends_before_the_products(
+def test_only_what_experts_are_given_is_kept_and_products_are_not_recomputed(
     monkeypatch,
 ):
     products: list[int] = []

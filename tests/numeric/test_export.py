@@ -64,7 +64,6 @@ def source(alone: None, tmp_path: Path) -> Path:
 
 
 def trained(source: Path, **settings: Any) -> Training:
-    """After a step that moves it far."""
     numbers = Hyperparameters(learning_rate=0.05)
     own = assembled(trial_in(source, loss="chunked", hyperparameters=numbers, **settings))
     ids = torch.tensor(IDS)
@@ -74,7 +73,6 @@ def trained(source: Path, **settings: Any) -> Training:
 
 
 def told(own: Training) -> "torch.Tensor":
-    """Log-probabilities of all tokens but the first, or the number of the last one."""
     ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
     with torch.no_grad():
         if own.policy.gives_scalars:
@@ -83,7 +81,6 @@ def told(own: Training) -> "torch.Tensor":
 
 
 def read(model: Any) -> "torch.Tensor":
-    """The same of a model of transformers."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([IDS])).logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -125,9 +122,7 @@ def test_a_reward_model_loads_as_a_sequence_classifier(source, tmp_path):
     assert deviation(read(model), told(own)) < FLOAT32
 
 
-def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_logits(
-    source, tmp_path
-):
+def test_adapters_load_in_peft_and_merged_ones_elsewhere_with_the_same_logits(source, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters need the lora extra")
     own = trained(source, lora=4)
     export(own, tmp_path / "adapter", source=source)
@@ -143,9 +138,7 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_log
 
 
 @pytest.mark.parametrize("family", list(WRAPPED))
-def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byte(
-    family, alone, tmp_path
-):
+def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay(family, alone, tmp_path):
     save_tiny(family, tmp_path)
     source, out = tmp_path / family, tmp_path / "model"
     own = trained(source)

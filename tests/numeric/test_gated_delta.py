@@ -22,7 +22,6 @@ def ours(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> T
 def assert_as_defined(
     lengths: tuple[int, ...], *, decay: float = 1.0, heads: DeltaHeads = HEADS
 ) -> None:
-    """Output and every gradient."""
     leaves = inputs(sum(lengths), decay=decay, heads=heads)
     found, expected = (
         with_gradients([compute(leaves, lengths, heads)], leaves)

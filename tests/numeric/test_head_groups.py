@@ -89,7 +89,6 @@ def built(
 
 
 def trained(model: Decoder, lengths: tuple[int, ...]) -> dict[str, "torch.Tensor"]:
-    """Loss and every gradient, by the name of its parameter."""
     ids = torch.arange(sum(lengths)) * 7 % 64
     loss = -forward(model, packed(*ids.split(lengths))).logprobs_N.mean()
     loss.backward()

@@ -26,7 +26,6 @@ from tiny_models import SIZES
 
 
 def as_its_class(family: str, **fields: Any) -> PreTrainedModel:
-    """Two layers of a family as its class makes it."""
     config = AutoConfig.for_model(family, **fields)
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if isinstance(getattr(config, name, None), int):
@@ -47,7 +46,6 @@ def is_proven(model: PreTrainedModel, transform: LogitTransform = PLAIN) -> bool
 
 
 def refused_by(family: str, check: Callable[..., None], *arguments: Any) -> bool:
-    """Whether a check refuses, by the family's name."""
     try:
         check(*arguments)
     except ModelError as refusal:
@@ -80,9 +78,7 @@ def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family,
     ("family", "field", "changes", "neutral"),
     table("head_proof", "a_factor_or_a_cap_is_proven_as_it_is_read"),
 )
-def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
-    family, field, changes, neutral
-):
+def test_a_factor_or_a_cap_is_proven_as_it_is_read_alone(family, field, changes, neutral):
     for value in (changes, neutral):
         model = as_its_class(family, **{field: value})
         transform = logit_transform_of({"model_type": family, field: value}, "config.json")

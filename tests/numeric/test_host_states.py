@@ -42,7 +42,6 @@ def in_pieces(optimizer: torch.optim.Optimizer, piece: int) -> torch.optim.Optim
 
 
 def same(one: nn.Module, other: nn.Module, *optimizers: torch.optim.Optimizer) -> bool:
-    """Whether parameters, moments and steps are equal bit by bit."""
     ours, theirs = optimizers
     for mine, their in zip(one.parameters(), other.parameters(), strict=True):
         pairs = [(mine, their)]

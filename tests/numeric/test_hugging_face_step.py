@@ -81,9 +81,7 @@ def recorded(path: str, contender: str) -> tuple[str, int, int]:
         ("activations/step_131072.json", "liger-offload", "host"),
     ],
 )
-def test_what_a_gpu_reserved_for_peft_with_ligers_kernels_is_predicted(
-    path, contender, activations
-):
+def test_what_a_gpu_reserved_for_peft_with_liger_is_predicted(path, contender, activations):
     model, length, reserved = recorded(path, contender)
     settings = Settings(
         allocator="expandable", loss="chunked", lora=32, activations=activations, accumulates=False

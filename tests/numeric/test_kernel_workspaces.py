@@ -27,9 +27,7 @@ H200, A100 = 132 * 2048, 108 * 2048
         (8192, 5120, 138_936_320, 160),
     ],
 )
-def test_blocks_that_share_a_column_take_what_was_recorded(
-    rows, columns, partial_bytes, semaphore_bytes
-):
+def test_blocks_that_share_a_column_are_counted(rows, columns, partial_bytes, semaphore_bytes):
     """Norms' weight gradients of Qwen3-0.6B, 1.7B, 4B and 14B;
     docs/results/lab/trinity_trials.py, torch 2.11.
     """

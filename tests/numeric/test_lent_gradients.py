@@ -129,7 +129,6 @@ def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name):
 
 
 def gradients(name: str) -> list[Life]:
-    """Of the parts, in the order in which they were allocated."""
     log = logs()[name]
     backward = list(dropwhile(lambda event: event != Enter("backward"), log.events))
     over = backward.index(Enter("over"))

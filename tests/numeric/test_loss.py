@@ -61,7 +61,6 @@ def test_logprobs_and_entropies_equal_those_of_log_softmax(
 def logits_of(
     hidden: torch.Tensor, weight: torch.Tensor, transform: LogitTransform
 ) -> torch.Tensor:
-    """As the family's class has them."""
     logits = hidden @ weight.T * transform.scale
     if transform.soft_cap is not None:
         logits = torch.tanh(logits / transform.soft_cap) * transform.soft_cap
@@ -71,9 +70,7 @@ def logits_of(
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
 @pytest.mark.parametrize("tokens", [0, 1, 128, 301])
-def test_gradients_that_are_made_forward_are_those_of_going_backward_to_the_bit(
-    dtype, kind, tokens, monkeypatch
-):
+def test_forward_gradients_are_those_of_going_backward(dtype, kind, tokens, monkeypatch):
     monkeypatch.setitem(loss_module.CHUNK_BYTES, "cpu", 1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, 16, dtype=getattr(torch, dtype), requires_grad=True)
@@ -238,9 +235,7 @@ def test_the_range_is_that_of_the_logits_that_the_softmax_sees(
 
 
 @pytest.mark.parametrize("kind", list(TRANSFORMS))
-def test_logits_are_scaled_and_capped_without_a_second_buffer_as_wide_as_the_vocabulary(
-    kind, monkeypatch
-):
+def test_logits_are_scaled_and_capped_without_a_second_buffer_as_wide(kind, monkeypatch):
     """Blocks of rows aside: the largest tensor that either pass makes is one block."""
     monkeypatch.setattr(row_kernels, "_LOGITS_BYTES", 4 * 1009)
     logits, labels = torch.randn(64, 1009), torch.randint(1009, (64,))
@@ -290,9 +285,7 @@ CLIPPED = {"low": 0.2, "high": 0.2, "dual": 3.0, "trained_tokens": 1}
 
 @pytest.mark.parametrize("log_ratio", [-1000.0, -90.0, -20.5, 20.5, 90.0, 1000.0])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
-def test_a_token_that_another_policy_sampled_has_a_finite_loss_and_no_gradient(
-    log_ratio, advantage
-):
+def test_a_token_of_another_policy_has_a_finite_loss_and_no_gradient(log_ratio, advantage):
     loss, logprob_gradient = token(
         objectives.clip_loss, log_ratio, torch.tensor([advantage]), **CLIPPED
     )
@@ -331,9 +324,7 @@ def test_clipping_from_below_above_and_twice(ratio, advantage, dual, loss, logpr
         ("k3", -3.0, 10.0, 0.0),
     ],
 )
-def test_estimators_of_the_divergence_and_what_they_pull_with(
-    estimator, log_ratio, loss, logprob_gradient
-):
+def test_estimators_of_the_divergence_pull(estimator, log_ratio, loss, logprob_gradient):
     found = token(
         objectives.divergence, log_ratio, estimator=estimator, coefficient=2.0, trained_tokens=1
     )

@@ -160,7 +160,6 @@ def test_an_update_is_within_its_bound_of_adamws(name, scale):
 
 
 def errors(name: str, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """What the moments may be off by."""
     if name == "adamw-bf16":
         return 2**-7 * mean.abs(), 2**-7 * squares
     return 0.9 / 128 * largest_of_block(mean), 0.9 / 256 * largest_of_block(squares)

@@ -72,7 +72,6 @@ class LiveBytes(TorchDispatchMode):
 def step(
     lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool
 ) -> Callable[[], None]:
-    """Forward and backward of one attention."""
     tokens, size = sum(lengths), 16
 
     def make(count: int) -> Any:
@@ -95,7 +94,6 @@ def step(
 
 
 def allocations(run: Callable[[], None]) -> list[int]:
-    """Bytes taken (positive) and given back (negative), in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = profiler.profiler.kineto_results.events()
@@ -128,9 +126,7 @@ def test_every_allocation_is_that_of_whole_documents(lengths, heads, by_heads):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("scores", [1, 2**14, 2**23])
 @pytest.mark.parametrize("lengths", [(301,), (300, 300), (200, 150)])
-def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_computes(
-    lengths, scores, window, monkeypatch
-):
+def test_capped_scores_take_the_most_in_rows_of_trials(lengths, scores, window, monkeypatch):
     """So does the tracer, whose steps compute no others."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
     whole, few = (
@@ -144,9 +140,7 @@ def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_comput
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [(350, 250), (50, 550), (400, 50, 30, 40, 80)])
-def test_packed_documents_of_capped_scores_take_no_more_than_one_as_long(
-    lengths, window, monkeypatch
-):
+def test_packed_documents_of_capped_scores_take_no_more_than_one(lengths, window, monkeypatch):
     """Within 2 %: rows at hand are a whole number, and few of such small sizes."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", 2**14)
     packed, one = (

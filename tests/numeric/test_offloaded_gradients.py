@@ -145,7 +145,6 @@ def test_offloaded_gradients_are_clipped_as_others_are(size, is_clipped, tmp_pat
 
 
 def training(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Training:
-    """The same random weights every time."""
     directory = write_model(tmp_path / "model", SHAPE, tie_word_embeddings=False)
     mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
     how = {"loss": "chunked", "recompute": recompute, "offload": offload}

@@ -64,7 +64,6 @@ OVER = {"sum": None, "min": None, "max": None, "mean": "n_documents"}
 
 
 def told(mesh: DeviceMesh, how: Any, *values: Any, is_count: bool = False) -> Any:
-    """What values of one quantity come to, in a step of two documents."""
     own = {"mine": Quantity(how=how, per=OVER[how], is_count=is_count)}
     statistics = Statistics(mesh, None, quantities=own)
     statistics.add("n_documents", 2)

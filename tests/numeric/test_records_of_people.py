@@ -51,7 +51,6 @@ def runs_of(corpus: OpenCorpus, number: int, tokenizer: Any) -> Runs:
 
 
 def joined(*parts: tuple[bool, str]) -> Runs:
-    """Parts as runs: neighbours that are alike are one, and empty ones none."""
     filled = [part for part in parts if part[1]]
     return [
         (is_trained, "".join(text for _, text in run))
@@ -86,7 +85,6 @@ BEGUN = {"add_generation_prompt": True}
 
 
 def expected(case: Mapping[str, Any], tokenizer: Any) -> list[Runs]:
-    """The documents that a record has to come to."""
     given = case["expected"]
     tools = given.get("tools")
     if "chosen" in given and isinstance(given["chosen"], list):

@@ -50,7 +50,6 @@ def saved(directory: Path, *, tied: bool = False) -> Path:
 
 
 def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
-    """Put tensors into the file, or take away those that are None."""
     held = {**load_file(directory / FILE), **tensors}
     save_file(
         {name: tensor for name, tensor in held.items() if tensor is not None},
@@ -60,7 +59,6 @@ def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
 
 
 def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
-    """Our model, whole, its values from the directory."""
     config = read_config(str(directory), length_tokens=64, rope="auto")
     model = on_meta(config, loss=None if gives_scalars else "full")
     with weights.opened(str(directory)) as files:

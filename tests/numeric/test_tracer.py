@@ -133,14 +133,12 @@ def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
 
 @cache
 def traced(spec: TrialSpec, trainer: TrainerName = "highwater") -> EventLog:
-    """What its first rank allocates and frees."""
     here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
     with TemporaryDirectory() as folder:
         return trace(TraceOrder(spec=here, trainer=trainer), Path(folder, "trace"))
 
 
 def trial(study: str, length: int) -> tuple[TrialSpec, TrialResult]:
-    """One of a search on an H200."""
     trials = highwater.open_study(STUDIES / f"{study}.jsonl").trials
     ((spec, result),) = [
         (trial.spec, trial.result)

@@ -202,7 +202,6 @@ def test_a_step_has_the_same_sequences_on_any_number_of_ranks(sequences, seed):
 
 
 def _steps(ranks: int, *, micro_batches: int, sequences: int, seed: int) -> list[list[Batch]]:
-    """The micro-batches of all data ranks in each of two steps."""
     each = msgspec.structs.replace(
         spec(settings=Settings(sequences_per_micro_batch=sequences)),
         layout=Layout(gpus=ranks),

@@ -131,9 +131,7 @@ def test_only_what_a_step_has_is_a_keyword():
     ],
 )
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
-def test_a_trainer_takes_the_profiler_that_trials_take(
-    objective, asked, meant, model, tmp_path, monkeypatch
-):
+def test_it_takes_the_profiler_of_trials(objective, asked, meant, model, tmp_path, monkeypatch):
     """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

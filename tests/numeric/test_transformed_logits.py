@@ -75,7 +75,6 @@ def test_a_familys_loss_and_every_gradient_are_its_own_classs(family, how, dtype
 
 
 def tiny(family: str, dtype: "torch.dtype") -> Any:
-    """Two layers of a family as its class makes them, in whose logits its field tells."""
     kind = CONFIG_MAPPING[family]
     known = set(kind().to_dict())
     sizes = {name: value for name, value in TINY.items() if name in known}

@@ -10,7 +10,6 @@ from highwater.engine.attention.wide_block import WideBlock
 
 SIZE, HEADS, KEYS = 320, 4, 2
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 
 
 def heads_of(tokens: int, dtype: torch.dtype) -> list["torch.Tensor"]:
@@ -24,9 +23,7 @@ def heads_of(tokens: int, dtype: torch.dtype) -> list["torch.Tensor"]:
 @pytest.mark.parametrize("scores", [2**26, 700, 1])
 @pytest.mark.parametrize("scaling", [1.0, 0.25])
 @pytest.mark.parametrize("lengths", [(37,), (11, 11, 1, 29)])
-def test_packed_documents_equal_the_formula_whatever_rows_are_at_hand(
-    lengths, scaling, scores, monkeypatch
-):
+def test_packed_documents_equal_the_formula_in_any_rows(lengths, scaling, scores, monkeypatch):
     monkeypatch.setattr(wide_block, "SCORES_AT_HAND", scores)
     own = [t.requires_grad_() for t in heads_of(sum(lengths), torch.float64)]
     documents = Documents(

@@ -20,7 +20,6 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns import layout as working_sizes
 
 TOLERANCE = 1e-12
-"""Norm-relative in float64: only the order of summation differs."""
 SCALING = 0.3
 PACKINGS = [(33,), (7, 7, 7), (5, 5, 1, 13), (1, 1), (64, 3, 3)]
 CASES = list(zip(PACKINGS, [(4, 4), (4, 2), (6, 1), (7, 1), (4, 2)], strict=True))
@@ -164,9 +163,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("lengths", [(20, 20, 4), (4, 20)])
-def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
-    lengths, monkeypatch
-):
+def test_a_layer_that_keeps_its_attention_computes_it_once(lengths, monkeypatch):
     passes: list[tuple[int, ...]] = []
     forward = PlainBlock.forward
 

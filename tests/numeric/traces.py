@@ -23,7 +23,6 @@ RING = {"gpus": 2, "ring_degree": 2}
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:
-    """On one GPU, vanilla, unless ``fields`` say otherwise."""
     return trial_of(write_model(directory, config), **fields)
 
 
@@ -71,7 +70,6 @@ def trace(order: TraceOrder, path: Path) -> EventLog:
 
 
 def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
-    """Bytes by kind, as this phase begins for the first time."""
     born, alive = "setup", dict[int, tuple[Kind, int]]()
     for event in log.events:
         match event:
@@ -95,7 +93,6 @@ def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
 
 
 def requested_bytes(log: EventLog) -> dict[str, int]:
-    """The most that is asked for at once, by phase: no rounding, no allocator."""
     most: Counter[str] = Counter()
     phase, alive, total = "setup", dict[int, int](), 0
     for event in log.events:
