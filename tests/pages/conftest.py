@@ -13,7 +13,6 @@ from highwater import guide, write_guide
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "pages"
-"""Where screenshots are written, to be looked at."""
 STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-card-full.jsonl"
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -98,7 +97,6 @@ def opened(browser: Any) -> Iterator[Opened]:
 
 
 def serious(page: Any) -> list[str]:
-    """What axe-core finds, with the element and why."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
@@ -131,7 +129,6 @@ Factory = pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory: Factory) -> Path:
-    """A guide from a study, others' table and predictions."""
     gpus = ["1xH200-141GB", "4xH200-141GB"]
     made = guide(STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=gpus)
     return write_guide(tmp_path_factory.mktemp("pages") / "mixed.html", made)

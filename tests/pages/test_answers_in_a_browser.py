@@ -40,7 +40,6 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(page):
-    """The page, once it has unpacked its answers."""
     page.locator("#choosing").wait_for()
     return page
 
