@@ -53,7 +53,6 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def nodes(mark: str) -> Iterator[LocalCluster]:
-    """Three nodes of one CPU each, besides the head."""
     with local_cluster("1", "1", "1") as cluster:
         yield cluster
 
@@ -73,7 +72,6 @@ def processes_of_trials(mark: str) -> list[str]:
 
 
 def commands_under(mark: str) -> dict[int, str]:
-    """The commands of all that was started under the mark, by process id."""
     found: dict[int, str] = {}
     for pid in marked(mark):
         with suppress(OSError):  # ended meanwhile
@@ -144,7 +142,6 @@ def holder_of_the_trial(mark: str) -> psutil.Process:
 
 
 def node_of(holder: psutil.Process) -> psutil.Process:
-    """What Ray runs on the node of such a process."""
     node = holder.parent()
     assert node is not None
     return node

@@ -56,7 +56,7 @@ def trial(number: int, gpus: int, **changes: object) -> TrialSpec:
     return QUESTION.trial(cell, 4096 + number)
 
 
-def test_each_trial_has_gpus_of_its_own_on_one_node_and_small_ones_share_it(
+def test_each_trial_has_gpus_of_its_own_and_small_ones_share_a_node(
     runner: RayRunner,
 ) -> None:
     futures, held = [], []
@@ -77,7 +77,7 @@ def test_each_trial_has_gpus_of_its_own_on_one_node_and_small_ones_share_it(
         assert sorted(gpu for each in gpus for gpu in each) == ["0", "1", "2", "3"]
 
 
-def test_states_in_host_memory_have_a_node_to_themselves_and_no_more_gpus_than_they_take(
+def test_states_in_host_memory_have_a_node_to_themselves(
     runner: RayRunner,
 ) -> None:
     Path(os.environ["FAULTS"], GO).touch()

@@ -57,9 +57,7 @@ class TestRayRunner(RunnerContract):
         return trial(self.model, 56, "faulty_batches:hanging")
 
 
-def test_a_trial_whose_process_is_killed_says_nothing_and_is_tried_on_another_node(
-    runner: RayRunner, model: Path, pause: Path, mark: str
-) -> None:
+def test_a_killed_trial_is_moved(runner: RayRunner, model: Path, pause: Path, mark: str) -> None:
     spec, found = paused(model, pause), []
     for attempt in (1, 2):
         future = runner.submit(Launch(spec=spec, attempt=attempt))
@@ -75,9 +73,7 @@ def test_a_trial_whose_process_is_killed_says_nothing_and_is_tried_on_another_no
     assert found[0] != found[1]
 
 
-def test_a_trial_waits_for_what_others_have_of_the_cluster(
-    runner: RayRunner, nodes: LocalCluster, model: Path
-) -> None:
+def test_a_trial_waits_for_the_cluster(runner: RayRunner, nodes: LocalCluster, model: Path) -> None:
     told: list[str] = []
     words = (sys.executable, "-c", _HOLD_ALL_NODES, nodes.address)
     pipe = subprocess.PIPE
