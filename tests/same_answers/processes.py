@@ -125,7 +125,6 @@ def tried(name: str, words: list[str], place: Path) -> Answers:
 
 
 def data_plane(folder: Path, runs: Path) -> Answers:
-    """What one process answers that imports torch once."""
     place, out = folder / "data-plane", folder / "data-plane.json"
     place.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("data_plane.py")), str(out)]
