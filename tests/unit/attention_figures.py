@@ -69,7 +69,6 @@ def bench(
 
 
 def card(name: str, total: int) -> BenchMachine:
-    """A GPU."""
     return BenchMachine(
         device_name=name,
         memory_total_bytes=total,
@@ -82,7 +81,6 @@ def card(name: str, total: int) -> BenchMachine:
 def measured(
     implementation: str, lengths: Iterable[int], *, token_s: float, token_bytes: int, **more: Any
 ) -> list[BenchRow]:
-    """Cases whose time and peak are linear in the length."""
     return [
         row(implementation, length, token_s * length, token_bytes * length, **more)
         for length in lengths

@@ -29,7 +29,6 @@ CELL = QUESTION.cells[0]
 
 
 def real_report(name: str) -> StudyReport:
-    """The report of a study of docs/results/find."""
     return report_of(read_study(FOUND / f"{name}.jsonl"))
 
 
@@ -57,7 +56,6 @@ def trial(
 
 
 def study_of(*trials: RecordedTrial, **changes: object) -> Study:
-    """A study without an answer yet."""
     return msgspec.structs.replace(
         Study(path="study.jsonl", question=QUESTION, trials=trials), **changes
     )

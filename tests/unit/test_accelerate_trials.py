@@ -225,9 +225,7 @@ def test_notes_say_what_is_trained_and_who_recomputes():
     assert check_foreign([by_itself.trial(by_itself.cells[0], 8192)]) == ()
 
 
-def test_a_script_or_a_program_that_is_not_here_is_told_before_the_first_trial(
-    tmp_path, monkeypatch
-):
+def test_a_script_or_a_program_that_is_not_here_is_told_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "accelerate"
     program.write_text("#!/bin/sh\n")

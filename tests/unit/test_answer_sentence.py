@@ -68,9 +68,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
         ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
     ],
 )
-def test_the_first_line_is_a_sentence_of_thirty_words_and_the_rest_has_lines_of_its_own(
-    model, gpus, asked
-):
+def test_the_first_line_is_a_sentence_and_the_rest_has_lines_of_its_own(model, gpus, asked):
     said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
     first, *rest = in_lines(said).splitlines()
     assert len(first.split()) <= 30
@@ -290,9 +288,7 @@ def check_texts_alike(found: str, predicted: str) -> None:
     objective=st.sampled_from(AGREEMENT["OBJECTIVES"]),
     more=st.sampled_from([{}, *NAMED]),
 )
-def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
-    model, memory, gpus, lora, objective, more
-):
+def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, objective, more):
     named = {"objective": objective, **({} if lora is None else {"lora": lora}), **more}
     try:
         prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
@@ -382,9 +378,7 @@ def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_pat
     ("model", "gpus"),
     [("Qwen3-8B", "4xA100-80GB"), ("Llama-3.1-8B", "2xH100-80GB"), ("Qwen3-0.6B", "8xH200-141GB")],
 )
-def test_the_simplest_settings_of_the_native_length_come_first_and_are_the_first_that_train_it(
-    model, gpus
-):
+def test_the_simplest_settings_of_the_native_length_are_the_first_that_train_it(model, gpus):
     prediction = highwater.predict(model, gpus=gpus)
     simplest, native = prediction.native, prediction.native_length_tokens
     assert simplest.capacity_tokens == native
@@ -410,9 +404,7 @@ def test_no_native_length_is_said_to_train_where_none_does():
         ("8xA100-80GB", {"max_length": 40_960}, False, None),
     ],
 )
-def test_the_longest_is_marked_where_the_search_ends_it_and_says_how_far_yarn_stretches(
-    gpus, named, is_least, factor
-):
+def test_the_longest_is_marked_and_says_how_far_yarn_stretches(gpus, named, is_least, factor):
     prediction = highwater.predict("Qwen3-8B", gpus=gpus, **named)
     said = prediction_answer(prediction)
     assert ("The longest is ≥" in said) == is_least

@@ -40,7 +40,6 @@ SECTIONS = [
 
 
 def tables(found: AttentionBench, section: str) -> list[TextTable]:
-    """The tables of a section."""
     (those,) = [each.tables for each in report_sections(found) if each.title == section]
     return list(those)
 
@@ -105,7 +104,6 @@ def test_a_red_attention_is_told_and_has_no_number_anywhere():
 
 
 def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> AttentionBench:
-    """Two GPUs, of which DataParallel makes so much, and a ring."""
     two: dict[str, Any] = {"mode": "data parallel", "batch": 2, "gpus": 2}
     both = [row("dense", n, 2e-6 * n / gain, token_bytes * n, **two) for n in LENGTHS]
     ring = held("ring", (*LENGTHS, 262_144), token_bytes // 2, token_s=0.6e-6, mode="ring", gpus=2)
@@ -232,7 +230,6 @@ STARTS: dict[Device, int] = {"cpu": 512, "cuda": 4096}
 def searched(
     device: Device, most: int, fits: Callable[[int], bool], *, named: tuple[int, ...] = ()
 ) -> dict[int, bool]:
-    """Whether each length fits, in the order in which they were tried."""
     order = BenchOrder(device=device, implementations=("dense",), lengths=named)
     tried: dict[int, bool] = {}
     while (length := order.next_length(tried, most=most)) is not None:
@@ -276,7 +273,6 @@ def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
 
 
 def fitted(peak: Callable[[int], int]):
-    """The law through such peaks."""
     fit = memory_fit([(length, peak(length)) for length in LENGTHS_ATTENTION_FIT])
     assert fit is not None
     return fit

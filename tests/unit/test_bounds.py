@@ -157,9 +157,7 @@ def _odd(kind: str, folder: Path) -> Path:
         *("report", "profile", "guide", "guide.csv", "guide.json", "predict --constants", "model"),
     ],
 )
-def test_a_file_without_an_end_is_refused_wherever_one_is_named(
-    command, kind, capsys, tmp_path, monkeypatch
-):
+def test_a_file_without_an_end_is_refused_anywhere(command, kind, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = _odd(kind, tmp_path)
     name, _, suffix = command.partition(".")

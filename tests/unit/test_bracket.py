@@ -104,9 +104,7 @@ def test_a_timeout_lowers_the_ceiling_and_proves_nothing(size, data):
 
 
 @given(st.integers(1, 40), st.data())
-def test_any_outcomes_in_any_order_end_in_an_observed_pair_and_every_contradiction_is_listed(
-    size, data
-):
+def test_any_outcomes_end_in_an_observed_pair_and_contradictions_are_listed(size, data):
     index = st.integers(1, size)
     told = data.draw(st.lists(st.tuples(index, st.booleans())))
     first, method = data.draw(st.none() | index), data.draw(st.sampled_from(["bisect", "linear"]))

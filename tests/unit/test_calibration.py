@@ -87,9 +87,7 @@ def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residual
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
-def test_an_interval_never_shrinks_with_the_coverage_and_holds_the_prediction(
-    residuals, one, other
-):
+def test_an_interval_never_shrinks_with_coverage_and_holds_it(residuals, one, other):
     narrow, wide = (learned(residuals, coverage) for coverage in sorted((one, other)))
     assert wide.lower <= narrow.lower <= 1 <= narrow.upper <= wide.upper
     assert narrow.lower >= 0
@@ -143,7 +141,6 @@ def test_the_intervals_hold_every_trial_that_they_were_learned_from():
 
 
 def another_gpu(folder: Path, share: float, **changes: str) -> Path:
-    """The study of trials that took this share of what an H200 measured."""
     path = folder / "mine.jsonl"
     lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
     for line in lines:
@@ -231,7 +228,6 @@ def simulated(folder: Path) -> Path:
 
 
 def emptied(folder: Path) -> Path:
-    """A study whose search was killed in its first trial."""
     path, lines = folder / "emptied.jsonl", STUDY.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"trial_finished"' not in line))
     return path
@@ -312,7 +308,6 @@ def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count():
 
 
 def changed(change: Callable[[dict[str, Any]], object], folder: Path) -> Path:
-    """What was printed on H200s, changed."""
     document = json.loads(H200.read_text())
     change(document)
     path = folder / "constants.json"
@@ -321,7 +316,6 @@ def changed(change: Callable[[dict[str, Any]], object], folder: Path) -> Path:
 
 
 def grow(document: dict[str, Any]) -> None:
-    """The context of one GPU."""
     document["constants"][0]["readings"][0]["outside_bytes"] += 20 * GIB
 
 

@@ -314,7 +314,6 @@ RANK = 16
 
 
 def footprint_of(**settings: Any) -> Footprint:
-    """On four GPUs."""
     asked = Settings(objective="grpo", entropy="full", **settings)
     return footprint(Step(SHAPE, asked, Layout(gpus=4), length_tokens=16_384))
 

@@ -45,7 +45,6 @@ def events_of(question: Question, law: Law) -> list[SearchEvent]:
 
 
 def tried_in(events: list[SearchEvent]) -> dict[int, Outcome]:
-    """The outcome of each length that was tried."""
     ended = [event for event in events if isinstance(event, TrialFinished)]
     return {event.spec.length_tokens: event.result.outcome for event in ended}
 
@@ -90,7 +89,6 @@ def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not
 
 
 def bound(index: int) -> float:
-    """Trials that a capacity at this index of the grid may take without a hint."""
     return 2 * math.log2(index) + 2 if index else 1
 
 
@@ -107,9 +105,7 @@ CELLS = tuple(
     st.floats(1e-3, 1e15),
     st.integers(1, 400),
 )
-def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_price_of_a_hint(
-    capacities, fixed_bytes, bytes_per_token, memory_gib
-):
+def test_a_monotone_law_takes_few_trials(capacities, fixed_bytes, bytes_per_token, memory_gib):
     """Every cell has a capacity of its own, unlike the guess's or the other cells'."""
     known = dict(zip(CELLS, capacities, strict=True))
 
@@ -167,9 +163,7 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
     proof=st.sampled_from([{"proof": "full"}, {"proof": "memory", "timeout_s": 300.0}]),
     expected=st.none() | st.integers(0, GRID_SIZE * STEP),
 )
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
-    budget, held, sharded, method, proof, expected
-):
+def test_a_token_budget_hides_no_length_that_fits(budget, held, sharded, method, proof, expected):
     """Shorter lengths fill it, and take more memory than one that leaves almost half empty."""
     layout = Layout(gpus=sharded, ulysses_degree=sharded)
     cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
@@ -187,9 +181,7 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
     held=st.integers(1, 2 * GRID_SIZE),
     max_index=st.integers(GRID_SIZE, 8 * GRID_SIZE),
 )
-def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_costs_few_trials(
-    budget, held, max_index
-):
+def test_a_linear_start_that_a_token_budget_packs_again_costs_few_trials(budget, held, max_index):
     """What fits depends on the tokens of a GPU alone: a start that fills the budget there says
     nothing of longer ones.
     """
@@ -311,9 +303,7 @@ def seven_too(spec: TrialSpec) -> int | Outcome:
         (seven_too, seven_too, 1, 7000, ["6,000", "7,000"]),
     ],
 )
-def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
-    first, repeats, confirm, fits, said
-):
+def test_what_a_repeat_or_a_longer_fit_contradicts_is_said(first, repeats, confirm, fits, said):
     runner = Repeats(first, repeats)
     (answer,) = answers_among(search_cells(ask(confirm=confirm), runner))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens) == (fits, fits + STEP)

@@ -103,7 +103,6 @@ def embedded(made: Guide) -> Embedded:
 
 
 def as_printed(found: Recommendation) -> dict[str, Any]:
-    """What ``recommend --json`` prints, without the candidates."""
     return {
         name: value
         for name, value in json.loads(msgspec.json.encode(found)).items()
@@ -112,7 +111,6 @@ def as_printed(found: Recommendation) -> dict[str, Any]:
 
 
 def as_typed(words: str) -> Recommendation:
-    """What the command answers that the page names."""
     program, *rest = shlex.split(words)
     assert program == "highwater"
     return found_for(parse(rest))
@@ -238,7 +236,7 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
     assert told == {(row["model"], row["gpus"]) for row in rows}
 
 
-def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what_nobody_knows(
+def test_where_nothing_published_fits_the_fewest_gpus_that_do_and_the_unknown_are_named(
     tmp_path,
 ):
     path = tmp_path / "t.csv"

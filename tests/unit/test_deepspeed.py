@@ -25,7 +25,6 @@ def cell(form: str, model: str = "Qwen3-8B", gpus: int = 4, **named: Any) -> Cel
 
 
 def held(found: CellPrediction, phase: str = "backward of the last layer") -> dict[str, int]:
-    """Bytes by term of one phase."""
     (each,) = (each for each in phases(found) if each.name == phase)
     return {term.name: term.bytes for term in each.terms}
 
@@ -63,7 +62,7 @@ def test_zero_2_has_parameters_whole_and_fetches_none():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_of_zero_2_are_there_once_at_the_update_and_none_at_the_first_loss(
+def test_gradients_of_zero_2_are_there_once_and_none_at_the_first_loss(
     micro_batches: int,
 ):
     """Bytes a number that DeepSpeed held in a process alone: 14 at the loss, 16 at the second
@@ -81,9 +80,7 @@ def test_gradients_of_zero_2_are_there_once_at_the_update_and_none_at_the_first_
 
 
 @pytest.mark.parametrize(("form", "per_parameter"), [("zero2-offload", 18), ("zero3-offload", 20)])
-def test_the_host_holds_what_deepspeeds_own_estimate_says_before_blocks_are_rounded_up(
-    form: str, per_parameter: int
-):
+def test_the_host_holds_deepspeeds_estimate_before_rounding_up(form: str, per_parameter: int):
     """``estimate_zero3_model_states_mem_needs``: 16 or 18 bytes, and up to half of it for buffers;
     pinned blocks are powers of two.
     """
@@ -128,9 +125,7 @@ def test_the_bucket_is_two_bytes_a_number_and_a_second_copy_while_it_is_reduced(
         ("Llama-3.1-70B", "full", 1051, 1990),
     ],
 )
-def test_zero_3_gathers_a_billion_numbers_and_at_times_the_embedding_besides(
-    model: str, loss: str, at_the_loss: int, later: int
-):
+def test_zero_3_gathers_a_billion_numbers(model: str, loss: str, at_the_loss: int, later: int):
     """Million numbers, which DeepSpeed 0.19.6 had gathered of a model of these proportions, by its
     coordinator's count, with all limits scaled alike. The law is up to one matrix above it.
     """

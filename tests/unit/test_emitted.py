@@ -66,7 +66,6 @@ def test_every_setting_goes_by_one_of_the_trainers_own_names(target, changes):
 
 
 def ranked(prefix: str, modules: str = "target_modules") -> dict[str, object]:
-    """A rank of 16 on all linear layers, and its alpha."""
     return {f"{prefix}lora_rank": 16, f"{prefix}lora_alpha": 32, f"{prefix}{modules}": "all-linear"}
 
 

@@ -132,9 +132,7 @@ def test_a_shell_reads_the_script_of_verl_as_the_values_say(rung, path):
 
 
 @pytest.mark.parametrize(("path", "quoted", "written"), PATHS, ids=lambda each: each)
-def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_its_characters(
-    path, quoted, written
-):
+def test_a_path_is_a_path_whatever_hydra_and_omegaconf_make_of_it(path, quoted, written):
     command = verl(*goal("verl", "64k"), model_path=path).command
     (word,) = [word for word in shlex.split(command) if word.startswith(PATH)]
     assert word == f"{PATH}={quoted}"

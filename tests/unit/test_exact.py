@@ -84,9 +84,7 @@ def assert_edge(found: CellPrediction, bytes_per_token: int, capacity_bytes: flo
 
 
 @given(st.integers(1, 2**23), st.floats(1, 1.5))
-def test_the_edge_is_the_traced_one_or_the_upper_end_that_fits_and_no_length_is_traced_twice(
-    bytes_per_token, upper
-):
+def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token, upper):
     (alone, tracer), known = (Tracer(bytes_per_token) for _ in range(2)), calibration(upper)
     (likely,) = predict_traced(ask(), LIMIT, alone)
     (found,) = predict_traced(ask(), LIMIT, tracer, known)
@@ -153,9 +151,7 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
 
 
 @given(st.integers(SIZE // 2, 2 * SIZE), st.integers(1, SIZE), st.floats(1, 1.5))
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(
-    budget, held, upper
-):
+def test_a_token_budget_of_no_memory_hides_no_length_whose_trace_fits(budget, held, upper):
     """Shorter lengths fill it: their traces need more than one that leaves almost half empty."""
     packed = Settings(allocator="expandable", token_budget_tokens=budget * STEP)
     cell = Cell(layout=Layout(), settings=packed)
@@ -212,9 +208,7 @@ def question_of_cells(*cells: Cell, **changes: Any) -> Question:
 
 
 @given(st.integers(0, GRID_SIZE), st.integers(0, 2 * GRID_SIZE))
-def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(
-    capacity, expected
-):
+def test_a_right_predicted_edge_costs_two_trials_and_a_wrong_one_no_answer(capacity, expected):
     cell = Cell(layout=Layout(), settings=Settings())
     question = question_of_cells(cell)
     runner = SimulatedRunner(fits_up_to(capacity * THOUSAND))
@@ -227,7 +221,6 @@ def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where
 
 
 def predicted(folder: Path, **changes: Any) -> Path:
-    """A file of ``highwater predict --json``."""
     asked: dict[str, Any] = {"gpus": "1xH200-141GB", "gpu_memory": "79.15GiB", "loss": "full"}
     asked |= {"allocator": "expandable", "offload": False, "activations": "gpu", **changes}
     named = {name: value for name, value in asked.items() if value is not None}

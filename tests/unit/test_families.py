@@ -67,7 +67,6 @@ class Recorded(dict[str, Any]):
 
 
 def fields_of(family: str) -> set[str]:
-    """What the class of a family reads of a file."""
     kind = pytest.importorskip("transformers").CONFIG_MAPPING[family]
     old = () if family == "gpt_neox" else ("rope_theta", "partial_rotary_factor")
     names = {field.name for field in dataclasses.fields(kind)}
@@ -75,7 +74,6 @@ def fields_of(family: str) -> set[str]:
 
 
 def given_of(family: str) -> dict[str, Any]:
-    """A config of a family with every field that is read."""
     known = fields_of(family)
     given = {field: value for field, value in GIVEN.items() if field in known}
     if family in OWN_KIND_OF_ROPE:
@@ -277,9 +275,7 @@ def test_the_window_is_the_one_that_transformers_layers_attend_in(tmp_path, chan
 @pytest.mark.parametrize(
     "changes", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"mlp_only_layers": "all"}]
 )
-def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_name(
-    tmp_path, changes
-):
+def test_layers_without_experts_among_others_are_refused_by_the_fields_name(tmp_path, changes):
     moe = {"model_type": "qwen3_moe", **SMALL_EXPERTS}
     written_model(tmp_path, **moe, decoder_sparse_step=1, mlp_only_layers=[])
     with pytest.raises(ModelError, match=next(iter(changes))) as refusal:
@@ -291,9 +287,7 @@ def test_layers_without_experts_among_those_with_them_are_refused_by_the_fields_
     ("field", "usual", "other"),
     [("gating", True, "per-element"), ("num_attention_heads_per_layer", [4, 4], [4, 8])],
 )
-def test_other_gates_or_heads_of_laguna_are_refused_by_the_fields_name(
-    tmp_path, field, usual, other
-):
+def test_other_gates_or_heads_of_laguna_are_refused_by_the_field(tmp_path, field, usual, other):
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2}
     laguna = {"model_type": "laguna", **SMALL_COUNTS, **sizes}
     written_model(tmp_path, **laguna, **{field: usual})

@@ -189,7 +189,6 @@ def test_steps_may_be_told_by_whoever_prepared_the_trial():
 
 
 def verdict(log: str, exit_code: int | None, **fields: Any):
-    """How a trial is judged, and why."""
     ending = ForeignEnding(exit_code=exit_code, timeout_s=60.0, log=log, **fields)
     return classify_foreign(typed_trial(), ending)
 

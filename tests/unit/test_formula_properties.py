@@ -162,9 +162,7 @@ def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_h
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(
-    shape, rung, layout, device, length
-):
+def test_a_higher_ulysses_degree_holds_no_more_unnamed(shape, rung, layout, device, length):
     """On the same GPUs, which share longer sequences, and on twice as many; there are heads and
     tokens for all.
 
@@ -220,7 +218,6 @@ STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.007
 """Relative: 0.1 % of nearly all; the native allocator counts what it rounds up as allocated."""
 USED_TOLERANCE = 0.025
-"""Relative, with expandable segments."""
 MEASURED = [
     (study.question.model.shape, trial.spec, trial.result)
     for study in (highwater.open_study(path) for path in sorted(STUDIES.glob("qwen3-*.jsonl")))
@@ -260,9 +257,7 @@ OUTSIDE = [
 @pytest.mark.parametrize(
     ("shape", "spec", "result"), OUTSIDE, ids=lambda value: getattr(value, "key", "")
 )
-def test_what_lies_outside_the_allocator_is_known_to_a_few_steps_of_page_tables(
-    shape, spec, result
-):
+def test_what_lies_outside_the_allocator_is_known_to_a_few_page_tables(shape, spec, result):
     ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     is_pinned = any("pinned memory" in term.name for term in ours.outside)
     assert is_pinned == (spec.settings.offload or spec.settings.objective == "grpo")

@@ -45,7 +45,6 @@ ENV_CHUNKED: dict[str, Any] = {"allocator": "expandable", "loss": "chunked"}
 
 
 def of_rows(*rows: str, folder: Path) -> Guide:
-    """The guide of a table with these rows of A100s, after the headings."""
     path = folder / "table.csv"
     lines = ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
     path.write_text("\n".join(lines))
@@ -53,7 +52,6 @@ def of_rows(*rows: str, folder: Path) -> Guide:
 
 
 def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
-    """What the only table says of a model."""
     rows = [row for row in guide_rows(made) if row["model"] == model]
     return {int(row["max_model_len"]): str(row["settings"]) for row in rows}
 

@@ -67,9 +67,7 @@ def test_a_recorded_study_is_found_by_the_command_that_made_it(path, monkeypatch
 
 
 @given(of_settings=FIELDS, of_layout=FIELDS)
-def test_a_field_that_is_added_at_its_default_changes_no_key_no_label_and_no_order(
-    of_settings, of_layout
-):
+def test_a_field_added_at_its_default_changes_no_key_label_or_order(of_settings, of_layout):
     for question in (question_of(), question_of(gpus=[1, 4], ulysses=[1, 2], offload=True)):
         later = with_fields(question, of_settings, of_layout)
         assert study_path(Path("logs"), later) == study_path(Path("logs"), question)
@@ -95,7 +93,7 @@ def test_a_field_that_is_added_and_set_makes_another_question(fields, value):
 
 
 @given(literal=st.text("abcdefghijklmnopqrstuvwxyz-", min_size=4, max_size=20))
-def test_a_value_that_is_added_has_a_label_of_its_own_and_stands_behind_those_that_are_known(
+def test_an_added_value_has_a_label_of_its_own_and_stands_behind_those_that_are_known(
     literal,
 ):
     def cell(recompute: Any) -> Cell:

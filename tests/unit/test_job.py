@@ -272,7 +272,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def model(place: Path, name: str) -> str:
-    """A model's directory of this name."""
     folder = place / "models" / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -372,9 +371,7 @@ def test_a_folder_that_is_not_there_is_made_for_this_user_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o770, 0o701, 0o777])
-def test_a_folder_that_others_can_enter_is_refused_and_the_hint_works(
-    tmp_path: Path, mode: int
-) -> None:
+def test_a_folder_open_to_others_is_refused_and_the_hint_works(tmp_path: Path, mode: int) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
     meet.chmod(mode)
@@ -427,9 +424,7 @@ def test_a_launcher_is_words_and_no_shell_sees_it(tmp_path: Path) -> None:
     assert not made(of_two(tmp_path, tmp_path / "own" / "f")).notes
 
 
-def test_a_launcher_is_told_nothing_of_who_started_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_is_told_nothing_of_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "GROUP_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -32,12 +32,10 @@ FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 
 def spec_of(length_tokens: int) -> TrialSpec:
-    """A trial of the question's only cell."""
     return QUESTION.trial(QUESTION.cells[0], length_tokens)
 
 
 def record(journal: Journal, length_tokens: int) -> None:
-    """A trial from start to end."""
     journal.trial_started(spec_of(length_tokens), attempt=1, repeat=0)
     journal.trial_finished(spec_of(length_tokens), attempt=1, repeat=0, result=FIT)
 
@@ -50,7 +48,6 @@ def search(question: Question, journal: Journal, runner: Runner | None = None) -
 
 
 def lengths(study: Study) -> list[int]:
-    """Lengths of the finished trials."""
     return [trial.spec.length_tokens for trial in study.trials if trial.result is not None]
 
 
@@ -105,7 +102,6 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
 
 
 def interrupted_after(trials: int) -> Law:
-    """The formula's law, which is interrupted when it was asked so many times."""
     law, left = FormulaLaw(shape=QUESTION.model.shape), itertools.count(trials, -1)
 
     def asked(spec: TrialSpec) -> int:
@@ -191,9 +187,7 @@ def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path):
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("recorded", sorted(FOUND.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_schema_does_not_have(
-    recorded, tmp_path
-):
+def test_every_study_of_before_is_resumed_without_lines_of_later_schemas(recorded, tmp_path):
     path = tmp_path / "study.jsonl"
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)

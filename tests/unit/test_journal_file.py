@@ -29,14 +29,12 @@ LENGTHS = (4096, 8192, 12288)
 
 
 def written(path: Path) -> list[bytes]:
-    """The lines of a journal of three trials and an answer."""
     with open_journal(path, QUESTION) as journal:
         search(QUESTION, journal)
     return path.read_bytes().splitlines(keepends=True)
 
 
 def offered(hint: str) -> Path:
-    """The file that a hint names after ``--study``."""
     return Path(shlex.split(hint.rpartition("--study ")[2].replace("`", " "))[0])
 
 
@@ -110,9 +108,7 @@ def _mutations(lines: list[bytes], seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [150, *deep(20_000)])
-def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
-    count, tmp_path, record_property
-):
+def test_a_change_of_a_journal_is_found_or_changes_nothing(count, tmp_path, record_property):
     path = tmp_path / "study.jsonl"
     lines = written(path)
     whole, found, same = read_study(path), 0, 0
@@ -131,15 +127,12 @@ def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
 
 
 def shown(study: Study) -> set[tuple[object, ...]]:
-    """What tables show of answers."""
     names = ("cell", "capacity_tokens", "does_not_fit_tokens", "limit", "peak_reserved_bytes")
     return {tuple(getattr(answer, name) for name in names) for answer in study.answers}
 
 
 @pytest.mark.parametrize("count", [100, *deep(10_000)])
-def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
-    count, tmp_path, record_property
-):
+def test_no_edit_without_checksums_makes_a_measured_answer(count, tmp_path, record_property):
     path, draw = tmp_path / "study.jsonl", random.Random(7)
     told = {"unproven": 0, "refused": 0, "the same": 0}
     studies = {path: read_study(path) for path in REAL}
@@ -215,7 +208,7 @@ def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(left, said, tmp_p
         assert lengths(read_study(path))[-1] == 8192
 
 
-def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(
+def test_a_folder_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(
     tmp_path,
 ):
     path = tmp_path / "logs" / "study.jsonl"
@@ -285,7 +278,6 @@ def measured(*words: str) -> tuple[float, int]:
 
 @pytest.fixture(scope="module", params=[10, *deep(1, 100)])
 def finished(request, tmp_path_factory) -> tuple[int, dict[int, Path]]:
-    """Studies of so many cells, by their trials."""
     cells, folder = request.param, tmp_path_factory.mktemp("finished")
     paths = {trials: folder / f"{trials}.jsonl" for trials in (FEW, MANY)}
     for trials, path in paths.items():
@@ -295,9 +287,7 @@ def finished(request, tmp_path_factory) -> tuple[int, dict[int, Path]]:
 
 
 @pytest.mark.parametrize("form", ["show", "html", *deep("md", "csv", "json")])
-def test_showing_and_reporting_grow_no_faster_than_the_study(
-    form, finished, tmp_path, record_property
-):
+def test_showing_and_reporting_are_linear_in_the_study(form, finished, tmp_path, record_property):
     cells, paths = finished
 
     def taken(trials: int) -> tuple[float, int]:

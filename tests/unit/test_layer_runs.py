@@ -109,9 +109,7 @@ def cut(runs: tuple[LayerRun, ...], layers: int) -> tuple[LayerRun, ...]:
 
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS, st.data())
-def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
-    shape, rung, layout, device, length, data
-):
+def test_cutting_a_run_in_two_alike_changes_nothing(shape, rung, layout, device, length, data):
     place = data.draw(st.integers(0, shape.layers))
     parts = with_runs(shape, cut(shape.runs, place))
     assert len(parts.runs) - len(shape.runs) in (0, 1)
@@ -122,7 +120,6 @@ def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
 def figures(
     shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
 ) -> tuple[object, ...]:
-    """All that is counted of a shape."""
     flops = step_flops(shape, length_tokens=length, sequences=2, settings=rung)
     formulas = (footprint, likely_footprint)
     return (
@@ -176,12 +173,10 @@ def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair):
 
 
 def block_bytes(parameters: int) -> int:
-    """A pinned block of so many float32 numbers."""
     return 1 << (4 * parameters - 1).bit_length()
 
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
-    """What all layers keep when the loss is computed."""
     step = Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
     loss, *_ = footprint(step).phases
     names = ("activations of all layers", "kept by recompute")
@@ -201,9 +196,7 @@ def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks():
 
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
-    shape, rung, layout, device, length
-):
+def test_the_backward_peak_is_the_most_of_all_layers(shape, rung, layout, device, length):
     assume(shape.layers > 1)
     step = Step(shape, rung, layout, length, device)
     # of what is shared unevenly gradients are divided over the layers by their parameters
@@ -263,7 +256,6 @@ def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones():
 
 
 def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, int]]:
-    """Of each run its layers, its window, its experts and the width of its MLP."""
     shape = written_model(folder, **config).shape
     assert sum(each.count for each in shape.runs) == shape.layers
     kinds = [(each.count, each.kind.attention, each.kind.mlp) for each in shape.runs]

@@ -56,9 +56,7 @@ def test_a_layer_takes_what_its_traces_do(family, gpus, ulysses, length, setting
     ("family", "degrees", "length", "settings", "traced_gib"),
     table("layers", "traced in a ring and with copies"),
 )
-def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
-    family, degrees, length, settings, traced_gib
-):
+def test_a_layer_in_a_ring_takes_what_its_traces_do(family, degrees, length, settings, traced_gib):
     """Traced with torch 2.13; GPUs, and the degrees of Ulysses, of the ring and of copies."""
     gpus, ulysses, ring, copies = degrees
     layout = Layout(gpus=gpus, ulysses_degree=ulysses, ring_degree=ring, replicate_degree=copies)
@@ -69,9 +67,7 @@ def test_a_layer_takes_what_its_traces_do_in_a_ring_and_with_copies(
     ("family", "gpus", "length", "settings", "traced_gib"),
     table("layers", "traced without recomputation"),
 )
-def test_what_is_kept_without_recompute_is_what_traces_keep(
-    family, gpus, length, settings, traced_gib
-):
+def test_what_no_recompute_keeps_is_what_traces_keep(family, gpus, length, settings, traced_gib):
     """Traced with torch 2.13; with as much SP as GPUs."""
     layout = Layout(gpus=gpus, ulysses_degree=gpus)
     found_gib = allocated_gib(family, layout, length, settings | {"recompute": "none"})
@@ -87,7 +83,6 @@ PPO_WITH_CRITIC = msgspec.structs.replace(GRPO_CACHE_RETENTION, objective="ppo",
 
 
 def found(model: str, gpus: int, length: int, settings: Settings = SFT) -> Footprint:
-    """With as much SP as GPUs."""
     layout = Layout(gpus=gpus, ulysses_degree=gpus)
     return likely_footprint(Step(load_model(model).shape, settings, layout, length_tokens=length))
 
@@ -96,9 +91,7 @@ def found(model: str, gpus: int, length: int, settings: Settings = SFT) -> Footp
     ("model", "gpus", "length", "changes", "traced_gib", "tolerance_gib"),
     table("layers", "reserved"),
 )
-def test_several_gpus_reserve_what_their_traces_do(
-    model, gpus, length, changes, traced_gib, tolerance_gib
-):
+def test_several_gpus_reserve_as_traced(model, gpus, length, changes, traced_gib, tolerance_gib):
     """Source: docs/results/lab/breakdown.json, and docs/results/predict/traced.json with offload,
     where the formula had 0.5 to 1.4 GiB less without the block of a shard from the host.
     """
@@ -143,9 +136,7 @@ def test_fsdp1s_late_gradients_lie_in_nothing_that_activations_left(gpus, length
         ("Qwen3-0.6B", 2, PPO_WITH_CRITIC, 2 * 0.290),
     ],
 )
-def test_a_shard_that_comes_from_the_host_in_float32_leaves_a_block(
-    model, gpus, settings, block_gib
-):
+def test_a_shard_from_the_host_in_float32_leaves_a_block(model, gpus, settings, block_gib):
     """As long as the one on each gathering stream in traces of torch 2.13; none for the reference,
     nor on one GPU's main stream.
     """

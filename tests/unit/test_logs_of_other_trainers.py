@@ -200,7 +200,7 @@ def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did
     assert "exitcode  : -9" in log_end(str(log), None).lines[-1]
 
 
-def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(
+def test_a_logs_end_is_what_the_first_failed_rank_said_whatever_its_peers_write(
     tmp_path,
 ):
     log = tmp_path / "model_len-8192.log"

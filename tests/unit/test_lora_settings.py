@@ -149,7 +149,6 @@ def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
 
 
 NATIVE = 32_768
-"""Positions of the tiny model."""
 
 
 def trial(length_tokens: int, **settings: object) -> TrialSpec:
@@ -169,9 +168,7 @@ def trial(length_tokens: int, **settings: object) -> TrialSpec:
         (2 * NATIVE, {}, False),
     ],
 )
-def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
-    length_tokens, settings, is_noted
-):
+def test_adapters_trained_with_yarn_are_said_not_to_have_it(length_tokens, settings, is_noted):
     notes = adapter_notes(trial(length_tokens, **settings))
     assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted
 
@@ -182,7 +179,6 @@ PREDICTED = json.loads((CELLS / "predicted.json").read_text())
 ON_H100S = json.loads((CELLS.parent / "h100.json").read_text())
 FITS = [trial for trial in TRIALS if Outcome(trial["result"]["outcome"]).is_fit]
 TOLERANCE = 0.0005
-"""Relative."""
 
 
 @pytest.mark.parametrize(
@@ -299,7 +295,6 @@ def test_flops_of_attention_are_those_of_the_pairs_that_are_kept():
 
 RECORDED = sorted((Path(__file__).parents[2] / "docs/results/attention/training").glob("*.json"))
 SPARSE_TOLERANCE = 0.0025
-"""Relative."""
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
@@ -330,9 +325,7 @@ ONE, FOUR = {"gpus": "1xH100-80GB"}, {"gpus": "4xH100-80GB"}
         ("Phi-4", 2, ONE, "family phi3"),
     ],
 )
-def test_heads_that_do_not_make_such_groups_are_refused_with_a_hint_that_works(
-    model, groups, asked, problem
-):
+def test_heads_that_make_no_such_groups_are_refused_with_a_hint(model, groups, asked, problem):
     asked = {**asked, "attention_head_groups": groups}
     with pytest.raises(HighwaterError, match=problem) as refused:
         highwater.predict(model, **asked)

@@ -116,9 +116,7 @@ MM_BACKWARD = (("??", 0, "torch::autograd::generated::MmBackward0::apply"), ENGI
 
 @pytest.mark.parametrize(("is_phase", "stack"), [(True, ()), (False, MM_BACKWARD)])
 @pytest.mark.parametrize("ends", ["in the pass", "after it", "nobody knows"])
-def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pass(
-    tmp_path, ends, is_phase, stack
-):
+def test_what_lasts_after_a_backward_pass_is_a_gradient(tmp_path, ends, is_phase, stack):
     program = Program()
     program.phase = "backward of layer 3" if is_phase else ""
     made = program.allocate(30 * MIB, *stack)
@@ -161,9 +159,7 @@ def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_
         ("RegisterCUDA_0.cpp", False),
     ],
 )
-def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
-    tmp_path, path, is_shown
-):
+def test_a_place_is_a_line_of_the_program_wherever_it_is_installed(tmp_path, path, is_shown):
     program = Program()
     program.allocate(MIB, (path, 7, "run"), MAIN)
     (place,) = memory_profile(written(tmp_path, program)).places

@@ -77,7 +77,6 @@ def test_so_is_whatever_its_rope_scaling_holds(tmp_path, field):
 
 
 def asked_of(directory: Path, config: Any) -> Model:
-    """The model of a directory with this config alone."""
     text = config if isinstance(config, str) else json.dumps(config)
     (directory / "config.json").write_text(text)
     return load_model(str(directory))
@@ -155,9 +154,7 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path, family
         *[({"model_type": family}, {"sliding_window": 8}) for family in ALWAYS_SLIDE],
     ],
 )
-def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
-    tmp_path, config, mended
-):
+def test_layers_that_slide_without_a_window_are_refused_usefully(tmp_path, config, mended):
     """A null window, where the config names none and its class would."""
     experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
@@ -218,9 +215,7 @@ def test_the_types_of_rope_are_those_of_transformers():
         {"rope_type": "default", "type": "yarn"},
     ],
 )
-def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_does(
-    tmp_path, block, field
-):
+def test_a_rope_type_unknown_to_transformers_is_refused_with_those_it_has(tmp_path, block, field):
     """In a block of one kind of layer, too; of both keys the newer one counts."""
     for family, rope in (("qwen3", block), ("gemma3_text", {"full_attention": block})):
         config = {"model_type": family, "sliding_window": 8, field: rope}

@@ -60,9 +60,7 @@ def shape() -> ModelShape:
     ("optimizer", "per_parameter"), [("adamw", 16), ("adamw-8bit", 10.03125), ("adamw-bf16", 12)]
 )
 @pytest.mark.parametrize("shards", [1, 8])
-def test_states_take_the_bytes_a_parameter_that_the_help_says(
-    shape, optimizer, per_parameter, shards
-):
+def test_states_take_the_bytes_that_the_help_says(shape, optimizer, per_parameter, shards):
     """But for the tables of each matrix, and norms, which 8 bits leave in float32."""
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda", shards=shards)
     assert states / shape.parameters == pytest.approx(per_parameter, rel=2e-4)

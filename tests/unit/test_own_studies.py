@@ -75,7 +75,6 @@ def study_of(
 
 
 def predicted(length: int, told: Settings, layout: Layout) -> int:
-    """What the law says of a length, with what the allocator keeps."""
     found = footprint(Step(SHAPE, told, layout, length))
     return found.needed_bytes + found.cached_bytes
 
@@ -94,7 +93,6 @@ def taught(study: Study, trainer: TrainerName = "llamafactory") -> tuple[Residua
 
 
 def file_of(folder: Path, study: Study) -> Path:
-    """The study as its search wrote it."""
     path = folder / "own.jsonl"
     with open_journal(path, study.question) as journal:
         for trial in study.trials:
@@ -218,9 +216,7 @@ def test_adapters_and_optimizer_are_the_files_unless_the_search_named_them(tmp_p
         ("llamafactory", PLAIN | {"disable_gradient_checkpointing": True}, False),
     ],
 )
-def test_layers_that_the_file_keeps_whole_teach_nothing_and_fsdp_recomputes_the_others(
-    tmp_path, trainer, content, is_kept
-):
+def test_layers_that_are_kept_whole_teach_nothing(tmp_path, trainer, content, is_kept):
     study = study_of([1.0], trainer=trainer, config=config_in(tmp_path, content))
     if is_kept:
         assert taught(study, trainer)[0].factor == 1

@@ -44,9 +44,7 @@ def test_of_8_bits_codes_are_paged_scales_are_not_and_an_embedding_has_32():
 @pytest.mark.parametrize(
     ("rank", "of_hidden", "of_width"), [(6, 0, 0), (8, 0, 3), (24, 0, 3), (32, 9, 3)]
 )
-def test_adapters_of_fewer_than_100_000_numbers_stay_on_the_gpu(
-    rank: int, of_hidden: int, of_width: int
-):
+def test_adapters_of_few_numbers_stay_on_the_gpu(rank: int, of_hidden: int, of_width: int):
     """In a layer three matrices are as long as its MLP is wide: B of gate and up, A of down. Nine
     are as long as its hidden size: A of q, k, v, o, gate and up, and B of q, o and down.
     """

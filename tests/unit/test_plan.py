@@ -34,12 +34,10 @@ from tiny_models import write_model, written_model
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
-    """The plan for Qwen3-0.6B."""
     return plan(request_from({"model": "Qwen3-0.6B", **settings}), machine)
 
 
 def planned_trial(machine: Machine, length_tokens: int, **settings: Any) -> TrialSpec:
-    """The plan for one trial of Qwen3-0.6B."""
     return plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine, length_tokens)
 
 
@@ -132,9 +130,7 @@ def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_
         (64 * MIB, {}, 128 * MIB),
     ],
 )
-def test_on_the_cpu_the_memory_limit_is_a_share_of_half_of_the_free_memory(
-    free_bytes, settings, limit_bytes
-):
+def test_on_the_cpu_the_limit_is_a_share_of_half_of_the_free(free_bytes, settings, limit_bytes):
     """A search, one trial and a foreign trainer have one answer; who names a limit has that."""
     machine = msgspec.structs.replace(NO_GPU, host_memory_available_bytes=free_bytes)
     found = planned(machine, device="cpu", **settings)
@@ -176,7 +172,6 @@ def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path):
 
 
 def besides_weights(result: Plan) -> tuple[str, ...]:
-    """The notes of a plan, but for that of random weights."""
     return tuple(note for note in result.notes if not note.startswith("random weights"))
 
 
@@ -229,7 +224,6 @@ def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refu
 
 
 def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum():
-    """One trial past it is refused: tests/data/hints.json has the command and what it offers."""
     result = planned(machine_with(1), model="Llama-3.1-8B")
     assert result.question.grid.max_tokens == 131072
     assert "`--rope yarn`" in result.notes[0]
@@ -288,9 +282,7 @@ def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_p
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
-def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_is_asked_for(
-    tmp_path, rope
-):
+def test_a_model_without_rope_is_searched_up_to_its_native_length_by_any_rope(tmp_path, rope):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
     result = planned(machine_with(1), model=model, rope=rope)
     grid = result.question.grid
@@ -300,7 +292,7 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_
     assert "opt has no RoPE" in note
 
 
-def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(
+def test_a_trial_past_positions_without_rope_is_refused_with_a_length_that_works(
     tmp_path,
 ):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
@@ -340,9 +332,7 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
 
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks_are_rounded_up_by(
-    name, gpus
-):
+def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_pinned_rounding(name, gpus):
     shape = load_model(name).shape
     in_matrices = sum(count * rows * size for count, rows, size in matrices(shape))
     assert in_matrices == pytest.approx(shape.parameters, rel=1e-3)
@@ -357,7 +347,7 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
     assert 20 <= of_a_parameter(strategy="fsdp", offload=True) < 28
 
 
-def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_their_own_blocks(
+def test_offloaded_gradients_of_layers_with_and_without_experts_have_their_own_blocks(
     tmp_path,
 ):
     def staged(dense_layers: int) -> int:
@@ -373,9 +363,7 @@ def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_th
 
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embedding_and_head(
-    name, gpus
-):
+def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers(name, gpus):
     shape = load_model(name).shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     outside += sum(each.rows * each.row_size for each in shape.layer_tables)

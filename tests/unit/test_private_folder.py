@@ -203,9 +203,7 @@ def test_the_path_of_a_model_runs_nothing(name, target, tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_script_starts_the_training_in_its_folder_with_the_words_that_are_typed(
-    target, tmp_path
-):
+def test_the_script_starts_the_training_in_its_folder_as_it_is_typed(target, tmp_path):
     emitted = made_for(target, "Qwen3-4B", is_filled_in=True)
     folder = tmp_path / "it's here"
     done = launched(emitted, target, folder, {"MODEL_PATH": "/m", "DATASET": "/d"})

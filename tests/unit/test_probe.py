@@ -165,9 +165,7 @@ def machine_read_from(nvml: Nvml, visible: str | None = None) -> Machine:
         (Nvml(nvmlDeviceGetName={1: pynvml.NVML_ERROR_UNKNOWN}), "Unknown Error"),
     ],
 )
-def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_would_be_used(
-    nvml, reason
-):
+def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_where_used(nvml, reason):
     machine = machine_read_from(nvml)
     assert [gpu.index for gpu in machine.gpus] == [0, 2, 3]
     refuse_unreadable_gpus(machine, count=1)
@@ -229,9 +227,7 @@ def test_the_versions_that_work_are_those_that_the_package_asks_for():
 @pytest.mark.parametrize(
     ("installed", "problem"), table("probe", "a_torch_that_cannot_use_the_gpus_is_refused")
 )
-def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
-    tmp_path, monkeypatch, installed, problem
-):
+def test_a_torch_that_cannot_use_the_gpus_is_refused(tmp_path, monkeypatch, installed, problem):
     (tmp_path / "torch.py").write_text(installed)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     machine = msgspec.structs.replace(machine_with(1), versions={"torch": "2.13.0"})

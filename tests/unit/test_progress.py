@@ -18,7 +18,6 @@ CELL = QUESTION.cells[0]
 
 
 def started(length_tokens: int, *, trials_left: int, **fields: Any) -> TrialStarted:
-    """A trial of the first cell begins, of QUESTION unless another is named."""
     question = fields.pop("question", QUESTION)
     spec = question.trial(CELL, length_tokens, memory_only=fields.pop("memory_only", False))
     launch = {"attempt": 1, "repeat": 0, **fields}

@@ -76,9 +76,7 @@ SPEEDS = st.floats(1e12, 1e16)
 
 
 @given(CAPACITIES, SPEEDS, st.sampled_from(["bisect", "linear"]))
-def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(
-    capacity, flops_per_s, method
-):
+def test_the_answer_is_a_pair_full_fits_are_full_trials(capacity, flops_per_s, method):
     events = events_of(ask(method=method), runner(capacity, flops_per_s))
     answer, trials = answer_of(events), finished(events)
     lengths: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}

@@ -27,7 +27,6 @@ ANYTHING = Needs(on_gpus=False, model=ModelFiles(directory="model", sizes={}))
 
 
 def node(name: str, *, gpus: int = 0, kind: str = H200.name, **fields: Any) -> Node:
-    """A node of a cluster; ``fields`` are its own, but for the version of its torch."""
     versions = {"torch": fields.pop("torch", "2.13.0")}
     machine = msgspec.structs.replace(machine_with(gpus, name=kind), versions=versions)
     usual = {"cpus": 8.0, "memory_bytes": 64 * GIB, "problem": None}

@@ -32,7 +32,6 @@ def by_label(found: Recommendation) -> dict[str, Candidate]:
 
 
 def with_study(length: int, label: str = "nothing set, 1 GPU", **asked: str) -> Candidate:
-    """A rung as it is recommended beside the study."""
     return by_label(recommend(length=length, studies=[STUDY], **asked, **HERE))[label]
 
 
@@ -70,7 +69,6 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
 
 
 def changed(**fields) -> Study:
-    """The study with another answer for Env."""
     study = highwater.open_study(STUDY)
     vanilla, env = study.answers
     answers = (vanilla, msgspec.structs.replace(env, **fields))
@@ -183,9 +181,7 @@ def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
         ("data", "a:b", "their own"),
     ],
 )
-def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing(
-    name, value, why
-):
+def test_simulated_trials_and_those_on_the_cpu_or_on_own_data_say_nothing(name, value, why):
     study, limit = highwater.open_study(STUDY), MemoryLimit(device_bytes=84_986_665_369)
     question = msgspec.structs.replace(study.question, **{name: value})
     other = msgspec.structs.replace(study, question=question)

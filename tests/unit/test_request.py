@@ -84,9 +84,7 @@ def test_one_number_is_a_list_of_one(value, origin):
         ("gpus", 0, "gpus is 0"),
     ],
 )
-def test_a_value_that_cannot_be_is_told_with_its_key_in_a_file_and_its_keyword_in_python(
-    name, value, said
-):
+def test_a_value_that_cannot_be_is_told_with_its_key_or_its_keyword(name, value, said):
     with pytest.raises(UsageError) as in_a_file:
         request_from({"model": "Qwen3-0.6B", name: value}, config_file="study.yaml")
     assert in_a_file.value.problem == f"study.yaml: {said}"
@@ -119,9 +117,7 @@ def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(ori
         ({"keywords": True}, ("sequences_per_micro_batch", "token_budget")),
     ],
 )
-def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone_is_not(
-    origin, names, sequences
-):
+def test_a_token_budget_beside_a_number_of_sequences_is_refused(origin, names, sequences):
     both = {"model": "Qwen3-0.6B", "token_budget": "64k", "sequences_per_micro_batch": sequences}
     with pytest.raises(UsageError, match=names[0]) as refusal:
         request_from(both, **origin)

@@ -61,20 +61,16 @@ def terms(cell: CellPrediction, bar: str) -> dict[str, int]:
 
 
 def share(cell: CellPrediction) -> int:
-    """Bytes of vLLM's share: what comes on top is left out."""
     awake = terms(cell, "awake")
     return sum(size for name, size in awake.items() if not name.startswith(("context", "NCCL")))
 
 
 def at_once(cell: CellPrediction) -> int:
-    """Sequences of each engine."""
     return beside(cell).sequences // beside(cell).engines
 
 
 @pytest.mark.parametrize(("degree", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_gpus_that_share_the_model_share_its_key_heads_as_long_as_there_are_some(
-    degree: int, heads: int
-):
+def test_gpus_that_share_the_model_share_its_key_heads_if_any(degree: int, heads: int):
     step = Step(load_model("Qwen3-8B").shape, Settings(), Layout(), 4096)
     assert token_bytes(step, degree) == 36 * 2 * heads * 128 * 2
     assert token_bytes(step, 1) == TOKEN_BYTES == 144 * 1024

@@ -114,7 +114,6 @@ def answers(events: list[SearchEvent]) -> dict[Cell, CellAnswer]:
 
 
 def told(answer: CellAnswer) -> tuple[int | None, int | None, str, bool]:
-    """What an answer says, but for the trials that it took."""
     return answer.reach_tokens, answer.does_not_fit_tokens, answer.limit, answer.monotone
 
 
@@ -145,9 +144,7 @@ def test_a_runner_of_one_place_has_the_events_of_a_search_without_any():
 
 @settings(max_examples=examples(25), deadline=None)
 @given(places=st.integers(1, 6), kill=st.integers(1, 40))
-def test_a_search_side_by_side_that_was_killed_goes_on_and_runs_nothing_twice_that_ended(
-    tmp_path_factory, places, kill
-):
+def test_a_parallel_search_that_was_killed_runs_nothing_twice(tmp_path_factory, places, kill):
     path: Path = tmp_path_factory.mktemp("study") / "study.jsonl"
     first, second = SideBySide(places, killed_after=kill), SideBySide(places)
     with suppress(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
@@ -353,9 +350,7 @@ OURS = {
 
 
 @pytest.mark.parametrize(("allocator", "setting"), [("native", "False"), ("expandable", "True")])
-def test_what_a_trial_says_itself_is_said_over_whatever_the_shell_has(
-    monkeypatch, allocator, setting
-):
+def test_what_a_trial_says_itself_is_said_over_the_shells(monkeypatch, allocator, setting):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for name, (typed, _) in OURS.items():
         monkeypatch.setenv(name, typed)

@@ -99,9 +99,7 @@ def test_what_is_alive_at_once_is_what_pages_without_end_have_allocated(steps, t
 
 @ALLOCATORS
 @given(steps=STEPS, tokens=st.integers(0, 10**4), lacking_bytes=st.integers(1, 2**30))
-def test_no_allocator_does_with_less_than_what_is_alive_at_once(
-    allocator, steps, tokens, lacking_bytes
-):
+def test_no_allocator_does_with_less_than_what_is_alive(allocator, steps, tokens, lacking_bytes):
     lines = lines_of(steps)
     short = WORKSPACES + lines.least_bytes(tokens) - lacking_bytes
     assert not replay(log_at(lines, tokens), allocator=allocator, capacity_bytes=short).fits
@@ -111,9 +109,7 @@ def test_no_allocator_does_with_less_than_what_is_alive_at_once(
     *(st.integers(1, 64), st.integers(1, 7), st.integers(0, 10**6), st.integers(513, 10**4)),
     st.integers(0, 10**5),
 )
-def test_a_line_may_be_a_part_of_a_byte_steep_and_end_at_a_ceiling(
-    numerator, denominator, fixed, most, tokens
-):
+def test_a_line_may_be_flat_and_end_at_a_ceiling(numerator, denominator, fixed, most, tokens):
     def at(count: int) -> EventLog:
         own = fixed + numerator * min(count, most) // denominator
         return log([(own, 0, 0, False), (0, 3, 0, False)], count)
@@ -178,7 +174,6 @@ LOG = traced(
 
 
 def entries_of(log: EventLog, **asked: Any) -> list[dict[str, Any]]:
-    """What a timeline's snapshot has in its only trace."""
     (entries,) = pickle.loads(timeline(log, **asked))["device_traces"]  # noqa: S301 -- ours
     return entries
 
@@ -297,9 +292,7 @@ def given_back(events: EventLog, share: int) -> EventLog:
     share=st.integers(1, 4),
     spare_bytes=st.one_of(st.none(), st.integers(-(2**26), 2**30)),
 )
-def test_what_is_replayed_of_any_events_is_what_their_log_gives(
-    allocator, steps, tokens, share, spare_bytes
-):
+def test_a_replay_of_events_is_what_their_log_gives(allocator, steps, tokens, share, spare_bytes):
     trace = scaled_trace({n: given_back(log(steps, n), share) for n in (64, 1024)})
     capacity_bytes = None
     if spare_bytes is not None:
@@ -310,9 +303,7 @@ def test_what_is_replayed_of_any_events_is_what_their_log_gives(
 
 @ALLOCATORS
 @given(steps=STEPS, tokens=st.integers(0, 10**4), spare_bytes=st.integers(0, 2**30))
-def test_what_gave_nothing_back_does_the_same_on_every_device_that_holds_its_peak(
-    allocator, steps, tokens, spare_bytes
-):
+def test_what_gave_nothing_back_is_the_same_on_any_device(allocator, steps, tokens, spare_bytes):
     trace = lines_of(steps)
     free = replay_trace(trace, tokens, allocator=allocator)
     held = free[0].peak_reserved_bytes + spare_bytes

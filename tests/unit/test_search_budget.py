@@ -30,7 +30,6 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
 STUDIES = sorted(RESULTS.glob("*.jsonl"))
 trials = script(RESULTS / "trials.py")
 ABOUT = 1.1
-"""Times the budget by which a search has ended: "about" in what it says."""
 MOST_AT_AN_EDGE = 2.5
 """Median of the trials at the edge of a cell: two are the fewest that prove one."""
 TOLD_WITHIN = 0.35
@@ -167,9 +166,7 @@ def reaching(indices: dict[Cell, int], question: Question) -> Law:
 
 @given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(70, 1500), st.data())
 @settings(max_examples=examples(15), deadline=None)
-def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end(
-    tmp_path_factory, indices, budget_s, data
-):
+def test_a_search_ended_early_goes_on_to_the_answers(tmp_path_factory, indices, budget_s, data):
     question = on_h200()
     size = question.grid.size
     found = {cell: min(i, size) for cell, i in zip(question.cells, indices, strict=True)}
@@ -253,7 +250,6 @@ def test_full_trials_take_no_more_than_their_share():
 def found_with(
     question: Question, law: Law, path: Path, limit_s: float, *, slower: float = 1.0
 ) -> tuple[list[tuple[TrialSpec, TrialResult]], CellAnswer]:
-    """The trials that ended, and the answer of the first cell as its study has it."""
     runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=limit_s, slower=slower)
     with open_journal(path, question) as journal:
         events = list(recorded_search(question, runner, journal, timeout_s=limit_s))
@@ -315,9 +311,7 @@ def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_pat
     method=st.sampled_from(["bisect", "linear"]),
 )
 @settings(max_examples=examples(40), deadline=None)
-def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
-    tmp_path_factory, limit_s, share, slower, method
-):
+def test_nothing_predicted_to_be_late_starts(tmp_path_factory, limit_s, share, slower, method):
     question = msgspec.structs.replace(in_full(f"{limit_s}s").question, method=method)
     capacity = int(share * predicted_tokens(question))
     path = tmp_path_factory.mktemp("limit") / "s.jsonl"

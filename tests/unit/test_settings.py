@@ -43,9 +43,7 @@ from trial_specs import answers_among, grid_of
     ("settings", "said", "hint", "mended"),
     table("settings", "settings_that_exclude_each_other_are_refused"),
 )
-def test_settings_that_exclude_each_other_are_refused_and_what_the_hint_says_is_not(
-    settings, said, hint, mended
-):
+def test_settings_that_exclude_each_other_are_refused_usefully(settings, said, hint, mended):
     with pytest.raises(UsageError) as refusal:
         Settings(**settings)
     assert refusal.value.problem.startswith(said)
@@ -113,7 +111,6 @@ def test_every_pass_that_an_objective_asks_for_is_work():
 
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
-    """Any grid that can be."""
     spans = {"start_tokens": (2, 20_000), "step_tokens": (1, 5000)}
     spans |= {"native_length_tokens": (1, 50_000), "beyond_step_tokens": (1, 20_000)}
     drawn = {name: draw(st.integers(*span)) for name, span in spans.items()}
@@ -121,7 +118,6 @@ def grids(draw: st.DrawFn) -> Grid:
 
 
 def published(native: int, *, ceiling: int = 200_000) -> Grid:
-    """The grid of the published tables."""
     return grid_of(4096, ceiling, native=native, beyond=native // 4)
 
 
@@ -258,9 +254,7 @@ def test_a_specification_and_a_result_survive_json_on_one_line(record):
 
 
 @given(_SPECS, st.text())
-def test_the_key_of_a_trial_is_of_its_length_and_not_of_where_the_model_lies_or_is_saved(
-    spec, elsewhere
-):
+def test_the_key_of_a_trial_is_of_its_length_and_not_of_where_the_model_lies(spec, elsewhere):
     for name in ("model_directory", "checkpoint_directory"):
         assert msgspec.structs.replace(spec, **{name: elsewhere}).key == spec.key
     assert msgspec.structs.replace(spec, length_tokens=spec.length_tokens + 1).key != spec.key

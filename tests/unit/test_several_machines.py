@@ -27,7 +27,6 @@ def predicted(gpus: int, **settings: Any) -> Prediction:
 
 
 def terms(of: CellPrediction) -> dict[str, int]:
-    """Bytes of a GPU, by what takes them."""
     return {term.name: term.bytes for term in (*of.footprint.peak.terms, *of.footprint.outside)}
 
 
@@ -135,9 +134,7 @@ def test_more_machines_are_offered_where_machines_were_named():
         *(("H20-96GB", 8, None), ("a GPU of 80.00 GiB", 8, None)),
     ],
 )
-def test_host_memory_is_that_of_a_machine_with_as_many_gpus_or_a_share_of_it(
-    device_name, gpus, gib
-):
+def test_host_memory_is_a_machines_with_as_many_gpus_or_a_share_of_it(device_name, gpus, gib):
     """Unknown of a machine that the catalog has not."""
     found = default_host(device_name, gpus)
     assert (found and found.host_bytes) == (gib and gib * GIB)

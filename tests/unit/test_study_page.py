@@ -220,7 +220,6 @@ NO_MEMORY = {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes":
 
 
 def ordered_by(**changes: object) -> str:
-    """What a page says that ordered the trials of a study."""
     return dict(question_table(study_report(study_of(**changes))).rows)["ordered by"]
 
 
@@ -242,17 +241,13 @@ def told(prediction: str, likely_tokens: int = 4096) -> Expectation:
         (NO_MEMORY, "its method, "),
     ],
 )
-def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
-    changes, said
-):
+def test_a_search_without_a_prediction_is_ordered_by_a_formula_that_says_something(changes, said):
     ordered = ordered_by(question=msgspec.structs.replace(QUESTION, **changes))
     assert ordered.startswith(said)
     assert ("formula" in ordered) == said.startswith("the formula")
 
 
-def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own_home(
-    tmp_path, monkeypatch
-):
+def test_each_prediction_that_ordered_a_study_is_named_once_without_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
     one, trace, other = ordered_by(expectations=tuple(map(told, named))).split(" and ")
@@ -339,7 +334,6 @@ VANILLA = Settings(loss="full", allocator="native")
 
 
 def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
-    """A trial of which the second rank ran out first."""
     said = {"kind": "device_memory", "phase": "backward", "text": "out", "at_unix_s": 1.0}
     late = Failure(kind="error", phase="forward", text="lost its peer", at_unix_s=2.0)
     first = Failure(**{**said, "alive": alive, **failure})

@@ -144,7 +144,6 @@ def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_li
 
 
 def a_prediction() -> PredictedTrial:
-    """By formula, with its interval."""
     found: TrialReport = report_of(study_of(trial(8192, Outcome.FIT))).trials[0]
     assert found.predicted.interval is not None
     return found.predicted
@@ -167,12 +166,10 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes, said)
 
 
 def the_question(words: tuple[str, ...], machine: Machine) -> Question:
-    """What ``highwater find`` would ask after these words."""
     return plan(request_from(typed_values(parse(words[1:]))), machine).question
 
 
 def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
-    """What ``highwater try`` would run after these words."""
     arguments = parse(words[1:])
     return plan_trial(request_from(typed_values(arguments)), machine, int(arguments.length))
 
@@ -222,9 +219,7 @@ REST = ("--loss", "full", *FULL)
         ((), "logs/tiny/study-1.jsonl", (*REST, "--study", "logs/tiny/study-1.jsonl")),
     ],
 )
-def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
-    named, path, words, tmp_path, monkeypatch
-):
+def test_the_command_for_the_rest_is_about_the_file_read(named, path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     find = ("highwater", "find", "tiny")
     study = study_of(path=path.format(here=tmp_path), command=(*find, *named, "--loss", "full"))
@@ -236,9 +231,7 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
 @pytest.mark.parametrize(
     ("here", "home", "shown"), table("study_report", "wherever_a_report_is_made_your_own_home")
 )
-def test_wherever_a_report_is_made_your_own_home_is_not_named(
-    here, home, shown, tmp_path, monkeypatch
-):
+def test_wherever_a_report_is_made_no_home_is_named(here, home, shown, tmp_path, monkeypatch):
     kept = tmp_path / "mine" / "kept"
     kept.mkdir(parents=True)
     (tmp_path / "other").mkdir()

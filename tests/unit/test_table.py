@@ -38,7 +38,6 @@ def columns(line: str) -> list[str]:
 
 
 def published(studies: list[Study]) -> str:
-    """What ``show --as published`` prints."""
     return "\n\n".join(map(published_text, published_tables(studies)))
 
 
@@ -70,7 +69,6 @@ def test_the_final_table_has_each_figure_once_and_says_how_it_was_got():
 def tried(
     question: Question, cell: int, outcomes: dict[int, Outcome | None]
 ) -> tuple[RecordedTrial, ...]:
-    """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
     return tuple(
         RecordedTrial(
             spec=question.trial(
@@ -87,7 +85,6 @@ FIT, OUT = Outcome.FIT, Outcome.OUT_OF_MEMORY
 
 
 def unfinished(question: Question, *cells: dict[int, Outcome | None]) -> Study:
-    """A study whose first cell's capacity is 36,864, with these trials of the cells after it."""
     trials = tuple(
         trial
         for cell, outcomes in enumerate(cells, start=1)
@@ -128,7 +125,6 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
 
 
 def under(*, length: int = 4096, **report: Any) -> RecordedTrial:
-    """A trial of the first cell that fit, with what its rank reported."""
     ranks = (RankReport(rank=0, **report),)
     result = TrialResult(outcome=Outcome.FIT, reason="", ranks=ranks)
     return RecordedTrial(spec=QUESTION.trial(QUESTION.cells[0], length), result=result)
@@ -228,7 +224,6 @@ HEADINGS = st.sampled_from(SOME)
 
 @st.composite
 def tables(draw: st.DrawFn) -> TextTable:
-    """Tables of names and figures."""
     kinds = draw(st.lists(st.sampled_from([NAMES, FIGURES]), min_size=1, max_size=9))
     rows = draw(st.lists(st.tuples(*kinds), min_size=1, max_size=6))
     return TextTable(
@@ -342,7 +337,6 @@ def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own():
 
 
 def place_of(piece: str, lines: list[str]) -> tuple[int, int]:
-    """The line and the column of the only place where a piece stands."""
     word = re.compile(rf"(?<!\S){re.escape(piece)}(?!\S)")
     found = [(at, match.start()) for at, line in enumerate(lines) for match in word.finditer(line)]
     (place,) = found

@@ -51,7 +51,6 @@ class Ran(OneByOne):
         self._kill, self._ends = kill, ends
         self.specs: list[TrialSpec] = []
         self.keys: set[tuple[str, int]] = set()
-        """Specification and repeat of each."""
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         if len(self.specs) == self._kill:
@@ -65,7 +64,6 @@ class Ran(OneByOne):
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
-        """Lengths, and whether memory-only, as they were run."""
         return [(spec.length_tokens, spec.is_memory_only) for spec in self.specs]
 
 
@@ -76,13 +74,11 @@ def within(timeout_s: float, **changes: object) -> Question:
 def search(
     path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False
 ) -> tuple[CellAnswer, ...]:
-    """A search as the interface makes it: recorded, and resumed from what is."""
     with open_journal(path, question, retry_crashed=retry_crashed) as journal:
         return tuple(answers_among(recorded_search(question, ran, journal)))
 
 
 def told(path: Path) -> set[tuple[str, int]]:
-    """Trials that told about memory, by specification and repeat."""
     ended = [trial for trial in read_study(path).trials if trial.result is not None]
     return {(trial.spec.key, trial.repeat) for trial in ended if trial.result.outcome.tells}
 
@@ -152,9 +148,7 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
 @example(  # killed when the launch of a length had run out of time, before its cell was answered
     capacity=11, searches=[(6, [*(None,) * 5, Outcome.TIMEOUT])], method="bisect", confirm=0
 )
-def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
-    tmp_path_factory, capacity, searches, method, confirm
-):
+def test_a_full_answer_without_a_run_stays(tmp_path_factory, capacity, searches, method, confirm):
     path = tmp_path_factory.mktemp("study") / "study.jsonl"
     question = ask(proof="full", timeout_s=None, method=method, confirm=confirm)
     for kill, ends in searches:
@@ -347,7 +341,7 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     assert "timeout" not in refusal.value.problem
 
 
-def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(
+def test_a_report_says_which_answers_had_less_time_and_that_a_search_is_not_finished(
     tmp_path,
 ):
     path = tmp_path / "study.jsonl"

@@ -78,9 +78,7 @@ def test_what_is_named_is_taken_and_what_is_not_is_recommended():
 @pytest.mark.parametrize(
     "words", [("--objective", "dpo"), ("--objective", "rw"), ("--lora", "4", "--lora-merged")]
 )
-def test_pairs_and_merged_adapters_are_planned_before_the_data_is_asked_for(
-    words, in_a_folder, capsys
-):
+def test_pairs_and_merged_adapters_are_planned_before_any_data_is_read(words, in_a_folder, capsys):
     typed = ("train", "tiny", "--data", "none.jsonl", "--length", "64", "--device", "cpu")
     assert main([*typed, "--steps", "2", "--output", "run", *words]) == EXIT_USER
     assert "none.jsonl" in capsys.readouterr().err.splitlines()[0]
@@ -159,11 +157,9 @@ HALF_BYTES = 4 * VOCABULARY * LENGTH // 2
 """Logits in float32 of the half of a sequence that a trial takes for a prompt."""
 
 ROOM = {"4GiB": HALF_BYTES - 1, "8GiB": HALF_BYTES}
-"""Bytes that are left, by the memory."""
 
 
 def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
-    """What is noted of a corpus of a thousand tokens, of settings as a study measured them."""
     fields = {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}
     request = request_from(fields, keywords=True)
     asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
@@ -179,7 +175,7 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
 @pytest.mark.parametrize(
     "otherwise", [{}, {"memory": "8GiB"}, {"trained_tokens": 500}, {"loss": "chunked"}], ids=str
 )
-def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room(
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_logits_lack_room(
     otherwise,
 ):
     """Not where there is room, a prompt or a chunked loss."""
@@ -253,7 +249,6 @@ def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says():
 
 
 def train(folder: Path, **changes: Any) -> None:
-    """Ask for two steps of a tiny model on the CPU."""
     data = folder / "data.jsonl"
     data.write_text('{"text": "a text"}\n')
     usual: dict[str, Any] = {"data": str(data), "length": 256, "steps": 2, "device": "cpu"}
@@ -299,9 +294,7 @@ def test_a_keyword_of_searches_is_refused_by_its_name(name, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["dry_run: true", "runner: ray", "trainer: trl"])
-def test_a_file_that_names_another_run_than_the_engines_is_refused(
-    line, tmp_path, monkeypatch, capsys
-):
+def test_a_file_that_names_a_run_not_the_engines_is_refused(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("study.yaml").write_text(f"{line}\n")
     Path("data.jsonl").write_text('{"text": "a text"}\n')
@@ -321,7 +314,6 @@ def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path):
 
 
 def checkpoint(run: Path, name: str, step: int) -> Path:
-    """A checkpoint's folder with its state alone."""
     path = run / CHECKPOINTS / name
     path.mkdir(parents=True)
     state = RunState(step=step, corpus_digest="c", run_digest="r")
@@ -369,7 +361,6 @@ STEPS = 4
 
 @pytest.fixture
 def spec() -> TrainingSpec:
-    """A run of four steps on the CPU."""
     request = request_from({"model": "tiny", "device": "cpu", "memory": 2**30}, keywords=True)
     asked = TrainingRequest(data=("data.jsonl",), length=256, steps=STEPS, output="run")
     return training_of(chosen_trial(request, asked, probe()).spec, steps=STEPS, micro_batches=1)
@@ -406,14 +397,12 @@ def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluation
 
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which this runs, with a model."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tiny")
     return tmp_path
 
 
 def prepared_with(record: Any, on_phase: Any = None, **named: Any) -> Any:
-    """A training of two steps on one record, prepared in this folder."""
     Path("data.jsonl").write_text(json.dumps(record) + "\n")
     words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}
     request = request_from({"model": "tiny", "device": "cpu", **named})
@@ -452,9 +441,7 @@ def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, in_a_folder):
     ],
     ids=str,
 )
-def test_conversations_without_a_tokenizer_are_refused_before_anything_reads_them(
-    record, in_a_folder
-):
+def test_conversations_without_a_tokenizer_are_refused_before_they_are_read(record, in_a_folder):
     phases: list[str] = []
     with pytest.raises(UsageError, match=r"data\.jsonl:1 is a conversation"):
         prepared_with(record, phases.append)

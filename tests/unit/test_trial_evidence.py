@@ -96,9 +96,7 @@ def asked(**changes: object) -> Question:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 10**9), changes=st.sampled_from(QUESTIONS))
-def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_they_end(
-    seed, changes
-):
+def test_every_answer_of_a_search_is_borne_out_by_its_trials_however_they_end(seed, changes):
     question = asked(**changes)
     trials: list[RecordedTrial] = []
     for event in search_cells(question, Odd(seed)):
@@ -136,7 +134,6 @@ WHOLE = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 
 
 def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> Study:
-    """A copy of a study whose lines say something else, or are others."""
     lines = [json.loads(line) for line in WHOLE.read_text().splitlines()]
     lines = change(lines) or lines
     target.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -144,7 +141,6 @@ def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> S
 
 
 def claiming(target: Path, claim: dict[str, object]) -> Study:
-    """A copy of a study whose first answer says something else."""
 
     def change(lines: list[dict]) -> None:
         next(each["answer"] for each in lines if each["kind"] == "cell_answered").update(claim)
@@ -245,9 +241,7 @@ OF_ANOTHER |= {"memory_budget_bytes": GIB}
         (with_trials("result", "trial_finished", simulated=True), ""),
     ],
 )
-def test_an_answer_without_its_trials_or_by_those_of_another_question_is_unproven(
-    change, why, tmp_path
-):
+def test_an_answer_without_its_trials_or_by_other_ones_is_unproven(change, why, tmp_path):
     study = edited(tmp_path / "study.jsonl", change)
     assert (len(study.answers), len(study.unproven)) == (0, 2)
     assert why in study.unproven[0].why

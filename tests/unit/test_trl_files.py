@@ -167,7 +167,6 @@ def test_what_trl_is_not_tried_with_is_refused_by_name(spec, said):
 
 
 def steps(*told: tuple[str, str], length: int = 512, **shared: int) -> int:
-    """Steps that count in a log of these losses and tokens seen so far."""
     lines = (
         f" 50%|█ | 1/2\r{{'loss': '{loss}', 'grad_norm': '0.6', 'num_tokens': '{tokens}', "
         "'epoch': '0.25'}"
@@ -220,7 +219,6 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """TRL's, of this Python."""
     path = tmp_path / "trl"
     path.write_text(f"#!{sys.executable}\nprint(1)\n")
     path.chmod(0o755)

@@ -128,9 +128,7 @@ def test_a_study_that_ran_out_nowhere_has_no_edge():
     st.integers(1, 2**15),
     st.sampled_from([None, 16]),
 )
-def test_a_longer_sequence_never_needs_less_nor_more_gpus_more(
-    model, objective, length, more, lora
-):
+def test_a_longer_sequence_never_needs_less_on_any_gpus(model, objective, length, more, lora):
     pairs = 2 if objective in ("rw", "dpo") else 1
     settings = {"objective": objective, "lora": lora, "sequences_per_micro_batch": pairs}
     one = needed(model, length, **settings)

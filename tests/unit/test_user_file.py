@@ -33,7 +33,6 @@ FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_versio
 def predicted(
     folder: Path, trainer: TrainerName, config: dict[str, Any], *, gpus: str = "1", **typed: Any
 ) -> Prediction:
-    """What is predicted of such a file on so many H100s."""
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump(config))
     asked: dict[str, Any] = {"model": "Qwen3-8B", "trainer_config": str(path), **typed}
@@ -41,7 +40,6 @@ def predicted(
 
 
 def settings(found: Prediction) -> Settings:
-    """The settings that all cells have, by the first one."""
     return found.cells[0].cell.settings
 
 
@@ -126,9 +124,7 @@ def test_paged_optimizers_are_read_by_their_names_in_transformers(tmp_path: Path
 
 
 @pytest.mark.parametrize("trainer", ["axolotl", "trl"])
-def test_paged_moments_that_are_sharded_or_trls_are_taken_as_on_the_gpu(
-    tmp_path: Path, trainer: TrainerName
-):
+def test_paged_moments_sharded_or_of_trl_are_on_the_gpu(tmp_path: Path, trainer: TrainerName):
     key = {"axolotl": "optimizer", "trl": "optim"}[trainer]
     config = {"axolotl": AXOLOTL | {"adapter": "lora", "load_in_4bit": False}, "trl": TRL}[trainer]
     config = config | {key: "paged_adamw_32bit", "fsdp_version": 2, "fsdp_config": {"a": 1}}
@@ -157,7 +153,7 @@ def test_ms_swifts_stage_3_is_deepspeeds_and_says_so(tmp_path: Path):
     assert settings(usual).lora == 8
 
 
-def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_states_are_shared(
+def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_all_is_shared(
     tmp_path: Path,
 ):
     alone = predicted(tmp_path, "trl", TRL, gpus="2")

@@ -182,7 +182,6 @@ def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> 
 
 
 def offered(hint: str) -> list[dict[str, Any]]:
-    """What the hint offers to type, as settings."""
 
     def settings(words: list[str]) -> dict[str, Any]:
         named = zip(words[::2], words[1::2], strict=True)
