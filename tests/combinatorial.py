@@ -49,7 +49,6 @@ def cover(boxes: Sequence[Box], *, strength: int, seed: int) -> list[Case]:
 
 
 def meetings(box: Box, strength: int) -> Iterable[Meeting]:
-    """What cases of a box may have."""
     for names in combinations(sorted(box), strength):
         for values in product(*(box[name] for name in names)):
             yield tuple(zip(names, values, strict=True))

@@ -118,8 +118,6 @@ _execve = os.execve
 
 
 class ForkServer:
-    """A process that has imported ``modules``, started when the first order comes."""
-
     def __init__(self, *modules: str, environment: Mapping[str, str] = {}) -> None:
         """``environment``: what is special of the environment in which modules are imported."""
         self._words = [sys.executable, "-P", __file__, *modules, _ROOM]
@@ -128,7 +126,6 @@ class ForkServer:
         self._orders: socket.socket | None = None
         self._lock = threading.Lock()
         self.popen_of_commands: type[Forked] = type("Popen", (Forked,), {"fork": self._fork})
-        """Stands in for ``subprocess.Popen``."""
         self._popen = type("Popen", (_Ordered,), {"fork": self._fork})
 
     def popen(self, program: str, *words: str, **named: Any) -> "subprocess.Popen[Any]":
@@ -145,7 +142,6 @@ class ForkServer:
         cwd: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """What ``subprocess.run`` gives of a command."""
         pipe = subprocess.PIPE
         process = self.popen(
             *(program, *words),
@@ -165,7 +161,6 @@ class ForkServer:
         return subprocess.CompletedProcess(words, process.returncode, said, errors)
 
     def end(self) -> None:
-        """End the process."""
         if self._process is not None:
             self._orders.close()
             self._process.wait()

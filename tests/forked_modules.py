@@ -15,12 +15,9 @@ PRELOADED = (
     *("highwater.engine.training.worker", "highwater.engine.tracer.tracer"),
     *("highwater.trials.reaper", "transformers.models.qwen3.modeling_qwen3"),
 )
-"""Modules that take long to import, which what is started needs."""
 
 
 class Forked(fork_server.Forked):
-    """A process that is forked from this one."""
-
     fork = staticmethod(fork_server.fork_here)
 
 

@@ -17,8 +17,6 @@ RUNS_S = 4.0
 
 
 class RunnerContract:
-    """Tests of a runner; not collected by itself."""
-
     takes_time = True
     """Whether a trial takes any: else it cannot be late, nor be ended."""
 
@@ -63,9 +61,7 @@ class RunnerContract:
         results = [future.result(timeout=ENDS_S) for future in futures]
         assert [result.outcome for result in results] == wanted, results
 
-    def test_a_trial_has_no_more_time_than_its_launch_gives_it_and_tells_what_it_is_doing(
-        self, runner: Runner
-    ) -> None:
+    def test_a_trial_has_the_time_that_its_launch_gives_it(self, runner: Runner) -> None:
         if not self.takes_time:
             return
         told: list[str] = []

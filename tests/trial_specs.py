@@ -86,12 +86,10 @@ def answer_of(cell: Cell, fits: int | None, fails: int | None, **fields: Any) ->
 
 
 def answers_among(events: Iterable[SearchEvent]) -> list[CellAnswer]:
-    """The answers that a search gave, in their order."""
     return [event.answer for event in events if isinstance(event, CellAnswered)]
 
 
 def trial_among(event: TrialFinished) -> RecordedTrial:
-    """The trial that ended, as a study has it."""
     return RecordedTrial(
         spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
     )
