@@ -58,17 +58,15 @@ def _of(case: Case, strength: int) -> set[Meeting]:
     return set(combinations(sorted(case.items()), strength))
 
 
-def _around(
-    wanted: Meeting, box: Box, missing: Mapping[Meeting, Box], chance: random.Random
-) -> Case:
+def _around(wanted: Meeting, box: Box, missing: Mapping[Meeting, Box], draw: random.Random) -> Case:
     """A case with this meeting; other factors in turn take a value that has most meetings there."""
     case = dict(wanted)
     others = [name for name in box if name not in case]
-    for name in chance.sample(others, len(others)):
+    for name in draw.sample(others, len(others)):
         beside = list(combinations(case.items(), len(wanted) - 1))
 
         def meets(value: str, own: str = name, beside: list[Meeting] = beside) -> int:
             return sum(tuple(sorted((*those, (own, value)))) in missing for those in beside)
 
-        case[name] = max(chance.sample(box[name], len(box[name])), key=meets)
+        case[name] = max(draw.sample(box[name], len(box[name])), key=meets)
     return case

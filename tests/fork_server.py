@@ -305,10 +305,7 @@ def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
     starts_and_ends = [int(fields[number - 3]) for number in (48, 49, 50, 51)]  # source: proc(5)
     ours_first = sorted(environment, key=lambda name: not name.startswith("HIGHWATER_"))
     pairs = [f"{name}={environment[name]}" for name in ours_first]
-    for entries, start, end in (
-        (words, *starts_and_ends[:2]),
-        (pairs, *starts_and_ends[2:]),
-    ):
+    for entries, start, end in ((words, *starts_and_ends[:2]), (pairs, *starts_and_ends[2:])):
         shown = b"".join(os.fsencode(entry) + b"\0" for entry in entries)
         room = end - start - 1
         ctypes.memmove(start, shown[:room].ljust(room, b"\0") + b"\0", room + 1)

@@ -19,6 +19,11 @@ from highwater.nouns.request import request_from
 from highwater.nouns.study import Question
 from highwater.units import GIB
 
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+RESULTS = ROOT / "docs" / "results"
+FOUND = RESULTS / "find"
+
 
 def examples(usual: int) -> int:
     """So many examples of a property as the profile asks for, where it has 100 by default."""

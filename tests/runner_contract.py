@@ -76,8 +76,7 @@ class RunnerContract:
         runner.close()
         if self.takes_time:
             has_begun = Event()
-            launch = Launch(spec=self.endless())
-            future = runner.submit(launch, on_phase=lambda _: has_begun.set())
+            future = runner.submit(Launch(spec=self.endless()), on_phase=lambda _: has_begun.set())
             assert has_begun.wait(ENDS_S)
             began = time.monotonic()
             runner.close()
