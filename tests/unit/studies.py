@@ -11,10 +11,9 @@ from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
 from highwater.nouns.trial import Failure, LogEnd, Outcome, TrialResult
 from highwater.pages.study_report import StudyReport, assembled
 from highwater.store.journal import read_study
-from places import question_of
+from places import FOUND, question_of
 from trial_specs import rank_that_used
 
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 REAL = sorted(FOUND.glob("*.jsonl"))
 HOSTILE = (
     '"><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 '
@@ -78,8 +77,7 @@ def hostile_study() -> Study:
     fields = change(msgspec.to_builtins(read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")), "")
     assert isinstance(fields, dict)
     fields["notes"] = [HOSTILE]
-    answers = fields["answers"]
-    answers[0]["contradictions"] = [HOSTILE]
+    fields["answers"][0]["contradictions"] = [HOSTILE]
     return msgspec.convert(fields, Study)
 
 

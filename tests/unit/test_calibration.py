@@ -54,12 +54,10 @@ from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants
 from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
-from places import script
+from places import FOUND, RESULTS, ROOT, script
 from trial_specs import rank_that_used
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
-STUDY = RESULTS / "find" / "qwen3-0.6b-79gib-full.jsonl"
+STUDY = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 SHARES = st.floats(0.5, 2)
 COVERAGES = st.sampled_from([0.5, 0.6, 0.75, 0.8, 0.9, 0.95, 0.99])
 
@@ -117,19 +115,13 @@ def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residu
     assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
 
 
-def test_what_is_shipped_is_what_the_committed_results_say():
+def test_what_is_shipped_is_what_the_results_say_and_holds_every_trial():
     shipped = ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
     assert shipped.read_text() == script(RESULTS / "predict" / "residuals.py").text()
-
-
-def test_no_trial_that_is_held_out_is_shipped():
     rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
     bundled = {each.trial for each in bundled_residuals()}
     assert bundled <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
     assert len(bundled) >= 18
-
-
-def test_the_intervals_hold_every_trial_that_they_were_learned_from():
     by_kind: dict[tuple[str, str], list[float]] = {}
     for each in bundled_residuals():
         by_kind.setdefault((each.method, each.allocator), []).append(each.factor)
@@ -197,8 +189,7 @@ def ran_out(given_bytes: int) -> TrialResult:
 
 def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
     spec = highwater.open_study(STUDY).trials[0].spec
-    missed = residual(spec, ran_out(80 * GIB), "formula", 78 * GIB)
-    assert missed.factor == 80 / 78
+    assert residual(spec, ran_out(80 * GIB), "formula", 78 * GIB).factor == 80 / 78
     assert residual(spec, ran_out(80 * GIB), "formula", 81 * GIB) is None
 
 
@@ -207,7 +198,7 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
     [
         (lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"), "is of highwater 0.0.1: this"),
         (lambda folder: simulated(folder), "is of simulated trials"),
-        (lambda folder: RESULTS / "find" / "README.md", "is not a study"),
+        (lambda folder: FOUND / "README.md", "is not a study"),
         (lambda folder: folder / "none.jsonl", "cannot be read"),
         (lambda folder: emptied(folder), "has no trial that says how much memory it used"),
     ],
@@ -234,7 +225,7 @@ def emptied(folder: Path) -> Path:
 
 
 def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():
-    study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
+    study = highwater.open_study(FOUND / "grpo-0.6b-1.jsonl")
 
     def chosen(question: Question) -> list[tuple[str, int]]:
         specs = (each.spec for each in worth_tracing(study, question))
@@ -275,7 +266,7 @@ def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was
     assert missed.measured_bytes == budget.budget_bytes > missed.predicted_bytes
 
 
-H200 = ROOT / "docs" / "results" / "predict" / "constants-h200.json"
+H200 = RESULTS / "predict" / "constants-h200.json"
 CARD = Cluster(gpus=1, device_name="H200-141GB", device_bytes=140 * GIB)
 
 
@@ -321,8 +312,7 @@ def grow(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
-    document = json.loads(H200.read_text())
-    every = from_builtins(document["constants"], tuple[Constants, ...])
+    every = from_builtins(json.loads(H200.read_text())["constants"], tuple[Constants, ...])
     (read,) = (each for each in every if each.gpus == gpus)
     asked = {"gpus": f"{gpus}xH200-141GB", "ulysses": [gpus]}
     prediction = highwater.predict("Qwen3-8B", constants=H200, **asked)

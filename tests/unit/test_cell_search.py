@@ -267,14 +267,11 @@ def test_the_margin_asks_for_the_longest_length_with_that_headroom(margin_mib):
         assert answer.peak_reserved_bytes == answer.capacity_tokens * MIB
 
 
-def test_a_fit_without_the_margin_says_so():
+def test_a_fit_without_the_margin_says_so_and_unmeasured_headroom_is_none():
     budget = CONTEXT_BYTES["cuda"] + 40 * STEP * MIB
     question = ask(memory_budget_bytes=budget, margin_bytes=2 * GIB)
     [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
     assert re.findall(r"[\d,.]+ \w+", answer.reason) == ["38,000 tokens", "1.95 GiB", "2.00 GiB"]
-
-
-def test_headroom_that_nobody_measured_is_no_margin():
     [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9 * STEP))
     assert answer.capacity_tokens == 0
     assert "could not be measured" in answer.reason

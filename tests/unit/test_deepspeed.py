@@ -34,16 +34,14 @@ def phases(found: CellPrediction) -> tuple[Phase, ...]:
 
 
 def needed(form: str, **named: Any) -> int:
-    footprint = cell(form, **named).footprint
-    return footprint.allocated_bytes
+    return cell(form, **named).footprint.allocated_bytes
 
 
 def host(form: str, **named: Any) -> int:
-    footprint = cell(form, **named).footprint
-    return footprint.host_bytes
+    return cell(form, **named).footprint.host_bytes
 
 
-def test_a_parameter_of_zero_3_takes_sixteen_bytes_among_all_gpus_and_two_more_in_the_update():
+def test_a_parameter_takes_sixteen_bytes_among_gpus_by_zero_3_and_is_whole_by_zero_2():
     """ZeRO's table: 2 for parameters, 2 for gradients, 12 for AdamW; and the fp32 gradient."""
     number = load_model("Qwen3-8B").shape.parameters
     found = cell("zero3")
@@ -52,9 +50,6 @@ def test_a_parameter_of_zero_3_takes_sixteen_bytes_among_all_gpus_and_two_more_i
     assert sum(own) == pytest.approx(16 * number / 4, rel=1e-6)
     group = min(number / 4, BILLION)  # `sub_group_size`: what is updated at once
     assert held(found, "update")["gradients in both forms"] == pytest.approx(6 * group, rel=1e-6)
-
-
-def test_zero_2_has_parameters_whole_and_fetches_none():
     number = load_model("Qwen3-8B").shape.parameters
     states = held(cell("zero2"))
     assert states["parameters"] == 2 * number
@@ -62,9 +57,7 @@ def test_zero_2_has_parameters_whole_and_fetches_none():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_of_zero_2_are_there_once_and_none_at_the_first_loss(
-    micro_batches: int,
-):
+def test_gradients_of_zero_2_are_there_once_and_none_at_the_first_loss(micro_batches: int):
     """Bytes a number that DeepSpeed held in a process alone: 14 at the loss, 16 at the second
     micro-batch's, 22 for a moment of each update.
     """
@@ -73,8 +66,7 @@ def test_gradients_of_zero_2_are_there_once_and_none_at_the_first_loss(
     at_the_loss, update = held(found, "loss"), held(found, "update")
     earlier = 2 * own * (micro_batches - 1)
     assert at_the_loss.get("gradients", 0) == pytest.approx(earlier, rel=1e-6)
-    in_a_layer = held(found)["gradients of this micro-batch"]
-    assert in_a_layer == pytest.approx(2 * own, rel=1e-6)
+    assert held(found)["gradients of this micro-batch"] == pytest.approx(2 * own, rel=1e-6)
     states = update["float32 parameters and moments"] + update["gradients in both forms"]
     assert states + update.get("gradients", 0) == pytest.approx(20 * own, rel=1e-6)
 
@@ -130,18 +122,16 @@ def test_zero_3_gathers_a_billion_numbers(model: str, loss: str, at_the_loss: in
     coordinator's count, with all limits scaled alike. The law is up to one matrix above it.
     """
     found = cell("zero3", model=model, gpus=8, loss=loss)
-    matrix = max(
-        each.rows * each.row_size for each in load_model(model).shape.runs[0].kind.matrices
-    )
+    whole = max(each.rows * each.row_size for each in load_model(model).shape.runs[0].kind.matrices)
     gathered = held(found)["parameters, gathered"]
     assert held(found, "loss")["parameters, gathered"] == gathered
-    assert 0 <= gathered / 2 - at_the_loss * 1e6 + 1e6 <= matrix + 2e6
+    assert 0 <= gathered / 2 - at_the_loss * 1e6 + 1e6 <= whole + 2e6
     again = "embedding fetched again"
     phase = f"backward, {again}"
     assert (phase in {each.name for each in phases(found)}) == (later > 0)
     if later:
         most = (gathered + held(found, phase)[again]) / 2
-        assert later * 1e6 <= most <= later * 1e6 + 2 * matrix
+        assert later * 1e6 <= most <= later * 1e6 + 2 * whole
 
 
 def test_adapters_share_their_states_and_a_frozen_model_is_cut_by_zero_3_alone():
@@ -165,12 +155,9 @@ def test_what_it_is_not_predicted_with_is_refused_by_name(named: dict[str, Any],
         cell(**({"form": named.pop("deepspeed", "zero3")} | named))
 
 
-def test_this_packages_engine_has_no_deepspeed():
+def test_this_packages_engine_has_no_deepspeed_and_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="deepspeed"):
         highwater.predict("Qwen3-8B", gpus="4xH100-80GB", deepspeed="zero3")
-
-
-def test_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="DeepSpeed are not traced"):
         cell("zero3-offload", gpus=1, exact=True)
 

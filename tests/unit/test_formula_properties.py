@@ -1,7 +1,5 @@
 """What holds of the formula: monotone for shapes, settings and layouts of any size."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 from hypothesis import assume, given
@@ -19,6 +17,7 @@ from highwater.nouns.objective import TRAITS
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
 from highwater.units import MIB
+from places import FOUND
 
 FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
 DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
@@ -197,10 +196,8 @@ def assert_growth_is_named(
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device, length):
-    rungs = [
-        msgspec.structs.replace(rung, accumulates=accumulates) for accumulates in (False, True)
-    ]
-    one, several = (footprint(Step(shape, each, layout, length, device)) for each in rungs)
+    both = [msgspec.structs.replace(rung, accumulates=accumulates) for accumulates in (False, True)]
+    one, several = (footprint(Step(shape, each, layout, length, device)) for each in both)
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, several.phases, strict=True))
     assert one.needed_bytes <= several.needed_bytes
     assert one.host == several.host
@@ -214,13 +211,12 @@ def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device,
         assert saved >= 4 * parameters / shards - 4, "no GPU has less than its share"
 
 
-STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.007
 """Relative: 0.1 % of nearly all; the native allocator counts what it rounds up as allocated."""
 USED_TOLERANCE = 0.025
 MEASURED = [
     (study.question.model.shape, trial.spec, trial.result)
-    for study in (highwater.open_study(path) for path in sorted(STUDIES.glob("qwen3-*.jsonl")))
+    for study in (highwater.open_study(path) for path in sorted(FOUND.glob("qwen3-*.jsonl")))
     for trial in study.trials
     if trial.result is not None and trial.result.outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)
 ]
@@ -247,7 +243,7 @@ def test_every_trial_on_an_h200_is_predicted(shape, spec, result):
 OUTSIDE = [
     (study.question.model.shape, trial.spec, trial.result)
     for pattern in ("grpo-*.jsonl", "edge-*.jsonl", "long-*.jsonl")
-    for study in (highwater.open_study(path) for path in sorted(STUDIES.glob(pattern)))
+    for study in (highwater.open_study(path) for path in sorted(FOUND.glob(pattern)))
     for trial in study.trials
     if trial.result is not None and trial.result.outcome.is_fit
 ]

@@ -24,11 +24,10 @@ from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
 from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
-from places import examples, question_of
+from places import FOUND, examples, question_of
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
 QUESTION = question_of(loss="chunked", allocator="expandable")
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 
 def spec_of(length_tokens: int) -> TrialSpec:
@@ -228,8 +227,7 @@ def test_another_question_is_refused_and_the_difference_is_told(tmp_path, said):
     with pytest.raises(StudyError) as refusal:
         open_journal(path, asked)
     assert said in refusal.value.problem
-    offered = Path(refusal.value.hint.split("`")[1].removeprefix("--study "))
-    open_journal(offered, asked).close()
+    open_journal(Path(refusal.value.hint.split("`")[1].removeprefix("--study ")), asked).close()
 
 
 def test_the_same_model_in_another_place_is_the_same_question(tmp_path):
@@ -290,15 +288,12 @@ def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     assert lengths(read_study(kept)) == list(range(2, int(run.stdout.split()[0])))
 
 
-def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
+def test_an_unopened_study_is_the_users_to_mend_and_a_repeat_is_a_trial_of_its_own(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StudyError, match="cannot be opened"):
         open_journal(tmp_path / "file" / "study.jsonl", QUESTION)
     with pytest.raises(StudyError, match="cannot be read"):
         read_study(tmp_path / "none.jsonl")
-
-
-def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path):
     with open_journal(tmp_path / "study.jsonl", QUESTION) as journal:
         record(journal, 4096)
         assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT

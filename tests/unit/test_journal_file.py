@@ -174,8 +174,7 @@ def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_
 def test_the_trial_that_had_just_ended_is_kept_too(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
-        spec = QUESTION.trial(QUESTION.cells[0], 4096)
-        journal.trial_started(spec, attempt=1, repeat=0)
+        journal.trial_started(QUESTION.trial(QUESTION.cells[0], 4096), attempt=1, repeat=0)
         path.rename(tmp_path / "moved.jsonl")
         path.write_text("mine")
         with pytest.raises(StudyError, match="was replaced while") as stop:
@@ -208,9 +207,7 @@ def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(left, said, tmp_p
         assert lengths(read_study(path))[-1] == 8192
 
 
-def test_a_folder_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(
-    tmp_path,
-):
+def test_a_folder_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(tmp_path):
     path = tmp_path / "logs" / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -262,8 +259,7 @@ def write_study(path: Path, trials: int, cells: int) -> None:
                 launch = {"spec_key": spec.key, "attempt": 1, "repeat": 0, "at_unix_s": 1.0}
                 write(StartedLine(spec=spec, **launch))
                 write(FinishedLine(result=fit if index < each else no, **launch))
-            edge = (32 * (each - 1), 32 * each)
-            answer = answer_of(cell, *edge, reason=no.reason, **answered)
+            answer = answer_of(cell, 32 * (each - 1), 32 * each, reason=no.reason, **answered)
             write(AnsweredLine(at_unix_s=1.0, answer=answer))
 
 

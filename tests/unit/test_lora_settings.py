@@ -15,13 +15,7 @@ from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import (
-    ATTENTION,
-    Lora,
-    adapter_parameters,
-    nf4_bytes,
-    saved_by_base,
-)
+from highwater.nouns.objective import ATTENTION, Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings, settings_in_words
 from highwater.nouns.sparse_pattern import SparsePatternConfig

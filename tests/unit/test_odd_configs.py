@@ -335,8 +335,7 @@ def test_another_text_model_is_refused_by_what_it_is_missing(tmp_path, config, s
 
 def test_a_text_model_is_refused_to_trainers_that_load_the_whole(tmp_path):
     text = {**TINY, "model_type": "qwen3_vl_text"}
-    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}}
-    asked_of(tmp_path, config)
+    asked_of(tmp_path, {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
     asked = {"model": str(tmp_path), "gpus": "1xH100-80GB"}
     assert predict(**asked, loss="chunked", allocator="expandable")
     with pytest.raises(HighwaterError, match="qwen3_vl, whose vision tower trl loads"):

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import MachineError, UsageError
-from highwater.model.footprint import (
-    STAGED_LAYERS,
-    host_state_bytes,
-    matrices,
-    staged_gradient_bytes,
-)
+from highwater.model import footprint
 from highwater.model.layer_kind import Matrices
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
@@ -175,26 +170,23 @@ def besides_weights(result: Plan) -> tuple[str, ...]:
     return tuple(note for note in result.notes if not note.startswith("random weights"))
 
 
-def test_more_processes_than_the_cores_can_run_are_refused():
+def test_what_this_machine_cannot_run_is_refused():
     with pytest.raises(MachineError, match=r"9 processes .* 2 CPU") as refusal:
         planned(NO_GPU, memory="100MiB", gpus=[9], device="cpu")
     assert refusal.value.hint == "use `--gpus 8` or fewer"
     planned(NO_GPU, memory="100MiB", gpus=[8], device="cpu")
     planned(NO_GPU, memory="100MiB", gpus=[64], device="cpu", dry_run=True)
+    other = msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")
+    both = msgspec.structs.replace(NO_GPU, gpus=(H200, other))
+    with pytest.raises(UsageError, match="different kinds") as refusal:
+        planned(both)
+    assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
 
 
 def test_a_length_that_is_named_is_searched_to_on_the_cpu_too():
     assert planned(NO_GPU, memory="2GiB").question.grid.max_tokens == 8192
     assert planned(NO_GPU, memory="2GiB", start_length="16k").question.grid.max_tokens == 16384
     assert planned(NO_GPU, memory="2GiB", max_length="64k").question.grid.max_tokens == 65536
-
-
-def test_gpus_of_different_kinds_are_refused():
-    other = msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")
-    both = msgspec.structs.replace(NO_GPU, gpus=(H200, other))
-    with pytest.raises(UsageError, match="different kinds") as refusal:
-        planned(both)
-    assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
 
 
 def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said():
@@ -292,9 +284,7 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_by_any_rope(tm
     assert "opt has no RoPE" in note
 
 
-def test_a_trial_past_positions_without_rope_is_refused_with_a_length_that_works(
-    tmp_path,
-):
+def test_a_trial_past_positions_without_rope_is_refused_with_a_length_that_works(tmp_path):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
     problem = "4,096 .* 2,048 .*opt has no RoPE"
     with pytest.raises(UsageError, match=problem) as refusal:
@@ -334,11 +324,11 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_pinned_rounding(name, gpus):
     shape = load_model(name).shape
-    in_matrices = sum(count * rows * size for count, rows, size in matrices(shape))
+    in_matrices = sum(count * rows * size for count, rows, size in footprint.matrices(shape))
     assert in_matrices == pytest.approx(shape.parameters, rel=1e-3)
 
     def of_a_parameter(**settings: Any) -> float:
-        held = host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
+        held = footprint.host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
         return held / shape.parameters
 
     assert 15.99 <= of_a_parameter(offload=True) < 20
@@ -347,13 +337,11 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_pinned_rounding(na
     assert 20 <= of_a_parameter(strategy="fsdp", offload=True) < 28
 
 
-def test_offloaded_gradients_of_layers_with_and_without_experts_have_their_own_blocks(
-    tmp_path,
-):
+def test_offloaded_gradients_of_layers_with_and_without_experts_have_their_own_blocks(tmp_path):
     def staged(dense_layers: int) -> int:
         sizes = {"num_hidden_layers": 12, "intermediate_size": 8192, "model_type": "glm4_moe"}
         shape = written_model(tmp_path, **sizes, first_k_dense_replace=dense_layers).shape
-        return staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
+        return footprint.staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
 
     found = [staged(dense) for dense in (0, 1, 3, 4, 9)]
     assert found == sorted(found), "three layers of experts are among them all the time"
@@ -373,17 +361,18 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers(name, g
     passing = 0
     for of_one, count in layers.items():
         numbers = sum(each.number * each.rows * each.row_size for each in of_one)
-        passing += min(count, STAGED_LAYERS) * numbers
+        passing += min(count, footprint.STAGED_LAYERS) * numbers
 
     def staged(**settings: Any) -> int:
-        return staged_gradient_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
+        return footprint.staged_gradient_bytes(
+            shape, Settings(**settings), layout=Layout(gpus=gpus)
+        )
 
     alone = staged(offload=True)
     assert 0.99 < alone / (4 * (outside + passing)) <= 2
     for elsewhere in ({}, {"strategy": "fsdp", "offload": True}, {"objective": "grpo"}):
         assert staged(**elsewhere) == 0
-    both = staged(objective="ppo", critic=True, offload=True)
-    assert both == alone, "one model after the other"
+    assert staged(objective="ppo", critic=True, offload=True) == alone, "one model after the other"
 
 
 @pytest.mark.parametrize(
@@ -402,12 +391,3 @@ def test_what_offload_does_not_do_is_said(settings, said):
     assert len(notes) == len(said)
     assert all(note.startswith(start) for note, start in zip(notes, said, strict=True))
     assert not any("offload" in note for note in planned(machine_with(1), **settings).notes)
-
-
-def test_every_rung_has_the_settings_that_the_request_names():
-    named = {"strategy": "fsdp", "save_hf": "last", "offload": True, "objective": "grpo"}
-    named |= {"entropy": "chunked", "rope": "yarn", "mlp_tiles": 4}
-    cells = planned(machine_with(4), gpus=[4], **named).question.cells
-    assert len(cells) > 1
-    for cell in cells:
-        assert {name: getattr(cell.settings, name) for name in named} == named

@@ -12,12 +12,7 @@ from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, Runner, TrialResult, TrialSpec
-from highwater.pages.study_answer import (
-    answer_table,
-    published_line,
-    published_tables,
-    published_text,
-)
+from highwater.pages import study_answer
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, FullTrials
@@ -133,8 +128,7 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
     late = [spec.length_tokens for spec, result in trials if result.outcome is Outcome.TIMEOUT]
     assert late
     assert len(late) == len(set(late))
-    assert answer.reach_tokens == 50 * STEP
-    assert answer.does_not_fit_tokens == 51 * STEP
+    assert (answer.reach_tokens, answer.does_not_fit_tokens) == (50 * STEP, 51 * STEP)
     assert answer.limit == "memory"
     assert answer.capacity_tokens <= 20 * STEP
     assert "(memory-only)" in answer.reason
@@ -204,15 +198,15 @@ def test_tables_lines_and_json_keep_the_two_apart():
     (answer,) = study.answers
     assert answer.memory_only is not None
     assert answer.capacity_tokens is not None
-    text = plain_table(answer_table(study))
+    text = plain_table(study_answer.answer_table(study))
     header, row = text.splitlines()[2:4]
     assert header.split()[3:7] == ["trained", "in", "full", "memory-only"]
     assert f"{answer.capacity_tokens:,}* " in row
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
-    line = published_line(study.question, answer.cell, answer) or ""
+    line = study_answer.published_line(study.question, answer.cell, answer) or ""
     assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in line
-    published = "".join(map(published_text, published_tables([study])))
+    published = "".join(map(study_answer.published_text, study_answer.published_tables([study])))
     assert f"{answer.capacity_tokens}* (409600* memory-only)" in published
 
 

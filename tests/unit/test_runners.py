@@ -276,7 +276,7 @@ def test_host_memory_that_ran_out_beside_others_is_tried_again_alone():
     assert len(alone.launched) == 1, "nobody was beside it"
 
 
-def test_closing_ends_every_trial_also_one_that_waits_for_the_others():
+def test_closing_ends_every_trial_and_what_a_launcher_raises_is_heard():
     launcher = Waiting(ends={4096: [Outcome.HOST_OUT_OF_MEMORY]})
     runner = LocalRunner(launcher, machine=machine_with(4))
     futures = [runner.submit(Launch(spec=trial(number))) for number in range(3)]
@@ -286,8 +286,6 @@ def test_closing_ends_every_trial_also_one_that_waits_for_the_others():
             future.result(timeout=WAITS_S)
     assert runner.has_room(trial(gpus=4))
 
-
-def test_what_a_launcher_raises_reaches_whoever_waits():
     class Broken(Waiting):
         def launch(self, *_: object, **__: object) -> TrialResult:
             raise OSError("the disk is on fire")
@@ -358,8 +356,7 @@ def test_what_a_trial_says_itself_is_said_over_the_shells(monkeypatch, allocator
     for name, (_, own) in OURS.items():
         assert environment[name] == own.format(setting)
     on_the_cpu = trial_environment(cpu_spec())
-    assert on_the_cpu["GLOO_SOCKET_IFNAME"] == "lo"
-    assert on_the_cpu["CUDA_VISIBLE_DEVICES"] == ""
+    assert (on_the_cpu["GLOO_SOCKET_IFNAME"], on_the_cpu["CUDA_VISIBLE_DEVICES"]) == ("lo", "")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +446,7 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
     assert rank.memory.device_used_bytes == needed.needed_bytes
 
 
-def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():
+def test_without_a_budget_the_card_is_the_limit_and_on_the_cpu_the_data_segment():
     def of_a_card(total_bytes: int | None) -> TrialResult:
         runner = SimulatedRunner(lambda _: 10 * GIB, device_total_bytes=total_bytes)
         return runner.run(local_trial())
@@ -457,9 +454,6 @@ def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():
     assert of_a_card(10 * GIB).outcome is Outcome.OUT_OF_MEMORY
     assert of_a_card(12 * GIB).headroom_bytes == 2 * GIB - CONTEXT_BYTES["cuda"]
     assert of_a_card(None).outcome is Outcome.FIT
-
-
-def test_on_the_cpu_the_budget_bounds_the_data_segment():
     spec = local_trial(device="cpu", memory_budget_bytes=4 * GIB, layout=Layout(gpus=2))
     result = SimulatedRunner(lambda spec: 3 * GIB).run(spec)
     assert [rank.memory.peak_data_segment_bytes for rank in result.ranks] == [3 * GIB, 3 * GIB]

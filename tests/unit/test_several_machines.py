@@ -67,17 +67,7 @@ def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_ma
         configured("accelerate", found, found.chosen, model="Qwen3-8B")
 
 
-def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
-    asked = {"length": "400k", "copies": [2], "offload": False}
-    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
-    more, *_ = found.alternatives
-    assert found.chosen is None
-    assert more.kind == "more GPUs"
-    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
-    assert chosen.label == more.label
-
-
-def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
+def test_machines_have_a_copy_each_their_own_gpus_and_their_own_host():
     named = predict("Qwen3-8B", gpus="2x8xH100-80GB", length="64k")
     layouts = [each.cell.layout for each in named.cells]
     assert {layout.replicate_degree for layout in layouts} == {2}
@@ -85,9 +75,6 @@ def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
     assert {layout.ulysses_degree for layout in layouts} == {1, 2, 4, 8}, "within a machine"
     assert named.gpus == 16
     assert [note for note in named.notes if "of one, of 8 GPUs" in note]
-
-
-def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus():
     asked = {"length": "32k", "ulysses": [1], "offload": True, "allocator": "expandable"}
     one = predict("Qwen3-8B", gpus="4xH100-80GB", **asked)
     two = predict("Qwen3-8B", gpus="2x4xH100-80GB", **asked)
@@ -150,3 +137,13 @@ def test_every_machine_has_gpus_that_train_and_every_nvidia_kind_of_them_a_data_
     trains = {k.name for k in kinds.values() if not lacking(k) and k.vendor == "NVIDIA"}
     assert set(sheets()) == trains
     assert all(sheet.source for sheet in sheets().values())
+
+
+def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
+    asked = {"length": "400k", "copies": [2], "offload": False}
+    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
+    more, *_ = found.alternatives
+    assert found.chosen is None
+    assert more.kind == "more GPUs"
+    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
+    assert chosen.label == more.label

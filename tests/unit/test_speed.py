@@ -3,7 +3,6 @@
 import json
 import runpy
 from itertools import pairwise
-from pathlib import Path
 from statistics import median, quantiles
 
 import pytest
@@ -15,8 +14,8 @@ from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.pages.prediction_tables import prediction_table
 from highwater.speed import predicted_step, rates_of
+from places import RESULTS
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SCRIPTS = RESULTS / "speed"
 SHAPE = load_model("Qwen3-4B").shape
 CHUNKED = Settings(loss="chunked", allocator="expandable")
@@ -40,15 +39,12 @@ def seconds(settings: Settings = CHUNKED, layout: Layout | None = None, **asked)
     return step.time_s
 
 
-def test_longer_takes_longer_and_more_gpus_take_less():
+def test_longer_takes_longer_more_gpus_less_and_settings_as_they_compute():
     lengths = [seconds(length_tokens=length) for length in (8192, 16384, 65_536, 262_144)]
     assert all(a < b for a, b in pairwise(lengths))
     shared = [seconds(layout=Layout(gpus=n, ulysses_degree=n)) for n in (1, 2, 4, 8)]
     assert all(a > b for a, b in pairwise(shared))
     assert seconds(micro_batches=4) > 1.9 * seconds(micro_batches=2)
-
-
-def test_what_is_kept_is_not_computed_again_frozen_weights_cost_less_and_offload_costs_more():
     kept = ("layer", "all-but-attention", "none")
     taken = [seconds(Settings(loss="chunked", recompute=each)) for each in kept]
     assert all(more > less for more, less in pairwise(taken))
@@ -126,8 +122,7 @@ def test_a_ring_sends_what_goes_into_linear_attention_and_comes_out_of_it():
 
 
 def hybrids():
-    recorded = json.loads((RESULTS / "families" / "hybrids.json").read_text())
-    for asked, row in recorded.items():
+    for asked, row in json.loads((RESULTS / "families" / "hybrids.json").read_text()).items():
         if "measured" in row and not asked.startswith("gemma"):  # whose time is not predicted
             spec = row["measured"]["document"]["spec"]
             (first, *_) = row["measured"]["document"]["result"]["ranks"]

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,7 +24,6 @@ from studies import (
 from highwater import study_report, write_report
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import ADVICE
 from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
@@ -46,7 +44,7 @@ from highwater.pages.study_page import (
     study_page,
 )
 from highwater.units import GIB
-from places import question_of
+from places import ROOT, question_of
 from tables import table
 from trial_specs import answer_of
 
@@ -124,15 +122,12 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
 
-def test_a_page_opens_with_the_sentence_that_the_command_prints():
+def test_a_page_opens_with_the_commands_sentence_and_names_no_folder():
     report = real_report("qwen3-4b-79gib")
     text = study_page(report)
     assert study_answer(report.study) in Page(text).text("p")
     order = ['id="answer-said"', 'aria-label="Contents"', 'id="question"']
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
-
-
-def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
     text = 'File "/home/somebody/venv/lib/torch/nn/linear.py", line 1; see https://a.org/b/c'
     log = LogEnd(lines=("cd /mnt/share/people/me && ls /dev/shm/x",))
     page = study_page(report_of(study_of(trial(8192, Outcome.CRASHED, text=text)), log))
@@ -291,8 +286,7 @@ def test_a_report_says_where_the_search_was_told_to_begin():
 def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
     own_data = msgspec.structs.replace(QUESTION, data="my.batches:packed")
     study = study_of(question=own_data, expectations=(told("formula", 0),))
-    table = predicted_cells(report_of(study))
-    *silent, recorded = table.rows[0][1:4]
+    *silent, recorded = predicted_cells(report_of(study)).rows[0][1:4]
     assert silent == ["-", "-"]
     assert recorded.startswith("none by ")
 
@@ -342,8 +336,7 @@ def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
 
 
 def test_a_line_says_where_what_how_much_and_what_to_try():
-    line = request_line(result_of(LOGITS, layer=27), VANILLA, Layout())
-    assert line == (
+    assert request_line(result_of(LOGITS, layer=27), VANILLA, Layout()) == (
         "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
         "1.00 GiB fragmented → chunked loss"
     )
@@ -353,7 +346,7 @@ def test_a_line_says_where_what_how_much_and_what_to_try():
 
 
 def test_the_line_of_the_guide_is_what_a_recorded_trial_has():
-    docs = Path(__file__).parents[2] / "docs"
+    docs = ROOT / "docs"
     recorded = from_json((docs / "results/profiler/runs_out.json").read_bytes(), TrialResult)
     line = request_line(recorded, VANILLA, Layout())
     guide = (docs / "guides/out-of-memory.md").read_text()
@@ -394,30 +387,20 @@ def test_the_setting_to_try_is_one_that_is_not_there_yet(alive, settings, settin
     assert setting is None or setting in ADVICE
 
 
-def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first():
+def test_what_is_advised_begins_with_fewer_copies_and_can_be_typed():
     layout = Layout(gpus=4, replicate_degree=2)
     assert setting_of(ADDED_UP, VANILLA, layout) == "fewer copies"
     assert setting_of(ACTIVATIONS, VANILLA, layout) == "context parallel"
-
-
-def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted():
     counted = {"parameters_bytes": GIB, "gradients_bytes": GIB, "optimizer_states_bytes": 2 * GIB}
     assert setting_of(AliveMemory(**counted), VANILLA, Layout(gpus=2, replicate_degree=2)) is None
     asked = {"requested_bytes": 4 * GIB, "requested_by": LOGITS.requested_by}
     assert setting_of(AliveMemory(**counted, **asked), VANILLA, Layout()) == "chunked loss"
-
-
-def test_whatever_is_advised_can_be_typed():
     asked = {words for text in ADVICE.values() for words in re.findall(r"--[a-z-]+(?: \w+)?", text)}
     assert len(asked) >= len(ADVICE)
     for words in asked - {"--offload"}:
         flag, value = words.split()
         assert parse(["find", "Qwen3-0.6B", flag, value]).model == "Qwen3-0.6B"
     assert parse(["find", "Qwen3-0.6B", "--offload"]).offload
-
-
-def test_every_category_has_its_words():
-    assert set(CATEGORY_WORDS) == set(CATEGORIES)
 
 
 def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it():

@@ -109,12 +109,9 @@ def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far():
     assert " fits at 51,200 tokens, and does not at 61,440" in study_answer(study)
 
 
-def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit():
+def test_an_unfinished_cell_shows_what_fit_with_its_margin_and_what_memory_held():
     greedy = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
     assert "≥" not in plain_table(answer_table(unfinished(greedy, {4096: FIT})))
-
-
-def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained():
     by_memory = msgspec.structs.replace(QUESTION, proof="memory", timeout_s=300.0)
     study = unfinished(
         by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT}
@@ -153,8 +150,7 @@ def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_doe
 
 
 def test_the_published_layout_has_a_table_for_each_rung():
-    text = published([answered(QUESTION, 36864, 51200, 0, None)])
-    vanilla, env, chunked = text.split("\n\n")
+    vanilla, env, chunked = published([answered(QUESTION, 36864, 51200, 0, None)]).split("\n\n")
     rows = [re.split(" *\\| *", line) for line in vanilla.splitlines()[1:]]
     assert rows == [["#GPU", "SP", "Qwen3-0.6B"], ["1", "1", "36864"]], "no line without a figure"
     assert env.splitlines()[2] == "1    | 1  | 51200*", "its columns line up"

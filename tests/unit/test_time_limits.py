@@ -23,14 +23,13 @@ from highwater.pages.study_page import question_table, state
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
-from places import examples
+from places import FOUND, examples
 from trial_specs import TimedRunner, TimeLaw, answers_among
 
 Ends = Sequence[Outcome | None]
 
 SLOW = 1e13
 """FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 KILLS = st.none() | st.integers(0, 8)
 ENDS = st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16)
 CRASHES = st.lists(st.sampled_from([None, None, Outcome.CRASHED]), max_size=12)
@@ -158,8 +157,7 @@ def test_a_full_answer_without_a_run_stays(tmp_path_factory, capacity, searches,
             search(path, question, ran)
         assert not before & ran.keys
     (answer,) = search(path, question, Ran(capacity, 1e15, None), retry_crashed=True)
-    assert answer.capacity_tokens == capacity * STEP
-    assert answer.limit == "memory"
+    assert (answer.capacity_tokens, answer.limit) == (capacity * STEP, "memory")
     assert answer.monotone is True
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
@@ -317,11 +315,9 @@ def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
     record(path, 300.0, (2, LATE))
     for timeout_s in (200.0, 300.0):
         assert recorded(path, timeout_s) == [LATE, LATE]
-    assert recorded(path, 301.0) == [LATE, None]
-    assert recorded(path, 601.0) == [None, None]
+    assert (recorded(path, 301.0), recorded(path, 601.0)) == ([LATE, None], [None, None])
     record(path, 900.0, (1, TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit")))
-    told = recorded(path, 900.0)[1]
-    assert told == LATE, "the first attempt told: nobody needs the second"
+    assert recorded(path, 900.0)[1] == LATE, "the first attempt told: nobody needs the second"
     limits = [trial.timeout_s for trial in read_study(path).trials]
     assert limits == [300.0, 900.0], "what was run again stands where it ended"
 
@@ -333,17 +329,14 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     question = read_study(path).question
     proof = ["--proof", "memory", "--timeout", "600s", "--dry-run"]
     assert list(find_words(question))[-5:] == proof
-    rows = dict(question_table(report_of(read_study(path))).rows)
-    assert "up to 10m 00s" in rows["search"]
+    assert "up to 10m 00s" in dict(question_table(report_of(read_study(path))).rows)["search"]
     with pytest.raises(StudyError) as refusal:
         open_journal(path, within(900.0, confirm=1))
     assert "confirm is 0 there" in refusal.value.problem
     assert "timeout" not in refusal.value.problem
 
 
-def test_a_report_says_which_answers_had_less_time_and_that_a_search_is_not_finished(
-    tmp_path,
-):
+def test_a_report_says_which_answers_had_less_time_and_that_a_search_is_not_finished(tmp_path):
     path = tmp_path / "study.jsonl"
     answers = search(path, within(300.0), Ran(100, 2e14, 300.0))
     with suppress(KeyboardInterrupt):

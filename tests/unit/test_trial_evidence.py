@@ -33,12 +33,10 @@ from highwater.store.journal import open_journal, read_study
 from highwater.store.lines import unsupported
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
-from places import examples, question_of
+from places import FOUND, RESULTS, examples, question_of
 from trial_specs import rank_that_used, trial_among
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted(RESULTS.rglob("*.jsonl"))
-FOUND = RESULTS / "find"
 PROVEN_BEFORE = 42
 """Answers in the recorded studies, each of which was shown as measured when it was recorded."""
 
@@ -185,8 +183,7 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path):
             assert not ("1,000,000" in line and "unproven" not in line), form
     document = json.loads(report_text(report, ".json"))
     assert [answer["capacity_tokens"] for answer in document["study"]["answers"]] == [196_608]
-    commands = " ".join(word for command in report.commands for word in command.words)
-    assert "1000000" not in commands
+    assert "1000000" not in " ".join(word for command in report.commands for word in command.words)
 
 
 def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
@@ -259,5 +256,4 @@ def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_ar
         list(recorded_search(before.question, Nothing(), journal))
     after = read_study(path)
     assert after.unproven == ()
-    assert after.answers == read_study(WHOLE).answers
-    assert after.trials == before.trials
+    assert (after.answers, after.trials) == (read_study(WHOLE).answers, before.trials)

@@ -51,8 +51,7 @@ def learned(edges: tuple[Residual, ...]) -> tuple[float, float]:
 
 
 def bundled() -> tuple[Residual, ...]:
-    residuals = MEMORY["trl"].residuals
-    return residuals()
+    return MEMORY["trl"].residuals()
 
 
 def test_the_edges_that_come_along_are_those_of_the_recorded_studies():
@@ -104,8 +103,7 @@ def test_an_edge_lies_between_what_it_was_given_at_both_lengths():
     specs = [trial.spec for trial in recorded.trials]
     by_length = {spec.length_tokens: told(step_of(shape, spec)) for spec in specs}
     fit, ran_out = by_length[24_576].needed_bytes, by_length[32_768].needed_bytes
-    assert edge.length_tokens == 24_576
-    assert edge.predicted_bytes == fit
+    assert (edge.length_tokens, edge.predicted_bytes) == (24_576, fit)
     assert edge.least_factor / edge.factor == pytest.approx(fit / ran_out, rel=1e-9)
     budgets = [rank.budget for rank in recorded.trials[0].result.ranks]
     (cap,) = {budget.allocator_cap_bytes for budget in budgets}
@@ -189,8 +187,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
     runner = SimulatedRunner(fits_up_to(before.capacity_tokens))
     (found,) = answers_among(search_cells(recorded.question, runner))
     assert found.capacity_tokens == before.capacity_tokens
-    assert found.does_not_fit_tokens == before.does_not_fit_tokens
-    assert found.trials == trials
+    assert (found.does_not_fit_tokens, found.trials) == (before.does_not_fit_tokens, trials)
     assert trials < before.trials
 
 
@@ -219,6 +216,5 @@ def test_a_study_of_trl_teaches_and_counts_once():
     asked = {"gpus": "1xH200-141GB", "trainer": "trl", "length": "8k"}
     known = highwater.predict("Qwen3-4B", **asked).calibration
     own = [RESULTS / "studies" / "one-gpu-trl.jsonl"]
-    again = highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
-    assert known == again
+    assert known == highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
     assert (known.edges, known.own_trials) == (3, 0)

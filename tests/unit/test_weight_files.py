@@ -35,8 +35,7 @@ def refused(directory: Path) -> ModelError:
     ],
 )
 def test_a_quantised_checkpoint_is_refused_by_method_and_usefully(block, method, tmp_path):
-    directory = write_model(tmp_path / "m", quantization_config=block)
-    problem = refused(directory)
+    problem = refused(write_model(tmp_path / "m", quantization_config=block))
     assert f"a quantised checkpoint ({method})" in problem.problem
     assert "quantization_config" in problem.hint
     assert written_model(tmp_path / "copy").shape.layers == 2

@@ -2,9 +2,8 @@
 
 import json
 import re
-from pathlib import Path
 
-DATA = Path(__file__).parents[1] / "data"
+from places import DATA
 
 
 def recorded(package: str, version: str) -> dict[str, str]:
