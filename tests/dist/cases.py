@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import (
-    Fields,
-    Place,
-    Step,
-    deviations,
-    each,
-    first_step,
-    on_host,
-    place_of,
-    values,
-)
+from rank_steps import Fields, Place, Step, deviations, each, first_step, on_host, place_of, values
 from reference import Documents, reference_gradients, reference_training
 from torch import nn
 
@@ -249,9 +239,7 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
         config = read_config(str(weights / name), length_tokens=64, rope="auto")
         plain = on_meta(config, loss=loss)
         Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
-        expected = {
-            name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()
-        }
+        wanted = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
         with TemporaryDirectory() as empty:
             model = built(
                 empty,
@@ -265,9 +253,9 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
                 seed=7,
             )
         whole = values(model)
-        assert set(whole) == set(expected)
+        assert set(whole) == set(wanted)
         deviations[f"{name} {strategy} {offload} {loss}"] = max(
-            float((whole[n] - expected[n]).abs().max()) for n in expected
+            float((whole[n] - wanted[n]).abs().max()) for n in wanted
         )
     return deviations
 

@@ -85,8 +85,7 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
 def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     name = case.partition("-")[0]
     for strategy in loading(case, mesh.size()) if mesh.ndim == 1 else ("fsdp2",):
-        own = f"{name}-{strategy}"
-        model = model_of(own, folder / "configs", mesh, recompute="none")
+        model = model_of(f"{name}-{strategy}", folder / "configs", mesh, recompute="none")
         optimizer = make_optimizer(model, Hyperparameters())
         places = storages(model, optimizer)
         load_sharded(model, optimizer, folder / f"sharded-{case}-{saved_by}", mesh=mesh)

@@ -450,11 +450,9 @@ def reference(
                 if case.settings.critic
                 else None
             )
-            loss, of_critic = plain.proximal(
-                policy, judge, step, numbers=case.numbers, router=router
-            )
-            if of_critic is not None:
-                of_critic.backward()
+            loss, critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
+            if critic is not None:
+                critic.backward()
     loss.backward()
     found = {
         "policy": _plain_gradients(policy),

@@ -78,10 +78,8 @@ def run(case: Case) -> dict[str, float]:
     own = [each.requires_grad_() for each in held(leaves)]
     out = ours(*own)
     found = {"output": deviation(out, expected[mine])}
-    again = checkpoint(
-        ours, *own, use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept())
-    )
-    for name, output in {"": out, ", kept": again}.items():
+    anew = checkpoint(ours, *own, use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept()))
+    for name, output in {"": out, ", kept": anew}.items():
         of_slice = [*torch.autograd.grad(output, own, upstream[mine])]
         for total in of_slice[4:]:
             dist.all_reduce(total)

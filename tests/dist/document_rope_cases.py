@@ -6,18 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import rank_steps
 import torch
 import torch.distributed as dist
-from rank_steps import (
-    Fields,
-    Step,
-    deviations,
-    each,
-    first_step,
-    micro_batches,
-    place_of,
-    plain_step,
-)
 from reference import SHAPE, load_textbook
 from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
 
@@ -51,7 +42,7 @@ model and batch, where a test is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Fields):
+class Case(rank_steps.Fields):
     model: str
     batch: str
     strategy: str
@@ -128,11 +119,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     # one kind of RoPE for each kind of layer; the window holds every document
     "olmo3": (
         Olmo3ForCausalLM,
-        {
-            "layer_types": list(_OF_LAYERS),
-            "sliding_window": 64,
-            "rope_parameters": _OF_LAYERS,
-        },
+        {"layer_types": list(_OF_LAYERS), "sliding_window": 64, "rope_parameters": _OF_LAYERS},
     ),
     "llama3": (
         LlamaForCausalLM,
@@ -143,7 +130,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
                 **_BORDER,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
-            },
+            }
         },
     ),
     "yarn": (
@@ -162,7 +149,7 @@ def save_models(folder: Path) -> None:
 
 def results(folder: str, extent: str) -> dict[str, Any]:
     cases = cases_for(dist.get_world_size(), extent)
-    return each(cases, lambda case: run(case, Path(folder, case.model)))
+    return rank_steps.each(cases, lambda case: run(case, Path(folder, case.model)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -172,24 +159,24 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
         ring_degree=case.ring,
         replicate_degree=case.copies,
     )
-    mesh, shared = place_of(layout)
+    mesh, shared = rank_steps.place_of(layout)
     dtype = getattr(torch, case.dtype)
-    own = micro_batches(BATCHES[case.batch], layout, shared)
+    own = rank_steps.micro_batches(BATCHES[case.batch], layout, shared)
     model = built(
         directory, mesh, dtype, shared=shared, strategy=case.strategy, recompute=case.recompute
     )
-    return deviations(
-        first_step(model, (mesh, shared), own, copies=case.copies),
+    return rank_steps.deviations(
+        rank_steps.first_step(model, (mesh, shared), own, copies=case.copies),
         lambda: alone(directory, dtype, case.batch, layout.data_parallel_degree),
     )
 
 
 @cache
-def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> Step:
+def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> rank_steps.Step:
     model = load_textbook(directory, dtype)
     rotary = type(model.model.rotary_emb)
 
     def anew() -> None:
         model.model.rotary_emb = rotary(model.config)
 
-    return plain_step(model, BATCHES[batch], data_ranks, before=anew)
+    return rank_steps.plain_step(model, BATCHES[batch], data_ranks, before=anew)

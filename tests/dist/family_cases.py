@@ -196,10 +196,8 @@ def _theirs(
         local_files_only=True,
         output_loading_info=True,
     )
-    incomplete = {
-        kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]
-    }
-    assert not incomplete, f"plain transformers does not load what it saved: {incomplete}"
+    lacking = {kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+    assert not lacking, f"plain transformers does not load what it saved: {lacking}"
     model.train()
     trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
     loss = torch.zeros((), dtype=dtype)

@@ -39,12 +39,10 @@ def run(
     model = built(weights, mesh, torch.float32, strategy=strategy, offload=offload)
     before = values(model)
     optimizer = make_optimizer(model, HYPERPARAMETERS)
-    training = Training(
-        policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS
-    )
+    made = Training(policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS)
     ids = torch.arange(20) + dist.get_rank()
     for _ in range(STEPS):
-        train_step(training, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
+        train_step(made, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
     after = values(model)
     states = {
         name: optimizer.state[p]["exp_avg"] if p in optimizer.state else None

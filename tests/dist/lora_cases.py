@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import rank_steps
 import torch
 import torch.distributed as dist
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from float64 import Lifted
-from rank_steps import (
-    Fields,
-    Step,
-    deviations,
-    each,
-    first_step,
-    micro_batches,
-    place_of,
-    plain_step,
-)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -87,7 +78,7 @@ PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Fields):
+class Case(rank_steps.Fields):
     family: str
     lora: str
     recompute: str
@@ -160,7 +151,9 @@ def save_models(folder: Path) -> None:
 def results(folder: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder, case.family)))
+    return rank_steps.each(
+        cases_for(dist.get_world_size()), lambda case: run(case, Path(folder, case.family))
+    )
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -170,7 +163,7 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
     layout = Layout(gpus=dist.get_world_size(), **of_ranks)
     rounded = nf4_of(directory) if LORAS[case.lora].base == "nf4" else {}
     with Lifted() if dtype == torch.float64 else nullcontext():
-        return deviations(
+        return rank_steps.deviations(
             ours(case, directory, dtype, layout, offload=offload),
             lambda: theirs(
                 directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
@@ -178,8 +171,10 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
         )
 
 
-def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool) -> Step:
-    mesh, shared = place_of(layout)
+def ours(
+    case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool
+) -> rank_steps.Step:
+    mesh, shared = rank_steps.place_of(layout)
     model = built(
         directory,
         mesh,
@@ -191,8 +186,10 @@ def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, off
         lora=LORAS[case.lora],
     )
     fill_adapters(model, lambda name: name_for_peft(name_in_files(name)))
-    own = micro_batches(LENGTHS, layout, shared)
-    loss, norm, found = first_step(model, (mesh, shared), own, copies=layout.replicate_degree)
+    own = rank_steps.micro_batches(LENGTHS, layout, shared)
+    loss, norm, found = rank_steps.first_step(
+        model, (mesh, shared), own, copies=layout.replicate_degree
+    )
     frozen = [
         name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
     ]
@@ -221,7 +218,7 @@ def theirs(
     lora: str,
     data_ranks: int,
     rounded: tuple[tuple[str, Tensor], ...],
-) -> Step:
+) -> rank_steps.Step:
     base = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
@@ -244,7 +241,7 @@ def theirs(
     with torch.no_grad():
         for name, of in names.items():
             trained[of].copy_(adapter_values(name, tuple(trained[of].shape)))
-    loss, norm, found = plain_step(model, LENGTHS, data_ranks)
+    loss, norm, found = rank_steps.plain_step(model, LENGTHS, data_ranks)
     return loss, norm, {name: found[of] for name, of in names.items() if of in found}
 
 

@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from engine_models import packed
@@ -113,10 +107,8 @@ def first_step(
     """Loss, norm and every gradient of a step."""
     mesh, shared = place
     optimizer = RecordGradients(model)
-    training = Training(
-        policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every
-    )
-    loss, (norm, *_) = train_step(training, micro_batches)
+    made = Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every)
+    loss, (norm, *_) = train_step(made, micro_batches)
     return loss, norm, whole(optimizer.gradients, copies=copies)
 
 
@@ -173,17 +165,17 @@ def load_by_torch(
     project; where it is not ``strict``, what is frozen stays, as does the weight that ``without``
     names.
     """
-    options = StateDictOptions(ignore_frozen_params=not strict, strict=strict)
-    weights = get_model_state_dict(model, options=options)
+    options = state_dict.StateDictOptions(ignore_frozen_params=not strict, strict=strict)
+    weights = state_dict.get_model_state_dict(model, options=options)
     weights.pop(without, None)
     state: dict[str, Any] = {
         "model": weights,
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": state_dict.get_optimizer_state_dict(model, optimizer, options=options),
     }
     dcp.load(state, checkpoint_id=directory, no_dist=dist.get_world_size() == 1)
-    of_model = StateDictOptions(strict=strict and not without)
-    set_model_state_dict(model, state["model"], options=of_model)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    of_model = state_dict.StateDictOptions(strict=strict and not without)
+    state_dict.set_model_state_dict(model, state["model"], options=of_model)
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
 def states(

@@ -112,8 +112,7 @@ def _seen_by_others(
     of_others_T = torch.from_numpy(share.positions_T) != PADDING
     before = attend(*(tensor.detach() for tensor in own))
     changed = [tensor.detach().masked_fill(of_first_T[:, None], 3.0) for tensor in own]
-    after = attend(*changed)
-    return int((before != after)[:, of_others_T & ~of_first_T].sum())
+    return int((before != attend(*changed))[:, of_others_T & ~of_first_T].sum())
 
 
 def _kept(

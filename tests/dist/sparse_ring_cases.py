@@ -227,8 +227,7 @@ def in_kept_blocks(pattern: SparsePatternConfig | None, length: int) -> Tensor:
     kept = torch.zeros(-(-length // BLOCK), -(-length // BLOCK), dtype=torch.bool)
     for table in block_tables(pattern, length, torch.device("cpu")):
         kept[table.row_of_entry, table.columns[0].long()] = True
-    tokens = kept.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return tokens[:length, :length]
+    return kept.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:length, :length]
 
 
 def needed(

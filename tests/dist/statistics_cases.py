@@ -132,9 +132,7 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
             {**boxes[0], "objective": ("grpo", "ppo")},
             *({**box, "ranks": layouts[-1:]} for box in boxes),
         ]
-    every = [
-        dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
-    ]
+    every = [dict(zip(box, row, strict=True)) for box in boxes for row in product(*box.values())]
     chosen = every if extent == "all" else cover(boxes, strength=2, seed=0)
     return [StatisticsCase(**case) for case in chosen]
 
@@ -295,15 +293,13 @@ def expected(objective: str, trained: str, weights: Path, count: int) -> dict[st
         found |= _with_gradient(plain.pairwise(model, pairs), model)
         return found | {"evaluation": found["loss"], "evaluated": len(pairs)}
     model = _plain_model(AutoModelForCausalLM, weights / "dense")
-    reference = _plain_model(AutoModelForCausalLM, weights / "reference")
+    frozen = _plain_model(AutoModelForCausalLM, weights / "reference")
     loss = {
         "sft": lambda: plain.supervised(model, step),
-        "grpo": lambda: plain.group_relative(
-            model, reference, step, estimator="k3", numbers=numbers
-        ),
+        "grpo": lambda: plain.group_relative(model, frozen, step, estimator="k3", numbers=numbers),
         "ppo": lambda: plain.proximal(model, None, step, numbers=numbers)[0],
         "dpo": lambda: plain.preference(
-            model, reference, list(zip(step[::2], step[1::2], strict=True))
+            model, frozen, list(zip(step[::2], step[1::2], strict=True))
         ),
     }[objective]()
     found |= _with_gradient(loss, model)
@@ -323,7 +319,7 @@ def expected(objective: str, trained: str, weights: Path, count: int) -> dict[st
         found["evaluation"] = found["loss"] if objective == "dpo" else found["nll"]
         found["evaluated"] = len(step) / 2 if objective == "dpo" else len(logprobs)
         if objective in ("grpo", "dpo"):
-            held = torch.cat([predictions(reference, one).logprobs for one in step])
+            held = torch.cat([predictions(frozen, one).logprobs for one in step])
             estimator = "k3" if objective == "grpo" else "k2"
             found["kl_reference"] = float(divergence(logprobs, held, estimator=estimator).mean())
     if objective in ("grpo", "ppo"):
@@ -347,11 +343,9 @@ def _ratios(
 ) -> dict[str, float]:
     """As verl's compute_policy_loss has ``pg_clipfrac``, ``pg_clipfrac_lower`` and ``ppo_kl``."""
     if objective == "grpo":
-        of_documents = standardised_in_groups(
-            [one.reward for one in step], [one.group for one in step]
-        )
+        grouped = standardised_in_groups([one.reward for one in step], [one.group for one in step])
         advantages = torch.cat(
-            [a.expand(len(one.trained)) for a, one in zip(of_documents, step, strict=True)]
+            [a.expand(len(one.trained)) for a, one in zip(grouped, step, strict=True)]
         )
     else:
         advantages = whitened(

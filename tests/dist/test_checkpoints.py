@@ -205,10 +205,8 @@ def test_transformers_4_57_reads_the_same_logits_from_it(folder, tmp_path):
 def logits(python: Path, folder: Path, out: Path) -> dict[str, "torch.Tensor"]:
     script = str(Path(__file__).with_name("logits.py"))
     words = [str(python), script, str(out), *saved_directories(folder)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return by_case(out)
 

@@ -164,12 +164,10 @@ def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_ref
 ):
     """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
     found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
-    assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(
-        WINDOWED, outcome
-    )
+    assert {name: row["outcome"] for name, row in found.items()} == dict.fromkeys(WINDOWED, outcome)
     if outcome == "refused":
-        for line in found.values():
-            problem = str(line["problem"])
+        for row in found.values():
+            problem = str(row["problem"])
             assert f"a sliding window of {window} tokens" in problem
             assert f"documents of {LONGEST_DOCUMENT}" in problem
 
