@@ -83,8 +83,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes(hanging, start, mar
     assert len(before) == 1
     assert finished(study) == before
     (tmp_path / "pause").unlink()
-    talk = complete(start(*PAUSED))
-    assert "1 so far" in talk
+    assert "1 so far" in complete(start(*PAUSED))
     assert starts(study) == {LENGTHS[0]: 1, LENGTHS[1]: 2}
     assert finished(study)[:1] == before
     assert len(set(finished(study))) == len(finished(study)) == 2

@@ -112,8 +112,7 @@ def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFact
     }
     more = ("--eval-data", str(trained.held_out), "--eval-every", "2")
     words = trained.words(str(trained.run), *more)
-    training = fork_server.popen_of_commands(words, env=environment)
-    assert training.wait(WITHIN_S) == EXIT_ANSWERED
+    assert fork_server.popen_of_commands(words, env=environment).wait(WITHIN_S) == EXIT_ANSWERED
     assert checkpoints_of(trained.run) == [BEST, LAST]
     return trained
 
@@ -244,8 +243,7 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_or_goes_on(trained, mar
         start_new_session=True,
     )
     os.close(theirs)
-    reader = Thread(target=_read_on, args=(terminal,), daemon=True)
-    reader.start()
+    Thread(target=_read_on, args=(terminal,), daemon=True).start()
     assert wait_until(lambda: latest_of(run) >= 2, within_s=WITHIN_S)
     os.killpg(closed.pid, signal.SIGHUP)  # as the kernel does
     os.close(terminal)
@@ -342,8 +340,7 @@ def corpus(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_ids_that_the_model_does_not_know_are_refused_before_a_step(trained, corpus, tmp_path):
     ids = corpus / "ids.bin"
     ids.write_bytes(ids.read_bytes()[:-2] + (259).to_bytes(2, "little"))
-    files = read_manifest(corpus).files
-    write_manifest(corpus, {**files, ids.name: record_of(ids)})
+    write_manifest(corpus, {**read_manifest(corpus).files, ids.name: record_of(ids)})
     with pytest.raises(highwater.HighwaterError, match=r"the token id 259\b.* 0 to 258") as refused:
         trained.train(tmp_path / "run", steps=1)
     shutil.rmtree(next(iter(re.findall("`rm -r (.*)`", refused.value.hint))))
@@ -372,10 +369,8 @@ def test_a_loss_that_is_no_number_names_its_step_and_document(trained, tmp_path)
 
     lines = trained.data.read_text().splitlines(keepends=True)
     (tmp_path / "mended.jsonl").write_text("".join(lines[: BROKEN - 1] + lines[BROKEN:]))
-    elsewhere = Path(flag_in(broken.value.hint, "--output"))
-    mended = trained.train(
-        elsewhere, model=str(model), data="mended.jsonl", seed=LATER, steps=step + 1
-    )
+    other = Path(flag_in(broken.value.hint, "--output"))
+    mended = trained.train(other, model=str(model), data="mended.jsonl", seed=LATER, steps=step + 1)
     assert len(mended.losses) == step + 1
 
 

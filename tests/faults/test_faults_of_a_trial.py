@@ -113,8 +113,7 @@ def test_an_endless_exception_is_kept_in_part_and_without_tokens(mark, tiny, tmp
     result = study.trials[-1].result
     assert result.outcome is Outcome.CRASHED
     assert "RuntimeError: HF_TOKEN=[hidden] xxx" in result.reason
-    failure = result.ranks[0].failure
-    assert failure.text.endswith("Bearer [hidden]")
+    assert result.ranks[0].failure.text.endswith("Bearer [hidden]")
     written = Path("study.jsonl").read_text()
     assert len(written) < 100_000
     for text in (written, log_of(result), "".join(capfd.readouterr())):
@@ -245,12 +244,10 @@ def just_ran_out(model: Path, *, from_mib: int) -> TrialResult:
     def fits(mib: int) -> bool:
         asked = {"device": "cpu", "memory": f"{mib}MiB", "gpus": [1]}
         asked["prompt_tokens"] = TOKENS // 2
-        result = highwater.run_trial(
-            str(model), TOKENS, log_dir=str(model.parent / "logs"), **asked
-        )
-        if result.outcome is Outcome.OUT_OF_MEMORY:
-            found[mib] = result
-        return result.outcome is not Outcome.OUT_OF_MEMORY
+        ended = highwater.run_trial(str(model), TOKENS, log_dir=str(model.parent / "logs"), **asked)
+        if ended.outcome is Outcome.OUT_OF_MEMORY:
+            found[mib] = ended
+        return ended.outcome is not Outcome.OUT_OF_MEMORY
 
     bisect_left(range(800, from_mib + 1, 20), True, key=fits)
     assert found, "it fits into everything"

@@ -46,8 +46,7 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
     try:
         for machine in both:
             ip("netns", "add", machine.name)
-        wire = ("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-        ip(*wire)
+        ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
         for machine, address in zip(both, ADDRESSES, strict=True):
             ip("link", "set", machine.interface, "netns", machine.name)
             inside = ("-n", machine.name)
@@ -70,8 +69,7 @@ def kill(pids: Iterable[int]) -> None:
 
 def across(folder: Path, *machines: str, kills: bool = True) -> tuple[str, ...]:
     """The words that have a command run on these machines, each a name, or a name and a wire."""
-    srun = (sys.executable, "-P", "-m", "srun")
-    launcher = (*srun, "kills" if kills else "waits", *machines, "--")
+    launcher = (sys.executable, "-P", "-m", "srun", "kills" if kills else "waits", *machines, "--")
     meet = ("--rendezvous", str(folder / "meet" / "ranks"))
     return ("--nodes", str(len(machines)), "--launcher", shlex.join(launcher), *meet)
 
@@ -91,11 +89,9 @@ def hanging(
 
 def losses(path: Path) -> dict[int, list[Any]]:
     return {
-        trial.spec.length_tokens: [
-            (rank.losses, rank.gradient_norms) for rank in trial.result.ranks
-        ]
-        for trial in read_study(path).trials
-        if trial.result is not None
+        each.spec.length_tokens: [(rank.losses, rank.gradient_norms) for rank in each.result.ranks]
+        for each in read_study(path).trials
+        if each.result is not None
     }
 
 
@@ -109,8 +105,7 @@ def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_pa
     assert "64 tokens" in answer
     assert "2 copies" in answer
     together = losses(tmp_path / "study.jsonl")
-    words = (*FIND, "--copies", "2", "--study", "alone.jsonl")
-    ended = done(*words)
+    ended = done(*FIND, "--copies", "2", "--study", "alone.jsonl")
     assert ended.returncode == 0, ended.stderr
     assert together == losses(tmp_path / "alone.jsonl")
     assert len(together) >= 1
@@ -122,8 +117,7 @@ def test_a_machine_that_dies_says_nothing_and_the_search_goes_on(machines, mark,
     search = hanging(tmp_path, machines, kills=kills)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
     assert len(inside) >= 2, "the reaper, and a rank"
-    reaper = "highwater.trials.reaper"
-    kill(pid for pid in inside if kills or not _runs(pid, reaper))
+    kill(pid for pid in inside if kills or not _runs(pid, "highwater.trials.reaper"))
 
     def ended() -> list[dict[str, Any]]:
         finished = [line for line in lines(study) if line["kind"] == "trial_finished"]
@@ -201,8 +195,7 @@ def test_two_machines_train_as_one_and_told_to_stop_both_stop(machines, mark, tm
     _, talk = both.communicate(timeout=ENDS_S)
     assert both.returncode == 0, talk
     assert "2 copies" in talk
-    words = training("alone", "--copies", "2", "--steps", steps)
-    ended = done(*words)
+    ended = done(*training("alone", "--copies", "2", "--steps", steps))
     assert ended.returncode == 0, ended.stderr
     assert trained_losses(run) == trained_losses(tmp_path / "alone")
     weights = [(tmp_path / each / "model/model.safetensors") for each in ("run", "alone")]
@@ -226,8 +219,7 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_which_is_told_first(tmp_pa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = across(tmp_path, "a", "b")[:-2]
-    words = training("run", *where, "--steps", "1")
+    words = training("run", *across(tmp_path, "a", "b")[:-2], "--steps", "1")
     # An outer launcher's port is none of the inner one's.
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -253,8 +245,7 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_which_is_told_first(tmp_pa
 )
 def test_a_launcher_that_numbers_otherwise_is_refused_first(tmp_path, monkeypatch, sets, problem):
     monkeypatch.setenv("SRUN_SETS", sets)
-    words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
-    ended = done(*words)
+    ended = done(*training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1"))
     assert ended.returncode == 3, ended.stderr
     assert problem in ended.stderr
     assert "--ntasks-per-node 1" in ended.stderr

@@ -67,7 +67,6 @@ def test_batches_of_the_working_directory_are_found_after_every_library(sprung):
     Path("own.py").write_text(OWN)
     tried = done(*TRIAL, "--data", "own:good")
     assert tried.returncode == 0, tried.stderr
-    ran = sprung.read_text().split() if sprung.exists() else []
-    assert not set(ran) & {
-        *("psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater"),
+    assert not set(sprung.read_text().split() if sprung.exists() else []) & {
+        *("psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater")
     }
