@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
 from engine_models import built
 from highwater.engine.models.decoder import Decoder
@@ -168,12 +163,12 @@ def test_training_goes_on_from_what_either_saved(directory, tmp_path, saves_on_h
     resumed = model_of(directory, seed=2)
     fresh = optimizer_of(resumed, on_host=loads_on_host)
     state: dict[str, Any] = {
-        "model": get_model_state_dict(resumed),
-        "optimizer": get_optimizer_state_dict(resumed, fresh),
+        "model": state_dict.get_model_state_dict(resumed),
+        "optimizer": state_dict.get_optimizer_state_dict(resumed, fresh),
     }
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    set_model_state_dict(resumed, state["model"])
-    set_optimizer_state_dict(resumed, fresh, state["optimizer"])
+    state_dict.set_model_state_dict(resumed, state["model"])
+    state_dict.set_optimizer_state_dict(resumed, fresh, state["optimizer"])
     for parameter in resumed.parameters():
         moment = local_shard(fresh.state[parameter]["exp_avg"])
         assert moment.is_cuda is not loads_on_host
