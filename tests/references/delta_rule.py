@@ -59,6 +59,5 @@ def defined(leaves: list[Tensor], heads: DeltaHeads) -> Tensor:
 
 
 def by_documents(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> Tensor:
-    cut = [each.split(lengths) for each in leaves[:4]]
-    documents = zip(*cut, strict=True)
+    documents = zip(*[each.split(lengths) for each in leaves[:4]], strict=True)
     return torch.cat([defined([*document, *leaves[4:]], heads) for document in documents])

@@ -32,8 +32,7 @@ class Document:
         """Positions of trained tokens; the first token of a document is predicted by nothing, so it
         is never one.
         """
-        positions = torch.arange(1, len(self.ids))
-        return positions[self.labels[1:] != IGNORED]
+        return torch.arange(1, len(self.ids))[self.labels[1:] != IGNORED]
 
 
 @dataclass(frozen=True, kw_only=True)
