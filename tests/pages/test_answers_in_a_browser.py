@@ -100,9 +100,8 @@ def test_everything_is_asked_and_copied_by_keyboard(answering, opened):
         if name == "copy-configuration":
             page.keyboard.press("Enter")
             break
-    choices = [f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")]
     assert [name for name in reached if name] == [
-        *choices,
+        *[f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")],
         "choose-configuration",
         "copy-configuration",
     ]

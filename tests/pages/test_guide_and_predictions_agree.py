@@ -157,8 +157,7 @@ def bars(page: Any) -> Iterator[tuple[str, int]]:
 
 
 def test_the_whole_page_has_one_word_for_each_setting(written, opened):
-    page = opened(written)
-    text = page.evaluate(
+    text = opened(written).evaluate(
         """() => {
           for (const each of document.querySelectorAll("details")) each.open = true;
           for (const each of document.querySelectorAll("pre")) each.remove();
