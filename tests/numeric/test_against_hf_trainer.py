@@ -10,12 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from curve import our_curve, save_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen3Config,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
 from engine_models import save_random
@@ -77,8 +72,7 @@ def ours(directory: Path, saved: Path) -> tuple[Tensor, Tensor, float]:
     ) as trainer:
         for step in range(1, STEPS + 1):
             trainer.learning_rate = RATE * SCHEDULE.factor(step)
-            own = slice((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES)
-            done = trainer.step(every[own])
+            done = trainer.step(every[slice((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES)])
             assert done.tokens == MICRO_BATCHES * sum(LENGTHS)
             found.append((done.loss, done.gradient_norm))
         evaluation = trainer.evaluate(every[:MICRO_BATCHES])

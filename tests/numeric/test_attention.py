@@ -135,8 +135,7 @@ def test_each_query_is_in_one_call_with_all_the_keys_before_it(lengths, long_tok
 def test_no_call_takes_more_for_itself_than_one_document_of_the_row():
     lengths = (9000, 8200, 8192) + (3,) * 50 + (200,) * 20 + (9,) * 1000
     for call in calls_of(lengths, long_tokens=8192).shared:
-        taken = sum(stop - start + 128 for start, stop in call.queries)
-        assert taken <= sum(lengths)
+        assert sum(stop - start + 128 for start, stop in call.queries) <= sum(lengths)
 
 
 ROW = 65_536

@@ -92,22 +92,16 @@ FAILING = {
         "ran out of memory",
         "can't allocate memory",
     ),
-    "block_sparse_adaptive": (
-        "import time; time.sleep(2.1)",
-        "took too long",
-        "longer than 2 s",
-    ),
+    "block_sparse_adaptive": ("import time; time.sleep(2.1)", "took too long", "longer than 2 s"),
 }
 """Attentions that fail where they are long: how, the result, and its reason."""
 SOUND = "block_sparse_ring_dilated"
 """One that is right, comes last, and starts a process in each pass."""
 
 
-def conditions_of(name: str, **order: Any) -> Conditions:
+def conditions_of(name: str, **more: Any) -> Conditions:
     asked = {"device": "cpu", "implementations": (name,), "heads": 4, "kv_heads": 2, "head_dim": 8}
-    return Conditions.of(
-        BenchOrder(**(asked | order)), name, "single", torch.device("cpu"), "flash"
-    )
+    return Conditions.of(BenchOrder(**(asked | more)), name, "single", torch.device("cpu"), "flash")
 
 
 CPU = conditions_of("dense")
@@ -149,8 +143,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> list[BenchLi
         "started = subprocess.Popen(['sleep', '600'])\n"
         f"open({str(pids)!r}, 'a').write(f'{{started.pid}}\\n')"
     )
-    folder = tmp_path_factory.mktemp("faults")
-    return spoilt(folder, ways, lengths=(256, 700), timeout_s=2.0)
+    return spoilt(tmp_path_factory.mktemp("faults"), ways, lengths=(256, 700), timeout_s=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +170,7 @@ def test_whoever_is_named_can_take_part_and_the_other_way_round():
     )
 
 
-def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once():
+def test_the_formula_that_judges_is_the_reference_and_counts_keys_as_often_as_met():
     torch.manual_seed(0)
     q, k, v = (torch.randn(heads, 37, 5, dtype=torch.float64) for heads in (4, 2, 2))
     found = naive_attention(q, k, v, torch.ones(37, 37).tril(), 0.3)
@@ -185,9 +178,6 @@ def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once():
         *(t.transpose(0, 1) for t in (q, k, v)), document_lengths=[37], scaling=0.3
     )
     torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
-
-
-def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none():
     q, k, v = torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[3.0], [9.0]]])
     counts = torch.tensor([[0.0, 0.0], [2.0, 1.0]])
     assert naive_attention(q, k, v, counts, 1.0).flatten().tolist() == [0.0, 5.0]
@@ -201,8 +191,7 @@ def test_each_equals_the_formula_with_grouped_heads(name):
     if contender.obstacle(conditions) is not None:
         assert name == "dense_flex", "all others run on the CPU"
         return
-    found = differences(contender.build, conditions)
-    assert max(found.values()) <= OFF_AT_THE_MOST["fp32"]
+    assert max(differences(contender.build, conditions).values()) <= OFF_AT_THE_MOST["fp32"]
 
 
 BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))
@@ -253,14 +242,9 @@ def test_a_case_that_fails_is_told_by_how(faults, name):
     assert reason in failed.reason
 
 
-def test_no_fault_of_one_takes_another_along(faults):
-    of_others = {line.check.reason for line in faults if line.check} - {""}
-    assert len(of_others) == len(RED)
+def test_no_fault_of_one_takes_another_along_and_what_it_started_ends(faults, pids):
+    assert len({line.check.reason for line in faults if line.check} - {""}) == len(RED)
     assert rows(faults)[-2:] == [(SOUND, 256, "fits"), (SOUND, 700, "fits")]
-
-
-def test_what_a_case_has_started_ends_with_it(faults, pids):
-    """As the workers of a compiler do, which stay for the next program."""
     assert rows(faults)[-1] == (SOUND, 700, "fits")
     started = [int(pid) for pid in pids.read_text().split()]
     assert started
@@ -287,8 +271,7 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(measure
         kv_heads=8,
     )
     results = dict(row[1:] for row in rows(lines))
-    assert results[512] == "fits"
-    assert results[1024] == "ran out of memory"
+    assert (results[512], results[1024]) == ("fits", "ran out of memory")
     fits = max(length for length, result in results.items() if result == "fits")
     fails = min(length for length, result in results.items() if result != "fits")
     assert fails - fits == 64, "an eighth of the last doubling"

@@ -53,8 +53,7 @@ def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **setti
     found = with_gradients([module(*inputs, **settings)], inputs)
     by_heads = (each.transpose(1, 2) for each in inputs)
     expected, _ = dense(*by_heads, count, inputs[0].shape[-1] ** -0.5)
-    wanted = with_gradients([expected.transpose(1, 2)], inputs)
-    assert_near(found, wanted, TOLERANCE, beside=1)
+    assert_near(found, with_gradients([expected.transpose(1, 2)], inputs), TOLERANCE, beside=1)
 
 
 @pytest.mark.parametrize("branches", BRANCHES)
@@ -73,8 +72,7 @@ def test_dilated_attention_has_no_pattern_by_any_kernel(is_causal, is_fused, mon
     branches = ((7, 20), (1, 2))
     count = meetings(37, 4, branches)
     count = count if is_causal else count.tril(-1).mT + count
-    module = DilatedAttention(*branches)
-    assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
+    assert_equal(DilatedAttention(*branches), tensors(37, (4, 2)), count, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +143,9 @@ def test_the_share_of_packed_documents_is_of_the_pairs_within_them():
 def test_the_published_example_runs_with_its_import_changed(parallel):
     """Its lines, at a length for the CPU, whose autocast has bfloat16."""
     length, num_heads, head_dim = 2048, 2, 32
-    sparse_config = SparsePatternConfig(
-        pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256
-    )
+    sparse = SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256)
     model = BlockSparseRingDilatedAttention(
-        segment_lengths=[length // 2, length], dilation_rates=[1, 2], sparse_config=sparse_config
+        segment_lengths=[length // 2, length], dilation_rates=[1, 2], sparse_config=sparse
     )
     if parallel:
         model = nn.DataParallel(model)
@@ -158,8 +154,7 @@ def test_the_published_example_runs_with_its_import_changed(parallel):
         q = torch.randn(1, length, num_heads, head_dim, dtype=torch.bfloat16)
         k, v = q, q
         output = model(q, k, v)
-    assert output.shape == q.shape
-    assert output.dtype == q.dtype
+    assert (output.shape, output.dtype) == (q.shape, q.dtype)
     wide = model(*(each.double() for each in (q, k, v)))
     assert (output - wide).norm() < 4 * torch.finfo(q.dtype).eps * wide.norm()
 
@@ -254,8 +249,7 @@ def test_what_is_not_computed_is_refused(make, said):
 
 
 def test_a_pattern_takes_the_published_fields_in_their_order_with_their_defaults():
-    pattern = SparsePatternConfig("global_local", None, 64, 256, 32)
-    assert pattern == SparsePatternConfig(
+    assert SparsePatternConfig("global_local", None, 64, 256, 32) == SparsePatternConfig(
         pattern_type="global_local", block_size=64, local_window_size=256, global_tokens=32
     )
     usual = SparsePatternConfig()
@@ -268,9 +262,7 @@ def tiny_llama(attention: str, **settings: object) -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, **{**sizes, **settings}
-    )
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **sizes | settings)
     config._attn_implementation = attention
     return LlamaForCausalLM(config).double()
 
@@ -294,8 +286,7 @@ def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by):
     model = tiny_llama(register_block_sparse(config, name="highwater_strided"))
     lengths = (5, 31, 1, 22)
     ids = torch.randint(64, (1, sum(lengths)))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    told = {"position_ids": positions}
+    told = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
     if told_by == "cumulative lengths":
         cumulative = torch.tensor([0, *lengths]).cumsum(0).int()
         told |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}

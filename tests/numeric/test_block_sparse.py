@@ -70,8 +70,7 @@ def test_any_dtype_is_as_exact_as_its_digits(dtype):
     ours = block_sparse_attention(*rounded, pattern=pattern, scaling=0.4)
     wide = [tensor.detach().double().requires_grad_() for tensor in rounded]
     expected, sums = masked(*wide, mask(pattern, *wide[:2]))
-    assert ours.output_BHSD.dtype == dtype
-    assert ours.log_sums_BHS.dtype == torch.float32
+    assert (ours.output_BHSD.dtype, ours.log_sums_BHS.dtype) == (dtype, torch.float32)
     found = with_gradients([ours.output_BHSD], rounded)
     wanted = with_gradients([expected], wide, rounded=dtype)
     near = 4 * torch.finfo(dtype).eps
@@ -145,8 +144,7 @@ def patterns(draw: st.DrawFn) -> SparsePatternConfig:
 def test_the_formula_counts_what_the_tables_keep(pattern, length):
     tables = block_tables(pattern, length, CPU)
     assert sparse_costs.kept_pairs(pattern, length) == sum(t.kept_pairs for t in tables)
-    share = sparse_costs.kept_share(pattern, length)
-    assert share == pytest.approx(kept_share(tables))
+    assert sparse_costs.kept_share(pattern, length) == pytest.approx(kept_share(tables))
 
 
 @given(length=st.integers(1, 200), size=st.integers(1, 20), ratio=st.floats(0.01, 1.0))

@@ -5,15 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    MixtralConfig,
-    PhimoeConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
 
 from closeness import assert_near, deviation, with_gradients
 from engine_models import forward, on_meta, packed
@@ -30,13 +23,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 """Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
 rounded to 8 bits."""
 OF_TWO = SIZES | {"num_experts_per_tok": 2}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**OF_TWO, moe_intermediate_size=24, num_experts=5),
-    "mixtral": MixtralConfig(**OF_TWO, num_local_experts=5),
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "qwen3_moe": transformers.Qwen3MoeConfig(**OF_TWO, moe_intermediate_size=24, num_experts=5),
+    "mixtral": transformers.MixtralConfig(**OF_TWO, num_local_experts=5),
 }
-OTHERS: dict[str, PreTrainedConfig] = {
-    "biases": GptOssConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
-    "float32 weights": PhimoeConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
+OTHERS: dict[str, transformers.PreTrainedConfig] = {
+    "biases": transformers.GptOssConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
+    "float32 weights": transformers.PhimoeConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
 }
 
 
@@ -46,7 +39,7 @@ def experts_of(model: nn.Module) -> Any:
 
 def of_family(name: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         {**CONFIGS, **OTHERS}[name], experts_implementation="eager"
     )
     with torch.no_grad():
@@ -124,9 +117,7 @@ def test_experts_that_compute_something_else_are_left_alone():
     assert model.config._experts_implementation != IMPLEMENTATION
 
 
-def test_only_what_experts_are_given_is_kept_and_products_are_not_recomputed(
-    monkeypatch,
-):
+def test_only_what_experts_are_given_is_kept_and_products_are_not_recomputed(monkeypatch):
     products: list[int] = []
     plain = gate_kernels.product_
     monkeypatch.setattr(

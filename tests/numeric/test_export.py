@@ -95,8 +95,7 @@ def test_an_exported_model_loads_in_transformers_with_the_same_logits(source, tm
     written = export(own, out, source=source)
     assert written == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert [path.name for path in out.parent.iterdir()] == ["model"]
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert deviation(read(model), before) < FLOAT32
+    assert deviation(read(AutoModelForCausalLM.from_pretrained(out)), before) < FLOAT32
     assert deviation(read(AutoModelForCausalLM.from_pretrained(source)), before) > 0.01
     assert {name: (out / name).read_text() for name in BESIDE} == BESIDE
     assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
@@ -127,8 +126,7 @@ def test_adapters_load_in_peft_and_merged_ones_elsewhere_with_the_same_logits(so
     own = trained(source, lora=4)
     export(own, tmp_path / "adapter", source=source)
     base = AutoModelForCausalLM.from_pretrained(source)
-    plain = read(base)
-    assert deviation(plain, told(own)) > 0.01
+    assert deviation(read(base), told(own)) > 0.01
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert deviation(read(model), told(own)) < FLOAT32
     assert (tmp_path / "adapter" / "tokenizer_config.json").is_file()
@@ -158,8 +156,7 @@ def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay(family, alo
     model.set_experts_implementation("eager")  # the grouped product has no float64
     exact = read(model.double())
     assert deviation(exact, told(own)) < OF_THEIRS * deviation(exact, theirs)
-    again = trained(out)
-    assert again.policy.weights == "saved"
+    assert trained(out).policy.weights == "saved"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl"])
@@ -189,8 +186,7 @@ def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):
     for said in ("is there already", r"model\.partial is in the way"):
         with pytest.raises(UsageError, match=said) as refused:
             export(own, out, source=source)
-        found = re.search(r"`(mv .*)`", refused.value.hint)
-        _, here, there = shlex.split(found[1])
+        _, here, there = shlex.split(re.search(r"`(mv .*)`", refused.value.hint)[1])
         Path(here).rename(there)
     export(own, out, source=source)
     assert {

@@ -134,16 +134,13 @@ def test_a_place_that_is_large_enough_is_taken_before_a_new_one_and_the_smallest
     assert memory.mapped_bytes == 70
 
 
-def test_more_host_memory_is_told_when_it_is_mapped_and_not_when_it_is_used_again():
+def test_host_memory_is_told_when_it_is_mapped_and_refused_past_the_budget():
     memory, told = PinnedPlaces(CPU, budget_bytes=MIB), list[int]()
     memory.mapped = lambda: told.append(memory.mapped_bytes)
     first, _ = memory.take(40), memory.take(50)
     memory.give(first)
     memory.take(30)
     assert told == [40, 90]
-
-
-def test_more_than_the_budget_is_refused_before_it_is_touched():
     model = built(PLAIN, "layer", host_of(budget_bytes=2 * 64 * 32 * 4))
     gradients(model, batch(16))
     with pytest.raises(MemoryError, match="more of host memory"):

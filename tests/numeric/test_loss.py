@@ -1,8 +1,6 @@
 """Log-probabilities and entropies against log_softmax in float64."""
 
-import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from closeness import assert_near, with_gradients
 from highwater.engine.data.batches import Document, pack, shard
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module
-from highwater.engine.models.decoder import MicroBatchStatistics
 from highwater.engine.models.loss import LogitRange, chunk_rows, token_statistics
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.engine.training import objectives
 from highwater.engine.training.objectives import sft, sft_logprob_gradient
-from highwater.engine.training.step import Training, backward_of
 from highwater.model.families import PLAIN, LogitTransform
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
@@ -109,48 +105,6 @@ def test_a_known_gradient_saves_computing_logits_twice(loss, monkeypatch):
         flops.append(counter.get_total_flops())
     logits = 2 * 256 * 8 * 11
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
-
-
-def test_sft_tells_its_loss_the_gradient_that_its_objective_has_and_no_other_does():
-    """Of all trained tokens, not of one micro-batch's."""
-    batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
-    for asked, logprob_gradient in (
-        ("sft", sft_logprob_gradient(trained_tokens=4 + 8)),
-        ("ppo", None),
-    ):
-        policy = Listening()
-        mesh: Any = SimpleNamespace(size=lambda: 1, device_type="cpu")
-        training = Training(
-            policy=policy,
-            optimizer=torch.optim.SGD(policy.parameters()),
-            mesh=mesh,
-            objective=asked,
-        )
-        backward_of(
-            training,
-            batches
-            if asked == "sft"
-            else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches],
-        )
-        assert policy.gradients_told == [logprob_gradient, logprob_gradient]
-
-
-class Listening(torch.nn.Module):
-    """A policy whose log-probabilities are all one parameter."""
-
-    gives_scalars = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.gradients_told: list[float | None] = []
-
-    def forward(self, *batch: Any) -> MicroBatchStatistics:
-        _, _, positions_N, _, _, logprob_gradient = batch
-        self.gradients_told.append(logprob_gradient)
-        return MicroBatchStatistics(
-            self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None
-        )
 
 
 def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it():
@@ -274,8 +228,7 @@ def test_a_rank_without_a_trained_token_has_a_loss_of_zero_and_zero_gradients(pa
 
 
 def test_a_chunk_holds_what_its_bytes_allow():
-    weight = torch.empty(1000, 8)
-    rows = chunk_rows(weight)
+    rows = chunk_rows(torch.empty(1000, 8))
     assert rows % 128 == 0
     assert rows * 1000 * 4 <= loss_module.CHUNK_BYTES["cpu"] < (rows + 128) * 1000 * 4
 
@@ -286,17 +239,15 @@ CLIPPED = {"low": 0.2, "high": 0.2, "dual": 3.0, "trained_tokens": 1}
 @pytest.mark.parametrize("log_ratio", [-1000.0, -90.0, -20.5, 20.5, 90.0, 1000.0])
 @pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
 def test_a_token_of_another_policy_has_a_finite_loss_and_no_gradient(log_ratio, advantage):
-    loss, logprob_gradient = token(
-        objectives.clip_loss, log_ratio, torch.tensor([advantage]), **CLIPPED
-    )
+    loss, gradient = token(objectives.clip_loss, log_ratio, torch.tensor([advantage]), **CLIPPED)
     assert math.isfinite(loss)
-    assert logprob_gradient == 0
+    assert gradient == 0
     for estimator in ("k1", "k2", "k3"):
-        loss, logprob_gradient = token(
+        loss, gradient = token(
             objectives.divergence, log_ratio, estimator=estimator, coefficient=1.0, trained_tokens=1
         )
         assert math.isfinite(loss)
-        assert math.isfinite(logprob_gradient)
+        assert math.isfinite(gradient)
 
 
 @pytest.mark.parametrize(

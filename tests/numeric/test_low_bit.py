@@ -21,18 +21,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
-from transformers import (
-    LlamaConfig,
-    OlmoConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-    Starcoder2Config,
-    Trainer,
-)
 
 from engine_models import on_meta
 from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
@@ -253,25 +246,25 @@ def test_what_was_alive_counts_codes_and_scales(name):
 
 
 FAMILIES = [
-    LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    Qwen2Config(**SIZES, tie_word_embeddings=True),
-    Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4),
-    Starcoder2Config(**SIZES, use_bias=True),
-    OlmoConfig(**SIZES),
+    transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4),
+    transformers.Starcoder2Config(**SIZES, use_bias=True),
+    transformers.OlmoConfig(**SIZES),
 ]
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
 def test_what_decays_is_what_transformers_trainer_lets_decay(config):
     model = on_meta(config).to_empty(device="cpu")
-    decays = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    decays = set(
+        transformers.Trainer.get_decay_parameter_names(cast(transformers.Trainer, None), model)
+    )
     optimizer = make_optimizer(model, Hyperparameters(weight_decay=0.3))
-    found = {
-        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
+    found = {id(p): one["weight_decay"] for one in optimizer.param_groups for p in one["params"]}
     wanted = {name: 0.3 if name in decays else 0.0 for name, _ in model.named_parameters()}
     assert {name: found[id(p)] for name, p in model.named_parameters()} == wanted
-    assert len(found) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert len(found) == sum(len(one["params"]) for one in optimizer.param_groups)
 
 
 def test_adamw_is_set_as_it_is_asked_for():

@@ -129,9 +129,7 @@ def test_every_allocation_is_that_of_whole_documents(lengths, heads, by_heads):
 def test_capped_scores_take_the_most_in_rows_of_trials(lengths, scores, window, monkeypatch):
     """So does the tracer, whose steps compute no others."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
-    whole, few = (
-        live_bytes(capped_step(lengths, window, in_pieces=flag)) for flag in (False, True)
-    )
+    whole, few = (live_bytes(capped_step(lengths, window, in_pieces=cut)) for cut in (False, True))
     assert max(whole) == max(few)
     assert whole[-1] == few[-1]
     is_in_one = scores == 2**23

@@ -66,12 +66,10 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
 
 
 def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens():
-    settings = Settings(
-        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
-    )
+    grpo = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
     logs: dict[int, EventLog] = {}
     for length in (4224, 4608, 8192, 139_264):
-        spec = msgspec.structs.replace(small(Layout()), settings=settings, length_tokens=length)
+        spec = msgspec.structs.replace(small(Layout()), settings=grpo, length_tokens=length)
         logs[2 * length] = traced(spec, trainer="trinity")
     # Refuses a length between that is not on the line through two and under the longest's ceiling.
     lines = scaled_trace(logs)
@@ -91,10 +89,8 @@ def test_the_reference_system_waits_in_every_layer_and_before_an_update(gpus, la
     """In a backward pass of several ranks the gradient of the layer before is held: the host waits
     for another stream. Alone it is free at the wait, as H200s recorded.
     """
-    settings = Settings(
-        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
-    )
-    spec = msgspec.structs.replace(small(Layout(gpus=gpus)), settings=settings, length_tokens=4096)
+    grpo = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+    spec = msgspec.structs.replace(small(Layout(gpus=gpus)), settings=grpo, length_tokens=4096)
     held: dict[str, set[int]] = {}
     for phase, given_back in given_back_by_phase(traced(spec, trainer="trinity")):
         held.setdefault(phase, set()).add(given_back)

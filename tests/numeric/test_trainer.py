@@ -78,8 +78,7 @@ def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer):
         with pytest.raises(UsageError, match=said) as raised:
             trainer.step(rows)
         assert "`--" not in raised.value.hint, "hints speak in keywords"
-    assert trainer.evaluate(ROWS) == before
-    assert trainer.steps_done == 0
+    assert (trainer.evaluate(ROWS), trainer.steps_done) == (before, 0)
 
 
 def test_a_trainer_of_single_micro_batches_takes_one(model):
@@ -91,8 +90,7 @@ def test_a_trainer_of_single_micro_batches_takes_one(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    table("trainer", "keywords_are_refused_by_name_before_anything"),
+    ("settings", "said"), table("trainer", "keywords_are_refused_by_name_before_anything")
 )
 def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, model):
     with pytest.raises(HighwaterError, match=said) as raised:
@@ -102,7 +100,7 @@ def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, m
     assert not dist.is_initialized()
 
 
-def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(model, tmp_path):
+def test_a_trainers_keywords_are_those_of_a_trials_step(model, tmp_path):
     settings = {"loss": "chunked", "offload": True, "objective": "grpo", "kl_estimator": "k3"}
     settings |= {"memory": "8GiB", "device": "cpu", "micro_batches": 3}
     asked = request_from(
@@ -110,9 +108,6 @@ def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(model, tmp_pat
     )
     with Trainer(model, length=8, **settings) as trainer:
         assert trainer.spec == prepare_trial(asked, 8)
-
-
-def test_only_what_a_step_has_is_a_keyword():
     assert {"ulysses", "ring", "copies", "loss", "lora", "dpo_beta", "memory"} <= set(KEYWORDS)
     assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
 

@@ -56,9 +56,8 @@ def test_a_familys_loss_and_every_gradient_are_its_own_classs(family, how, dtype
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, ids[1:])
     wanted = torch.autograd.grad(expected, list(model.parameters()))
-    hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
     statistics = token_statistics(
-        hidden,
+        model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1],
         model.get_output_embeddings().weight,
         ids[1:],
         loss="full" if how == "full" else "chunked",

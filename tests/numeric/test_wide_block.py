@@ -26,10 +26,8 @@ def heads_of(tokens: int, dtype: torch.dtype) -> list["torch.Tensor"]:
 def test_packed_documents_equal_the_formula_in_any_rows(lengths, scaling, scores, monkeypatch):
     monkeypatch.setattr(wide_block, "SCORES_AT_HAND", scores)
     own = [t.requires_grad_() for t in heads_of(sum(lengths), torch.float64)]
-    documents = Documents(
-        lengths=lengths, pattern=Pattern(scaling=scaling, is_wide=True), kernel="flash"
-    )
-    output = attend_in_pattern(*own, documents=documents).output_BSHD[0]
+    row = Documents(lengths=lengths, pattern=Pattern(scaling=scaling, is_wide=True), kernel="flash")
+    output = attend_in_pattern(*own, documents=row).output_BSHD[0]
     rows = [tensor[0].transpose(0, 1) for tensor in own]
     expected = reference_attention(*rows, document_lengths=lengths, scaling=scaling)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).double()
