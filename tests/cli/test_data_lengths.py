@@ -138,8 +138,7 @@ def test_gpus_that_train_no_length_leave_what_is_counted(data):
 def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, data):
     words = ("--gpus", "2xRTX-4090", "--lora", "16", "--trainer", "llamafactory")
     asked = {"gpus": "2xRTX-4090", "lora": 16, "trainer": "llamafactory"}
-    longest = highwater.predict("Qwen3-8B", **asked).answer
-    at = longest.capacity_tokens
+    at = highwater.predict("Qwen3-8B", **asked).answer.capacity_tokens
     longer = sum(each > at for each in LENGTHS)
     done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
     first, second, *_ = done.stdout.splitlines()

@@ -57,9 +57,7 @@ ELSEWHERE = {
     "block_sparse_5": "measures for real, with fewer lengths by test_bench_command.py",
 }
 """Commands that another test runs, and why they are not run here."""
-EXTRAS = set(
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-)
+EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
 
 
 def test_there_is_something_to_run():
@@ -173,13 +171,6 @@ def test_a_command_within_a_sentence_is_one_of_the_grammar(command, document):
         assert words[0] in commands()
     else:
         assert parse([word.strip("[]") for word in words]).command_name == words[0], document
-
-
-@pytest.mark.parametrize(
-    "name", re.findall(r"^\| `(highwater \w+|\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-)
-def test_a_command_in_the_table_exists(name, run):
-    assert run(*name.split(), "--help").returncode == 0
 
 
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))

@@ -13,13 +13,7 @@ from conftest import Run
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.trainer import (
-    REGISTRY,
-    is_step_of,
-    predicted_as,
-    step_in_words,
-    trainer_title,
-)
+from highwater.nouns.trainer import REGISTRY, is_step_of, predicted_as, step_in_words, trainer_title
 from highwater.trainers.targets import TARGETS
 
 REPORTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "reports.csv"

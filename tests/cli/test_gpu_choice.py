@@ -138,9 +138,7 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
     assert highwater(*again).returncode == 0
 
 
-def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_named(
-    highwater,
-):
+def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_named(highwater):
     asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
     assert " A million tokens take " in highwater(*asked, "--price", "2.50").stdout
     found = highwater(*asked, "--price", "2.50", "--tokens", "500M", "--json")
@@ -164,12 +162,9 @@ def highwater_step(document: dict[str, object]) -> float:
     return found.step.tokens_per_s
 
 
-def test_a_number_of_tokens_that_is_none_is_refused():
+def test_tokens_that_are_none_are_refused_and_more_gpus_than_named_noted():
     for tokens in ("0", "5 elephants", "-3"):
         with pytest.raises(HighwaterError):
             highwater.predict("Qwen3-8B", gpus="8xH100", length="8k", tokens=tokens)
-
-
-def test_a_kind_that_a_degree_makes_more_than_one_of_is_noted():
     choice = highwater.cheapest_gpus("Qwen3-8B", gpus=("2xH100", "H200"), length="8k", ulysses=[2])
     assert "H200 is named without a number: fewer than 2 are refused here" in choice.notes

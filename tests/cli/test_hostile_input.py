@@ -22,12 +22,10 @@ UNPRIVILEGED = (
 
 
 def by_hostile(directory: Path, *which: str) -> Any:
-    words = [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which]
-    environment = {**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"}
     done = subprocess.run(
-        words,
+        [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which],
         cwd=directory,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -89,7 +89,7 @@ def test_every_command_takes_an_id_of_the_hub(highwater, hub):
         assert "small-model-instruct" in done.stdout
 
 
-def test_a_gated_model_is_told_and_given_to_who_was_let_in(predict, hub):
+def test_what_the_hub_withholds_or_lacks_is_told(predict, hub, highwater):
     for token in ("", "hf_of_somebody_else"):
         problem, hint = refusal(predict("gated/small-model", HF_TOKEN=token), 2)
         assert problem.startswith("gated/small-model is gated")
@@ -98,13 +98,9 @@ def test_a_gated_model_is_told_and_given_to_who_was_let_in(predict, hub):
         assert offered(hint) == [["hf", "auth", "login"]]
     done = predict("gated/small-model", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
-
-
-def test_an_id_that_the_hub_does_not_have_is_told(highwater, predict, hub):
     problem, hint = refusal(predict("Qwen/Qwen3-0.8B"), 2)
     assert problem.startswith("the Hub has no model 'Qwen/Qwen3-0.8B'")
-    meant = offered(hint)[0]
-    assert highwater("predict", *meant, *GPUS, **hub.environment).returncode == 0
+    assert highwater("predict", *offered(hint)[0], *GPUS, **hub.environment).returncode == 0
     problem, _ = refusal(predict("someone/adapter"), 2)
     assert problem == "someone/adapter has no config.json on the Hub"
 

@@ -48,8 +48,7 @@ def test_a_search_of_a_script_finds_its_capacity_and_goes_on(highwater, tmp_path
     assert "train.py {length} {steps}" in report.stdout
     other = highwater(*words[:-1], "study.jsonl", "--done-pattern", "step 2/2")
     assert other.returncode == 2, "another proof is another question"
-    logs = list((tmp_path / "logs").rglob("*.log"))
-    assert len(logs) == len(study["trials"])
+    assert len(list((tmp_path / "logs").rglob("*.log"))) == len(study["trials"])
     assert not list((tmp_path / "logs").rglob("highwater-*"))
 
 

@@ -59,11 +59,9 @@ def outcome(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
     return result["outcome"], result["reason"]
 
 
-@pytest.mark.parametrize(
-    ("source", "flags"), [("untrained", ("--gpus", "2")), ("trained_once", ())]
-)
-def test_a_step_that_trains_no_token_on_any_rank_is_refused(tried, source, flags):
-    done = tried(source, *flags)
+@pytest.mark.parametrize(("source", "more"), [("untrained", ("--gpus", "2")), ("trained_once", ())])
+def test_a_step_that_trains_no_token_on_any_rank_is_refused(tried, source, more):
+    done = tried(source, *more)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "trains no token" in done.stderr
 

@@ -16,18 +16,16 @@ from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import CPU_FLAGS
 from highwater.store.directory import check_log_directory
 from highwater.units import GIB, parse_bytes
+from places import DATA
 from tiny_models import TINY, write_model
 
 
-def test_an_unknown_model_is_answered_with_the_known_ones(highwater):
+def test_an_unknown_model_and_a_small_one_are_offered_what_works(highwater, tiny):
     told = "no model 'Qwen3-0.7B': not a directory, not in the catalog"
     problem, hint = refusal(highwater("find", "Qwen3-0.7B", *SIMULATED), 2)
     assert problem == told, "the wording of a refusal, here and nowhere else"
     assert highwater("find", re.findall(r"Qwen3-[\w.]+B", hint)[0], *SIMULATED).returncode == 0
     assert refusal(highwater("find", "Qwen3-0.7B", "--print-config"), 2)[0] == told
-
-
-def test_a_small_model_is_offered_a_short_search_of_its_own(highwater, tiny):
     _, hint = refusal(highwater("find", str(tiny), "--device", "cuda"), 3)
     assert offered(hint) == [["highwater", "find", str(tiny), *CPU_FLAGS.split()]]
     assert highwater(*offered(hint)[0][1:], "--dry-run").returncode == 0
@@ -68,8 +66,7 @@ def test_the_newest_study_is_hinted_at_only_where_there_is_one(highwater):
         ).returncode
         == 0
     )
-    hint = refusal(highwater("report", "none.jsonl"), 2)[1]
-    assert offered(hint) == [["highwater", "show"]]
+    assert offered(refusal(highwater("report", "none.jsonl"), 2)[1]) == [["highwater", "show"]]
     assert highwater("show").returncode == 0
 
 
@@ -125,9 +122,7 @@ def test_scaled_logits_are_known_to_every_command_but_for_trinity(highwater, tin
     assert highwater(*offered_command.split()[1:]).returncode == 0
 
 
-ROWS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "data" / "hints.json").read_text(encoding="utf-8")
-)
+ROWS: list[dict[str, Any]] = json.loads((DATA / "hints.json").read_text(encoding="utf-8"))
 FILES = {
     "d.txt": b"a few words",
     "data.jsonl": b'{"text": "a few words"}',

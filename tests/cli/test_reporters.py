@@ -163,8 +163,7 @@ def test_a_package_reads_the_lines_in_one_run_after_a_stop(highwater, tiny, tmp_
     wanted = lines(tmp_path)
     assert set(found) == set(wanted) == {1, 2, 3}
     for step, numbers in wanted.items():
-        told = {key: found[step][key] for key in numbers}
-        assert told == pytest.approx(numbers, rel=1e-6)
+        assert {key: found[step][key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
     for path in (tmp_path / "run" / "reports").rglob("*"):
         assert path.is_dir() or KEY.encode() not in path.read_bytes()
 

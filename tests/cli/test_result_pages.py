@@ -3,16 +3,14 @@
 import os
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from conftest import HERE, TIMEOUT_S
 
 from fork_server import ForkServer
+from places import RESULTS, ROOT
 from tables import table
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
 TABLES = table("result_pages", "tables")
 """A page below docs/results, and the command whose table it has."""
 OTHERS = table("result_pages", "others")

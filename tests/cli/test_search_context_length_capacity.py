@@ -59,17 +59,12 @@ def test_a_trial_is_the_original_one():
     request = request_of(arguments, settings_of(arguments, {}), {"device": "cuda"})
     assert request.gpus == (2, 4)
     assert request.ulysses == (1,)
-    assert request.timeout_s == 600.0
-    assert request.start_tokens == 4096
+    assert (request.timeout_s, request.start_tokens) == (600.0, 4096)
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
     usual = request.hyperparameters
     assert (usual.learning_rate, usual.max_grad_norm) == (1e-5, 1.0)
-    assert request.method == "bisect"
-    assert request.rope == "yarn"
-    assert request.device == "cuda"
-    assert request.loss == "full"
-    assert request.checkpoint == "sharded"
-    assert request.save_hf == "never"
+    assert (request.method, request.rope, request.device) == ("bisect", "yarn", "cuda")
+    assert (request.loss, request.checkpoint, request.save_hf) == ("full", "sharded", "never")
     assert request.checkpoint_dir == arguments.checkpoint_path
 
 
@@ -113,8 +108,7 @@ def test_dlc_without_a_cluster_is_answered_with_one_machine(search):
 def test_hints_about_a_full_disk_name_the_flags_that_there_are_here():
     """The original has no flag against shards, which a file can switch off."""
     free = "free some space (`df -h x`)"
-    said = in_these_words(f"{free}, or use `--checkpoint none --save-hf never`")
-    assert offered(said)[1:] == [
+    assert offered(in_these_words(f"{free}, or use `--checkpoint none --save-hf never`"))[1:] == [
         ["--save_hf_checkpoint", "never"],
         ["checkpoint:", "none"],
         ["--config"],
@@ -260,12 +254,7 @@ def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("more", "goes_on"),
-    [
-        ("", True),
-        ("max_length: 512\n", False),
-        ("start_length: 256\n", False),
-    ],
+    ("more", "goes_on"), [("", True), ("max_length: 512\n", False), ("start_length: 256\n", False)]
 )
 def test_the_note_on_where_lengths_end_is_said_where_it_is_true(search, tmp_path, more, goes_on):
     bundled = Path(__file__).parents[2] / "examples" / "tiny"
@@ -399,8 +388,7 @@ def test_where_nothing_fits_it_is_said_in_plain_words(on_the_cpu, tmp_path):
 def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_number(
     on_the_cpu, highwater, tmp_path, method
 ):
-    words = ("--start_length", "128", "--timeout", "10", "--method", method)
-    done = on_the_cpu("waits", *words)
+    done = on_the_cpu("waits", "--start_length", "128", "--timeout", "10", "--method", method)
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
     assert lengths_tried(tmp_path / "study.jsonl") == {(1, 1): [128]}
     assert re.search(

@@ -220,15 +220,14 @@ def test_a_terminal_that_does_not_say_how_wide_it_is_has_80_columns(on_a_termina
 
 def test_a_refusal_breaks_between_words_and_leaves_what_is_typed_whole(on_a_terminal, tmp_path):
     words = ("predict", "Qwen3-8B", "--gpus", "8xH100-80GB", "--ulysses", "3")
-    shown = on_a_terminal(tmp_path, *words, columns=40, code=2)
-    lines = shown.splitlines()
+    lines = on_a_terminal(tmp_path, *words, columns=40, code=2).splitlines()
     assert max(map(len, lines)) <= 40
     assert " ".join(lines[:2]).startswith("error: Ulysses 3 on 8 GPUs: ")
     assert lines[2] == ""
     assert [line.count("`") for line in lines[3:]] == [4, 4], "no flag is cut from its value"
 
 
-def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater):
+def test_what_is_read_by_a_program_is_plain_and_never_folded(on_a_terminal, tmp_path, highwater):
     module = "a_package_with_a_long_name.and_a_module:and_a_function"
     for command in (
         "emit --for trl Qwen3-8B --gpus 8xH20-96GB --rollout-gpus 2 --length 32k",
@@ -237,30 +236,18 @@ def test_what_a_program_reads_is_never_folded(on_a_terminal, tmp_path, highwater
     ):
         words = command.split()
         assert highwater(*words).stdout in on_a_terminal(tmp_path, *words, columns=40)
-
-
-def test_a_search_of_several_counts_of_gpus_is_answered_in_25_lines(on_a_terminal, tmp_path):
-    counts = ("--gpus", "1", "2", "4", "8")
-    shown = on_a_terminal(tmp_path, "find", "Qwen3-8B", *SIMULATED, *counts)
-    assert len(standing(shown)) <= 25
-
-
-def test_a_terminal_gets_a_drawn_table_and_the_next_command(on_a_terminal, tmp_path):
-    shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
-    assert re.search(r"\n-{24,}  ", shown)
-    assert " trains up to " in shown
-    assert shown.splitlines()[-1].startswith("next: highwater find ")
-    assert "trying 71,680 tokens" not in shown  # lines are for pipes
-
-
-def test_no_color_is_honoured(on_a_terminal, tmp_path):
-    shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED, NO_COLOR="1")
-    assert not [code for code in range(30, 38) if f"\x1b[{code}m" in shown]
-
-
-def test_a_pipe_gets_plain_lines_that_are_never_folded(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--max-length", "8k")
     assert "\x1b" not in done.stdout + done.stderr
     assert "----" not in done.stdout
     assert all(line == line.rstrip() for line in (done.stdout + done.stderr).splitlines())
     assert highwater(*PREDICT, COLUMNS="40").stdout == highwater(*PREDICT, COLUMNS="400").stdout
+
+
+def test_a_terminal_gets_a_drawn_table_in_the_colours_it_wants(on_a_terminal, tmp_path):
+    shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED)
+    assert re.search(r"\n-{24,}  ", shown)
+    assert " trains up to " in shown
+    assert shown.splitlines()[-1].startswith("next: highwater find ")
+    assert "trying 71,680 tokens" not in shown  # lines are for pipes
+    shown = on_a_terminal(tmp_path, "find", "Qwen3-0.6B", *SIMULATED, NO_COLOR="1")
+    assert not [code for code in range(30, 38) if f"\x1b[{code}m" in shown]

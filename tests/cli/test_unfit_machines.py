@@ -9,8 +9,7 @@ from conftest import SIMULATED, following, offered, refusal
 
 from highwater.errors import EXIT_MACHINE
 from highwater.store.journal import read_study
-
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+from places import FOUND
 
 PYNVML = """
 class NVMLError(Exception): pass
@@ -39,9 +38,7 @@ def libraries(tmp_path: Path) -> dict[str, str]:
 def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater, tmp_path, libraries):
     (tmp_path / "pynvml.py").write_text(LOST)
     document = json.loads(highwater("doctor", "--json", **libraries).stdout)
-    (lost,) = (
-        finding["problem"] for finding in document["findings"] if "GPU 0" in finding["problem"]
-    )
+    (lost,) = (each["problem"] for each in document["findings"] if "GPU 0" in each["problem"])
     assert lost.endswith("GPU is lost")
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, **libraries).returncode == 0
     assert highwater(*CPU, "--dry-run", **libraries).returncode in (0, 1)
@@ -103,15 +100,12 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first(highwater, t
     }
 
 
-def test_half_of_what_trials_need_is_a_fault_of_the_doctors_exit_code(highwater, tmp_path):
+def test_a_package_that_is_missing_is_a_fault_and_metadata_is_not(highwater, tmp_path, libraries):
     hidden_packages(tmp_path, "transformers")
     done = highwater("doctor", PYTHONPATH=str(tmp_path))
     assert done.returncode == EXIT_MACHINE
     assert "transformers is not installed" in done.stdout.splitlines()[0]
     assert done.stderr.startswith("next: pip install")
-
-
-def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path, libraries):
     hidden_packages(tmp_path, "highwater")
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
     assert done.returncode == 0, done.stderr
@@ -119,8 +113,7 @@ def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path
 
 def typed_again(study: Path) -> tuple[str, ...]:
     """The command of a study of docs/results/find, about a copy of its file."""
-    words = read_study(study).command[1:]
-    return (*words, "--study", study.name)
+    return (*read_study(study).command[1:], "--study", study.name)
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b-card-full", "long-8b-2"])
