@@ -19,13 +19,11 @@ def assert_near(
     tolerance: float,
     beside: float = 1e-300,
 ) -> None:
-    """Each is as near as that, or exactly what is expected."""
     off = [deviation(*each, beside=beside) for each in zip(ours, expected, strict=True)]
     assert all(each <= tolerance for each in off), off
 
 
 def assert_equal(ours: Sequence["torch.Tensor"], expected: Sequence["torch.Tensor"]) -> None:
-    """Each to the bit."""
     assert all(mine.equal(theirs) for mine, theirs in zip(ours, expected, strict=True))
 
 

@@ -1,6 +1,4 @@
-"""Combinatorial cover: few cases in which every two (or three) values of different factors meet
-that can meet at all.
-"""
+"""Combinatorial cover: few cases in which every two (or three) values meet that can meet at all."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,9 +19,7 @@ CANDIDATES = 3
 
 
 def in_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cases with a value of each factor, in which every two values meet; in `make test-all` all
-    that there are.
-    """
+    """Cases with a value of each factor, in which every two values meet."""
     if deep(*factors):
         return list(product(*factors))
     box = {str(place): [*map(str, range(len(factor)))] for place, factor in enumerate(factors)}
@@ -53,7 +49,6 @@ def cover(boxes: Sequence[Box], *, strength: int, seed: int) -> list[Case]:
 
 
 def meetings(box: Box, strength: int) -> Iterable[Meeting]:
-    """What cases of a box may have."""
     for names in combinations(sorted(box), strength):
         for values in product(*(box[name] for name in names)):
             yield tuple(zip(names, values, strict=True))
@@ -63,19 +58,15 @@ def _of(case: Case, strength: int) -> set[Meeting]:
     return set(combinations(sorted(case.items()), strength))
 
 
-def _around(
-    wanted: Meeting, box: Box, missing: Mapping[Meeting, Box], chance: random.Random
-) -> Case:
-    """A case with this meeting; the other factors in turn take a value that has most meetings with
-    those that are there.
-    """
+def _around(wanted: Meeting, box: Box, missing: Mapping[Meeting, Box], draw: random.Random) -> Case:
+    """A case with this meeting; other factors in turn take a value that has most meetings there."""
     case = dict(wanted)
     others = [name for name in box if name not in case]
-    for name in chance.sample(others, len(others)):
+    for name in draw.sample(others, len(others)):
         beside = list(combinations(case.items(), len(wanted) - 1))
 
         def meets(value: str, own: str = name, beside: list[Meeting] = beside) -> int:
             return sum(tuple(sorted((*those, (own, value)))) in missing for those in beside)
 
-        case[name] = max(chance.sample(box[name], len(box[name])), key=meets)
+        case[name] = max(draw.sample(box[name], len(box[name])), key=meets)
     return case

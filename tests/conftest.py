@@ -56,7 +56,6 @@ def forks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was counted."""
     reports = (
         report
         for found in terminalreporter.stats.values()

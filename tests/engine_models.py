@@ -25,7 +25,6 @@ from highwater.nouns.trial import TrialSpec
 def on_meta(
     config: PreTrainedConfig, *, loss: Any = "full", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A model without values, with the kernel that a CPU has."""
     return build_on_meta(config, attention=register("flash"), loss=loss, master_dtype=dtype)
 
 
@@ -41,9 +40,7 @@ def built(
     config: PreTrainedConfig | None = None,
     **how: Any,
 ) -> Decoder:
-    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``; layers
-    are recomputed and logits whole, unless ``how`` says otherwise.
-    """
+    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``."""
     usual = {"loss": "full", "recompute": "layer", "compute_dtype": dtype, "master_dtype": dtype}
     return build(
         config or read_config(str(directory), length_tokens=length_tokens, rope="auto"),
@@ -55,19 +52,16 @@ def built(
 
 
 def recomputed(layers: nn.ModuleList, recompute: str, **how: Any) -> None:
-    """Have layers recomputed as a trial's settings would."""
     if recompute != "none":
         keeping = kept_in_recompute if recompute == "all-but-attention" else None
         recompute_layers(layers, keeping=keeping, **how)
 
 
 def packed(*documents: Tensor) -> Batch:
-    """Documents of which every token is trained."""
     return pack([Document(ids, ids) for ids in documents])
 
 
 def forward(model: nn.Module, batch: Batch) -> Any:
-    """What a language model tells of a micro-batch."""
     return model(
         batch.input_ids_T,
         batch.position_ids_T,

@@ -118,8 +118,6 @@ _execve = os.execve
 
 
 class ForkServer:
-    """A process that has imported ``modules``, started when the first order comes."""
-
     def __init__(self, *modules: str, environment: Mapping[str, str] = {}) -> None:
         """``environment``: what is special of the environment in which modules are imported."""
         self._words = [sys.executable, "-P", __file__, *modules, _ROOM]
@@ -128,7 +126,6 @@ class ForkServer:
         self._orders: socket.socket | None = None
         self._lock = threading.Lock()
         self.popen_of_commands: type[Forked] = type("Popen", (Forked,), {"fork": self._fork})
-        """Stands in for ``subprocess.Popen``."""
         self._popen = type("Popen", (_Ordered,), {"fork": self._fork})
 
     def popen(self, program: str, *words: str, **named: Any) -> "subprocess.Popen[Any]":
@@ -145,7 +142,6 @@ class ForkServer:
         cwd: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """What ``subprocess.run`` gives of a command."""
         pipe = subprocess.PIPE
         process = self.popen(
             *(program, *words),
@@ -165,9 +161,7 @@ class ForkServer:
         return subprocess.CompletedProcess(words, process.returncode, said, errors)
 
     def end(self) -> None:
-        """End the process."""
         if self._process is not None:
-            assert self._orders is not None
             self._orders.close()
             self._process.wait()
             self._process = None
@@ -184,7 +178,6 @@ class ForkServer:
         text = json.dumps(order | {"given": list(given)}).encode(errors="surrogateescape")
         with self._lock:
             self.start()
-            assert self._orders is not None
             socket.send_fds(self._orders, [len(text).to_bytes(4)], list(given.values()))
             self._orders.sendall(text)
             child = int.from_bytes(self._orders.recv(4))
@@ -312,10 +305,7 @@ def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
     starts_and_ends = [int(fields[number - 3]) for number in (48, 49, 50, 51)]  # source: proc(5)
     ours_first = sorted(environment, key=lambda name: not name.startswith("HIGHWATER_"))
     pairs = [f"{name}={environment[name]}" for name in ours_first]
-    for entries, start, end in (
-        (words, *starts_and_ends[:2]),
-        (pairs, *starts_and_ends[2:]),
-    ):
+    for entries, start, end in ((words, *starts_and_ends[:2]), (pairs, *starts_and_ends[2:])):
         shown = b"".join(os.fsencode(entry) + b"\0" for entry in entries)
         room = end - start - 1
         ctypes.memmove(start, shown[:room].ljust(room, b"\0") + b"\0", room + 1)

@@ -1,7 +1,4 @@
-"""A process that imports this, or is forked from one that has, starts modules of ours as forks of
-itself: they are processes as ever, with their own streams, groups and limits, but for the seconds
-that PyTorch takes to be imported.
-"""
+"""A process that imports this, or is forked from one that has, forks what it starts of ours."""
 
 import importlib
 import os
@@ -18,12 +15,9 @@ PRELOADED = (
     *("highwater.engine.training.worker", "highwater.engine.tracer.tracer"),
     *("highwater.trials.reaper", "transformers.models.qwen3.modeling_qwen3"),
 )
-"""Modules that take long to import, which what is started needs."""
 
 
 class Forked(fork_server.Forked):
-    """A process that is forked from this one."""
-
     fork = staticmethod(fork_server.fork_here)
 
 

@@ -19,6 +19,11 @@ from highwater.nouns.request import request_from
 from highwater.nouns.study import Question
 from highwater.units import GIB
 
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+RESULTS = ROOT / "docs" / "results"
+FOUND = RESULTS / "find"
+
 
 def examples(usual: int) -> int:
     """So many examples of a property as the profile asks for, where it has 100 by default."""
@@ -28,8 +33,6 @@ def examples(usual: int) -> int:
 def script(path: Path) -> ModuleType:
     """A script of the results' pages, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # what it declares looks for its own module there
     spec.loader.exec_module(module)
@@ -42,9 +45,7 @@ def write_safetensors(
     *,
     fill: Mapping[str, int] | None = None,
 ) -> Path:
-    """A file of tensors of these dtypes and shapes, every byte 0 or what ``fill`` says of the
-    tensor.
-    """
+    """A file of tensors of these dtypes and shapes, all bytes 0 or as ``fill`` says."""
     header, data = {}, b""
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * int(re.sub(r"^[A-Z]+(\d+).*", r"\1", dtype)) // 8

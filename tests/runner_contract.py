@@ -1,8 +1,4 @@
-"""What every runner does, whatever it starts and wherever: one class of tests, a subclass for each.
-
-A subclass has the fixture ``runner``, a fresh one with nothing running, and says which trials of
-its trainer end how.
-"""
+"""What every runner does, whatever it starts and wherever."""
 
 import time
 from concurrent.futures import Future, wait
@@ -21,8 +17,6 @@ RUNS_S = 4.0
 
 
 class RunnerContract:
-    """Tests of a runner; not collected by itself."""
-
     takes_time = True
     """Whether a trial takes any: else it cannot be late, nor be ended."""
 
@@ -67,9 +61,7 @@ class RunnerContract:
         results = [future.result(timeout=ENDS_S) for future in futures]
         assert [result.outcome for result in results] == wanted, results
 
-    def test_a_trial_has_no_more_time_than_its_launch_gives_it_and_tells_what_it_is_doing(
-        self, runner: Runner
-    ) -> None:
+    def test_a_trial_has_the_time_that_its_launch_gives_it(self, runner: Runner) -> None:
         if not self.takes_time:
             return
         told: list[str] = []
@@ -84,8 +76,7 @@ class RunnerContract:
         runner.close()
         if self.takes_time:
             has_begun = Event()
-            launch = Launch(spec=self.endless())
-            future = runner.submit(launch, on_phase=lambda _: has_begun.set())
+            future = runner.submit(Launch(spec=self.endless()), on_phase=lambda _: has_begun.set())
             assert has_begun.wait(ENDS_S)
             began = time.monotonic()
             runner.close()

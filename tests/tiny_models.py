@@ -64,7 +64,6 @@ WIDE_HEADS = {
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """What the catalog has of a model, by its name."""
     return json.loads(Path(load_model(model).directory, "config.json").read_text())
 
 

@@ -1,6 +1,4 @@
-"""Trials, questions of one cell, their answers, and trainings, which a test describes by what is
-special of them; and a simulated runner whose trials take time.
-"""
+"""Trials, questions of one cell, answers and trainings, each by what is special of it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -82,20 +80,16 @@ def question_on(grid: Grid, *cells: Cell, model: str = "Qwen3-0.6B", **changes: 
 
 
 def answer_of(cell: Cell, fits: int | None, fails: int | None, **fields: Any) -> CellAnswer:
-    """An answer that memory ended, of the longest length that fits and the next one, which does
-    not, unless ``fields`` say otherwise.
-    """
+    """An answer that memory ended: of the longest length that fits and the next one."""
     usual = {"limit": "memory", "reason": "memory ran out", "trials": 2}
     return CellAnswer(cell=cell, capacity_tokens=fits, does_not_fit_tokens=fails, **usual | fields)
 
 
 def answers_among(events: Iterable[SearchEvent]) -> list[CellAnswer]:
-    """The answers that a search gave, in their order."""
     return [event.answer for event in events if isinstance(event, CellAnswered)]
 
 
 def trial_among(event: TrialFinished) -> RecordedTrial:
-    """The trial that ended, as a study has it."""
     return RecordedTrial(
         spec=event.spec, attempt=event.attempt, repeat=event.repeat, result=event.result
     )
@@ -140,9 +134,7 @@ def corpus_of(**fields: Any) -> Corpus:
 
 
 def rank_that_used(used_bytes: int | None, of_bytes: int = 80 * GIB, **fields: Any) -> RankReport:
-    """What rank 0 says of a GPU that it used so much of, all of its budget being the
-    allocator's.
-    """
+    """What rank 0 says of a GPU that it used so much of, all its budget being the allocator's."""
     budget = MemoryBudget(
         budget_bytes=of_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=of_bytes
     )

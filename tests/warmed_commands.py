@@ -1,6 +1,4 @@
-"""A process that imports this has answered a command of each family: what is forked from it finds
-its imports made, catalogs read, and the parser, decoders and traces there.
-"""
+"""A process that imports this has answered a command of each family."""
 
 import contextlib
 import io

@@ -1,6 +1,4 @@
-"""A process that imports this has compiled what transformers knows of the names of weights, 900
-regular expressions: what is forked from it reads a model without them.
-"""
+"""A process that imports this has compiled what transformers knows of the names of weights."""
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 

@@ -1,6 +1,4 @@
-"""The installed commands, run as a user runs them: real processes in an empty directory. Those of
-ours are forked from a process that has imported them.
-"""
+"""The installed commands, run as a user runs them: real processes in an empty directory."""
 
 import os
 import re
@@ -27,9 +25,7 @@ SIMULATED_ON_THE_CPU = (
 """The same of a few short lengths on processes of the CPU."""
 
 TIMEOUT_S = 240
-"""Of one command."""
 HERE = {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "PATH": f"{BIN}:{os.environ['PATH']}"}
-"""What a command finds in its environment."""
 
 FORKING = """\
 import subprocess
@@ -42,9 +38,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def _forking(server: ForkServer) -> Run:
-    """Runs a program with the whole of its environment: as installed each costs a third of a second
-    of imports, and the tests start more than a thousand.
-    """
+    """Runs a program with the whole of its environment."""
 
     def forked(
         program: str, *words: str, cwd: Path, environment: dict[str, str]
@@ -57,15 +51,12 @@ def _forking(server: ForkServer) -> Run:
 
 @pytest.fixture(scope="session")
 def forked(fork_server: ForkServer) -> Run:
-    """Runs a program by the server of all tests."""
     return _forking(fork_server)
 
 
 @pytest.fixture(scope="session")
 def forked_without_the_hub() -> Iterator[Run]:
-    """The same by one that has not imported ``huggingface_hub``, which reads its environment then;
-    it starts with the first program.
-    """
+    """The same by one that has not imported ``huggingface_hub``, which reads it then."""
     programs = (main.partition(":")[0] for main in COMMANDS.values())
     server = ForkServer(*programs, "warmed_commands", environment={"PYTHONPATH": str(TESTS)})
     yield _forking(server)
@@ -74,12 +65,7 @@ def forked_without_the_hub() -> Iterator[Run]:
 
 @pytest.fixture
 def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
-    """Runs a command in an empty directory; every GPU is hidden, so that all machines answer
-    alike.
-
-    What the environment tells the interpreter needs one of its own; ``found_in`` is a folder of
-    modules for what a command starts.
-    """
+    """Runs a command in an empty directory, GPUs hidden; ``found_in``: modules for its children."""
 
     def run(
         program: str, *words: str, found_in: str | None = None, **environment: str
@@ -99,7 +85,6 @@ def run(tmp_path: Path, forked: Run, forked_without_the_hub: Run) -> Run:
 def installed(
     program: str, *words: str, cwd: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Runs what is installed, from the interpreter's start."""
     return subprocess.run(
         [BIN / program, *words],
         cwd=cwd,
@@ -112,13 +97,11 @@ def installed(
 
 @pytest.fixture
 def highwater(run: Run) -> Run:
-    """Runs ``highwater``."""
     return lambda *words, **environment: run("highwater", *words, **environment)
 
 
 @pytest.fixture(scope="session")
 def simulated(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study of a dry run."""
     folder = tmp_path_factory.mktemp("simulated")
     words = ("find", "Qwen3-0.6B", *SIMULATED, "--study", "study.jsonl")
     assert forked("highwater", *words, cwd=folder, environment={**os.environ}).returncode == 0
@@ -127,7 +110,6 @@ def simulated(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A directory with the config of a tiny model."""
     return write_model(tmp_path / "tiny")
 
 
@@ -144,7 +126,6 @@ def refusal(done: subprocess.CompletedProcess[str], code: int) -> tuple[str, str
 
 
 def offered(hint: str) -> list[list[str]]:
-    """What a hint offers to type, each as words."""
     return [shlex.split(words) for words in hint.split("`")[1::2]]
 
 

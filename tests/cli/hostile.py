@@ -1,9 +1,4 @@
-"""Commands with hostile values, run one after another in this process: prints what of them ended as
-no command may.
-
-``python hostile.py``: each flag with the next one of the values; with ``every``: with all of them;
-with a JSON list of commands: these, each with what it says.
-"""
+"""Commands with hostile values, run one after another in this process."""
 
 import contextlib
 import io
@@ -79,7 +74,6 @@ def prepare() -> None:
 
 
 def cases(*, is_every: bool) -> Iterator[list[str]]:
-    """Every flag and every argument of every command, with every value, or one in turn."""
     turn = cycle((*NUMBERS, *PLACES))
     for command, words in BASES.items():
         for action in commands()[command].arguments:

@@ -19,8 +19,6 @@ _FILE = re.compile(r"/([\w.-]+)/([\w.-]+)/resolve/(?:main|[0-9a-f]{40})/(.+)")
 
 
 class Hub(BaseHTTPRequestHandler):
-    """One request."""
-
     root: Path
     protocol_version = "HTTP/1.1"
 
@@ -48,7 +46,6 @@ class Hub(BaseHTTPRequestHandler):
         return self.root.joinpath(*asked.groups()) if asked else self.root / "no" / "such" / "file"
 
     def _refusal(self) -> tuple[HTTPStatus, dict[str, str]] | None:
-        """Why a request is refused; None where it is not."""
         file, account = self._path(), self.headers.get("authorization")
         organisation = file.parts[-3]
         if organisation == "broken":
@@ -80,7 +77,6 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def serve(root: Path) -> None:
-    """Serve the folder until the process is ended."""
     Hub.root = root
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")

@@ -1,6 +1,4 @@
-"""The page that answers without a server: what is packed into it is what ``predict --json`` and
-``emit`` print.
-"""
+"""The page that answers without a server."""
 
 import base64
 import gzip
@@ -34,9 +32,7 @@ PLACES = (
     ("Mixtral-8x7B-v0.1", "B200", 2),
     *deep(*((m, kind, n) for m in MODELS for kind, n in zip(GPUS, 2 * COUNTS, strict=False))),
 )
-"""Each kind and number of GPUs, and each kind of layers; each has two or three kinds of training
-(the page: 720 places).
-"""
+"""Each kind and number of GPUs, and each kind of layers."""
 CONFIGURATIONS = 5
 
 
@@ -50,16 +46,12 @@ class Question(NamedTuple):
 
 
 def answers_in(text: str) -> dict[str, Any]:
-    """The document that a page unpacks."""
     packed = re.search(r'<script type="application/gzip" id="chooser-data">([^<]+)<', text)
-    assert packed is not None
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
 def questions_in(document: dict[str, Any]) -> list[list[Question]]:
-    """Every question that the page answers, by place and kind of training, its indices looked up as
-    its script does.
-    """
+    """Every question of the page, by place and kind of training, looked up as its script does."""
     value = document["values"].__getitem__
     return [
         [
@@ -88,7 +80,6 @@ def around_its_edge(answers: list[Question]) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def some() -> str:
-    """The page of some models on some GPUs."""
     return page([each for m, kind, n in PLACES for each in places_of(m, gpus=[kind], counts=[n])])
 
 
@@ -108,7 +99,6 @@ def test_the_page_answers_as_predict_does(some, capsys):
             assert question.said.startswith("No: ")
             continue
         assert chosen is not None, question.command
-        assert answer.step is not None
         assert {
             "cell": chosen["cell"],
             "risk": chosen["risk"],
@@ -124,8 +114,7 @@ def test_the_page_answers_as_predict_does(some, capsys):
             "time_s": answer.step.time_s,
             "tokens_per_s": answer.step.tokens_per_s,
         }, question.command
-        with_settings = prediction_answer(predicted).partition(": ")[2].partition(": ")[0]
-        assert with_settings in question.said
+        assert prediction_answer(predicted).partition(": ")[2].partition(": ")[0] in question.said
         yes += 1
     assert len(asked) / 4 < yes < len(asked), "some fit, and some do not"
 

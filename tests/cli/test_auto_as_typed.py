@@ -1,6 +1,4 @@
-"""``--activations auto`` as it is typed: what a trial says of it, and what is refused, with what to
-type instead.
-"""
+"""``--activations auto`` as it is typed: what a trial says of it, and what is refused."""
 
 from pathlib import Path
 
@@ -41,12 +39,3 @@ def test_auto_of_a_model_that_nobody_predicts_is_refused(highwater, tmp_path: Pa
     assert "`auto` is by prediction" in hint
     for words in offered(hint)[:2]:
         assert highwater("find", model, *words, "--print-config").returncode == EXIT_ANSWERED
-
-
-def test_a_configuration_is_the_one_that_is_emitted_without_a_word(highwater):
-    asked = ("emit", "--for", "axolotl", "Qwen3-8B", "--gpus", "1xH100-80GB", "--lora", "16")
-    usual, auto = (
-        highwater(*asked, "--length", "128k", *words) for words in ((), ("--activations", "auto"))
-    )
-    assert (usual.returncode, auto.stdout) == (EXIT_ANSWERED, usual.stdout)
-    assert highwater(*following(auto)).returncode == EXIT_ANSWERED

@@ -93,7 +93,6 @@ def test_what_does_not_run_here_alone_is_refused_by_why(highwater):
 
 
 def refusal_after_talk(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
-    """Problem and hint of what was refused after something was measured."""
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     error, _, hint = done.stderr.splitlines()[-3:]
     return error.removeprefix("error: "), hint.removeprefix("hint: ")

@@ -1,6 +1,4 @@
-"""How it ends when the program, or the machine below it, fails: codes of their own, and never
-"nothing fits".
-"""
+"""How it ends when the program, or the machine below it, fails: codes of their own."""
 
 import errno
 import json
@@ -27,7 +25,6 @@ Broken = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def broken(fork_server: ForkServer, tmp_path: Path) -> Broken:
-    """Runs a command into whose way of reading a model somebody has put a bug."""
     return partial(_broken, fork_server, tmp_path)
 
 
@@ -84,8 +81,7 @@ def test_a_bug_is_told_by_its_code_where_nobody_hears_stderr(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
-    table("crashes", "what_the_machine_refuses_is_told_in_its_words"),
+    ("error", "said"), table("crashes", "what_the_machine_refuses_is_told_in_its_words")
 )
 def test_what_the_machine_refuses_is_told_in_its_words_and_exits_3(broken, error, said):
     problem, hint = refusal(broken(error), 3)
@@ -112,10 +108,8 @@ FIND = ("highwater", "find", "Qwen3-0.6B", *SIMULATED, "--study", "logs/m/study-
 def in_a_shell(
     directory: Path, words: tuple[str, ...], redirected: str
 ) -> "subprocess.CompletedProcess[str]":
-    """What becomes of a command with its streams redirected by a shell."""
-    script = f'"$@" {redirected}'
     return subprocess.run(
-        ["bash", "-c", script, "sh", *words],
+        ["bash", "-c", f'"$@" {redirected}', "sh", *words],
         cwd=directory,
         env={**os.environ, **HERE},
         capture_output=True,
@@ -124,9 +118,7 @@ def in_a_shell(
 
 
 @pytest.mark.parametrize("words", [FIND, (*FIND, "--json")])
-def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
-    highwater, tmp_path, words
-):
+def test_an_answer_that_cannot_be_written_is_an_error_with_a_hint(highwater, tmp_path, words):
     done = in_a_shell(tmp_path, words, "> /dev/full")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -138,8 +130,7 @@ def test_an_answer_that_cannot_be_written_is_an_error_and_the_hint_shows_it(
 
 
 def test_a_closed_stdout_is_refused_before_anything_starts(tmp_path):
-    done = in_a_shell(tmp_path, FIND, ">&-")
-    problem, hint = refusal(done, 2)
+    problem, hint = refusal(in_a_shell(tmp_path, FIND, ">&-"), 2)
     assert problem.startswith("stdout is closed")
     assert list(tmp_path.iterdir()) == []
     assert in_a_shell(tmp_path, FIND, hint.split("`")[1]).returncode == 0
@@ -156,17 +147,14 @@ def test_a_search_goes_on_when_nobody_hears_its_talk(tmp_path, redirected):
     )
 
 
-def test_any_name_can_be_told_in_ascii(highwater, tiny):
+def test_a_name_is_told_in_ascii_or_refused_in_words(highwater, tiny):
     model = tiny.rename(tiny.with_name("模型"))
     words = ("find", str(model), *SIMULATED, "--max-length", "8192")
     table = highwater(*words, PYTHONIOENCODING="ascii")
     assert (table.returncode, table.stdout.isascii()) == (0, True)
     document = highwater(*words, "--json", PYTHONIOENCODING="ascii")
     assert json.loads(document.stdout)["question"]["model"]["name"] == "模型"
-
-
-def test_a_name_that_is_not_utf_8_is_refused_in_words(highwater, tiny):
-    odd = tiny.rename(Path(os.fsdecode(os.fsencode(tiny) + b"\xff")))
+    odd = model.rename(Path(os.fsdecode(os.fsencode(tiny) + b"\xff")))
     problem, _ = refusal(highwater("find", str(odd), *SIMULATED), 2)
     assert problem == f"{tiny}\\udcff is not UTF-8"
     tiny.symlink_to(odd)

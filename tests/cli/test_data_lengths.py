@@ -70,17 +70,12 @@ def test_one_pass_takes_the_kept_tokens_at_the_predicted_speed_and_costs_the_gpu
         alone = highwater.predict(
             "Qwen3-8B", gpus="8xH100-80GB", length=each.length_tokens, lora=16
         ).answer
-        assert alone is not None
-        assert alone.step is not None
-        assert each.trained is not None
         assert each.trained.cell == alone.cell
         assert each.epoch_s == pytest.approx(each.kept_tokens / alone.step.tokens_per_s)
         assert each.epoch_price == pytest.approx(2.5 * 8 * each.epoch_s / 3600)
 
 
-def test_a_command_says_the_length_that_holds_nearly_all_first_and_draws_the_documents(
-    highwater, data
-):
+def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents(highwater, data):
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
@@ -117,7 +112,6 @@ def test_of_data_longer_than_what_trains_the_longest_that_does_comes_first(run, 
     assert f"{longest.length_tokens:,} tokens, the longest that train here, keep" in first
     assert f"{2 * longest.length_tokens:,} keep" in first
     assert "and do not train here" in first
-    assert found.cut is not None
     assert found.cut.length_tokens == found.reach_tokens
     assert f"--length {found.reach_tokens}" in done.stderr.splitlines()[-1]
 
@@ -144,9 +138,7 @@ def test_gpus_that_train_no_length_leave_what_is_counted(data):
 def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, data):
     words = ("--gpus", "2xRTX-4090", "--lora", "16", "--trainer", "llamafactory")
     asked = {"gpus": "2xRTX-4090", "lora": 16, "trainer": "llamafactory"}
-    longest = highwater.predict("Qwen3-8B", **asked).answer
-    assert longest is not None
-    at = longest.capacity_tokens
+    at = highwater.predict("Qwen3-8B", **asked).answer.capacity_tokens
     longer = sum(each > at for each in LENGTHS)
     done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
     first, second, *_ = done.stdout.splitlines()
@@ -163,6 +155,5 @@ def test_a_length_that_is_named_says_what_it_cuts(run, data):
     assert first.startswith("5 of 100 documents (5.0%) are longer than 10,240 tokens; cut there, ")
     assert f" {kept(10_240) / TOKENS:.1%} of your tokens are left" in first
     found = highwater.data_lengths(data, "Qwen3-8B", gpus="8xH100-80GB", length="10k")
-    assert found.cut is not None
     assert found.cut.trained is not None
     assert (found.cut.kept_tokens, found.cut.documents) == (kept(10_240), 95)

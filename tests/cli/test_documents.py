@@ -1,6 +1,4 @@
-"""Every command and program in README.md, CONTRIBUTING.md and docs/ is run, or, where it needs a
-GPU, asked as a dry run.
-"""
+"""Every command in README.md, CONTRIBUTING.md and docs/ is run, or asked as a dry run."""
 
 import json
 import re
@@ -59,9 +57,7 @@ ELSEWHERE = {
     "block_sparse_5": "measures for real, with fewer lengths by test_bench_command.py",
 }
 """Commands that another test runs, and why they are not run here."""
-EXTRAS = set(
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-)
+EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
 
 
 def test_there_is_something_to_run():
@@ -177,13 +173,6 @@ def test_a_command_within_a_sentence_is_one_of_the_grammar(command, document):
         assert parse([word.strip("[]") for word in words]).command_name == words[0], document
 
 
-@pytest.mark.parametrize(
-    "name", re.findall(r"^\| `(highwater \w+|\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-)
-def test_a_command_in_the_table_exists(name, run):
-    assert run(*name.split(), "--help").returncode == 0
-
-
 @pytest.mark.parametrize(("program", "document"), PROGRAMS.items(), ids=map(str, PROGRAMS.values()))
 def test_a_program_in_a_document_runs(program, document, tmp_path, fork_server):
     done = fork_server.run(f"-c{FORKING}{program}", within_s=TIMEOUT_S, cwd=tmp_path)
@@ -192,7 +181,6 @@ def test_a_program_in_a_document_runs(program, document, tmp_path, fork_server):
 
 
 def links(text: str) -> set[str]:
-    """What a document links to in the repository."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     return {
         target.partition("#")[0]

@@ -1,7 +1,4 @@
-"""What `emit` says first of each trainer: a prediction of its own step, or that nobody predicted
-it, with no verdict of another engine's; the fused loss where it has one, and the bytes of its
-logits where it has not.
-"""
+"""What `emit` says first of each trainer."""
 
 import csv
 import json
@@ -16,13 +13,7 @@ from conftest import Run
 from highwater.cli import recommend as command
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.nouns.trainer import (
-    REGISTRY,
-    is_step_of,
-    predicted_as,
-    step_in_words,
-    trainer_title,
-)
+from highwater.nouns.trainer import REGISTRY, is_step_of, predicted_as, step_in_words, trainer_title
 from highwater.trainers.targets import TARGETS
 
 REPORTS = Path(__file__).parents[2] / "docs" / "results" / "other_trainers" / "reports.csv"
@@ -108,7 +99,6 @@ def test_a_folders_page_says_whose_prediction_it_is(emitted, tmp_path):
 
 @pytest.fixture
 def emitted(highwater: Run) -> Callable[[str, str], dict[str, Any]]:
-    """What ``emit --json`` says for a trainer."""
     return lambda target, words: json.loads(
         highwater("emit", "--for", target, *words.split(), "--json").stdout
     )
@@ -146,9 +136,7 @@ def test_the_chunked_loss_is_chosen_and_what_it_buys_is_said(highwater, emitted,
 
 
 @pytest.mark.parametrize(("target", "is_there"), [("axolotl", True), ("llamafactory", False)])
-def test_activations_on_the_host_are_taken_only_where_the_trainer_has_words_for_them(
-    highwater, target, is_there
-):
+def test_activations_on_the_host_are_taken_where_there_are_words(highwater, target, is_there):
     asked = ("Qwen3-8B", "--gpus", "2xH100-80GB", "--length", "32k")
     done = highwater("emit", "--for", target, *asked)
     assert (done.returncode == 0) == is_there
@@ -191,9 +179,7 @@ def test_logits_that_are_larger_than_a_gpu_do_not_fit(highwater, target, words):
 
 
 @pytest.mark.parametrize("length", ["64k", "128k"])
-def test_a_length_with_too_large_logits_is_answered_with_a_shorter_that_is_written(
-    highwater, length
-):
+def test_too_large_logits_are_answered_with_a_shorter_length_that_is_written(highwater, length):
     asked = ("google/gemma-4-31B", "--gpus", "B200", "--qlora", "16", "--length", length)
     done = highwater("emit", *asked, "--for", "ms-swift")
     assert done.returncode == 1

@@ -1,6 +1,4 @@
-"""``highwater find``: the answer on stdout, talk on stderr, and every answer with the next
-command.
-"""
+"""``highwater find``: the answer on stdout, talk on stderr; every answer has the next command."""
 
 import json
 import os
@@ -51,13 +49,6 @@ def test_the_json_answer_is_one_document_with_units_in_its_keys(highwater):
     assert "next:" not in done.stderr
 
 
-def test_nothing_that_fits_is_an_answer_of_no(highwater):
-    on_one = ("--device", "cuda", "--memory", "4GiB", "--dry-run", "--gpus", "1", "--ulysses", "1")
-    done = highwater("find", "Qwen3-32B", *on_one)
-    assert done.returncode == 1
-    assert "none" in done.stdout
-
-
 def test_the_next_command_of_every_answer_works(highwater):
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "my study.jsonl")
     for _ in range(3):
@@ -98,7 +89,6 @@ EVIL = '$(touch pwned) `touch pwned` it\'s "here" & touch pwned'
 
 
 def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
-    """What a shell makes of a line that was pasted into it."""
     return subprocess.run(
         ["sh", "-c", line],
         cwd=tmp_path,
@@ -110,9 +100,6 @@ def typed(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
 
 
 def flag_in(hint: str, start: str) -> str:
-    """The flag in a hint from ``start`` to the last backtick: names in it may hold backticks
-    too.
-    """
     return hint[hint.index(start) :].rpartition("`")[0]
 
 
@@ -236,8 +223,7 @@ def test_a_dry_run_takes_no_time_and_says_nothing_of_it(highwater):
 
 
 def test_what_was_found_is_an_answer_though_the_budget_ended_it(highwater, tmp_path):
-    words = ("find", "Qwen3-0.6B", *SIMULATED)
-    assert highwater(*words, "--study", "s.jsonl").returncode == 0
+    assert highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl").returncode == 0
     path = tmp_path / "s.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     answered = next(i for i, line in enumerate(lines) if '"kind":"cell_answered"' in line)
@@ -252,7 +238,6 @@ def test_what_was_found_is_an_answer_though_the_budget_ended_it(highwater, tmp_p
 
 
 def test_notes_of_a_dry_run_follow_its_answer(highwater):
-    done = highwater("find", "Qwen3-0.6B", *SIMULATED)
-    *_, note, after = done.stderr.splitlines()
+    *_, note, after = highwater("find", "Qwen3-0.6B", *SIMULATED).stderr.splitlines()
     assert "other settings are not tried" in note
     assert after.startswith("next: ")

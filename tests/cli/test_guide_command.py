@@ -3,14 +3,13 @@
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
 from conftest import SIMULATED, SIMULATED_ON_THE_CPU, following, offered, refusal
 
-DATA = Path(__file__).parents[1] / "data"
+from places import DATA, FOUND
+
 TABLE = str(DATA / "published_capacity_a100_80gb.csv")
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 A100S = ("--gpus", "2xA100-80GB")
 
 
@@ -25,8 +24,7 @@ def test_a_guide_is_printed_or_written_and_the_next_command_works(highwater, tmp
     assert (tmp_path / "guide.md").read_text() == printed.stdout
     assert written.stdout.startswith("A100-80GB, 1 GPU, ")
     assert written.stderr.startswith("the guide: guide.md\n")
-    rows = highwater(*following(written))
-    assert len(json.loads(rows.stdout)) == 265
+    assert len(json.loads(highwater(*following(written)).stdout)) == 265
 
 
 def test_a_guide_is_a_page_where_its_name_says_so(highwater, tmp_path):
@@ -38,8 +36,7 @@ def test_a_guide_is_a_page_where_its_name_says_so(highwater, tmp_path):
 
 def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater):
     words = ("--predict", "Qwen3-0.6B", "Qwen3-8B", "--gpus", "2xA100-80GB", "1xH200-141GB")
-    done = highwater("guide", *words, "--json")
-    rows = json.loads(done.stdout)
+    rows = json.loads(highwater("guide", *words, "--json").stdout)
     assert {(row["gpu"], row["gpus"], row["model"]) for row in rows} == {
         (gpu, gpus, model)
         for gpu, gpus in (("A100-80GB", 2), ("H200-141GB", 1))
@@ -58,8 +55,7 @@ def test_models_are_predicted_on_several_kinds_of_gpus_beside_a_table(highwater)
 def test_a_prediction_in_a_file_is_a_source_too(highwater, tmp_path):
     words = ("--gpus", "2xA100-80GB")
     (tmp_path / "p.json").write_text(highwater("predict", "Qwen3-8B", *words, "--json").stdout)
-    from_file = json.loads(highwater("guide", "p.json", "--json").stdout)
-    assert from_file == json.loads(
+    assert json.loads(highwater("guide", "p.json", "--json").stdout) == json.loads(
         highwater("guide", "--predict", "Qwen3-8B", *words, "--json").stdout
     )
 
@@ -71,9 +67,7 @@ def test_a_prediction_in_a_file_is_a_source_too(highwater, tmp_path):
         (("--constants", "c.json"), "constants of its own"),
     ],
 )
-def test_a_prediction_that_assumes_more_is_refused_with_one_that_does_not(
-    highwater, tmp_path, flags, said
-):
+def test_what_a_prediction_assumes_is_refused_with_one_without(highwater, tmp_path, flags, said):
     (tmp_path / "c.json").write_text((FOUND.parent / "predict" / "constants-h200.json").read_text())
     (tmp_path / "prediction.json").write_text(
         highwater("predict", "Qwen3-8B", "--gpus", "2xH200-141GB", *flags, "--json").stdout

@@ -28,7 +28,6 @@ ONE_STEP = ("--length", "64", "--rows", "1", "--steps", "1", "--memory", "4GiB")
 
 
 def words_of(example: str) -> list[str]:
-    """What the program is given: neither its name, nor what a shell does before and after."""
     own = next(part for part in example.split(" && ") if not part.startswith("mkdir"))
     return shlex.split(re.split(r" [>|] ", own)[0])[1:]
 
@@ -64,7 +63,6 @@ def test_every_example_is_one_of_the_grammar():
 
 @pytest.fixture
 def things(simulated: Path, tmp_path: Path) -> None:
-    """What examples name: a study, snapshots, a table, data."""
     (tmp_path / "logs" / "m").mkdir(parents=True)
     for name in ("study.jsonl", "logs/m/study-1.jsonl"):
         shutil.copy(simulated, tmp_path / name)

@@ -1,6 +1,4 @@
-"""What is typed, and what stands in files that are named, never crashes a command: it is refused by
-name, with a hint.
-"""
+"""What is typed, and what stands in files that are named, never crashes a command."""
 
 import json
 import os
@@ -24,13 +22,10 @@ UNPRIVILEGED = (
 
 
 def by_hostile(directory: Path, *which: str) -> Any:
-    """What ``hostile.py`` found."""
-    words = [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which]
-    environment = {**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"}
     done = subprocess.run(
-        words,
+        [*UNPRIVILEGED, sys.executable, str(HOSTILE), *which],
         cwd=directory,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": f"{HOSTILE.parent}:{HOSTILE.parents[1]}"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

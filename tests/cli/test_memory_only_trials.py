@@ -1,6 +1,4 @@
-"""``try --attention-depth`` and ``find --proof memory`` as a user types them: real trials on the
-CPU, and refusals.
-"""
+"""``try --attention-depth`` and ``find --proof memory`` as a user types them."""
 
 import json
 
@@ -14,9 +12,7 @@ pytest.importorskip("torch", reason="trials need the train extra")
 CPU = ("--device", "cpu", "--memory", "1GiB")
 
 
-def test_a_memory_only_trial_says_what_it_is_and_shows_no_figure_of_a_training(
-    highwater, tiny, tmp_path
-):
+def test_a_memory_only_trial_says_so_and_shows_no_figure_of_a_training(highwater, tiny, tmp_path):
     words = ("try", str(tiny), "--length", "2048", *CPU, "--attention-depth", "1")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr

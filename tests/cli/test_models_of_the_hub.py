@@ -1,6 +1,4 @@
-"""Models by their ids on the Hub: fetched from a server with the Hub's routes, and then read from
-the Hub's cache; each way that it can fail is told with what to do.
-"""
+"""Models by their ids on the Hub: fetched from a server with the Hub's routes."""
 
 import json
 import os
@@ -20,8 +18,6 @@ GPUS = ("--gpus", "1xH200-141GB")
 
 
 class Hub(NamedTuple):
-    """A server with the Hub's routes."""
-
     environment: dict[str, str]
     """What sends a command to it, with a cache of its own."""
     log: Path
@@ -53,7 +49,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             stderr=said,
             text=True,
         )
-        assert server.stdout is not None
         address = server.stdout.readline().strip()
         environment = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": ""}
         yield Hub({**environment, "HF_HUB_DISABLE_TELEMETRY": "1"}, log, cache)
@@ -63,7 +58,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 @pytest.fixture
 def predict(highwater: Run, hub: Hub) -> Run:
-    """Predicts a model, with the Hub's environment and whatever else is told."""
     return lambda model, **told: highwater("predict", model, *GPUS, **hub.environment | told)
 
 
@@ -95,7 +89,7 @@ def test_every_command_takes_an_id_of_the_hub(highwater, hub):
         assert "small-model-instruct" in done.stdout
 
 
-def test_a_gated_model_is_told_and_given_to_who_was_let_in(predict, hub):
+def test_what_the_hub_withholds_or_lacks_is_told(predict, hub, highwater):
     for token in ("", "hf_of_somebody_else"):
         problem, hint = refusal(predict("gated/small-model", HF_TOKEN=token), 2)
         assert problem.startswith("gated/small-model is gated")
@@ -104,13 +98,9 @@ def test_a_gated_model_is_told_and_given_to_who_was_let_in(predict, hub):
         assert offered(hint) == [["hf", "auth", "login"]]
     done = predict("gated/small-model", HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
-
-
-def test_an_id_that_the_hub_does_not_have_is_told(highwater, predict, hub):
     problem, hint = refusal(predict("Qwen/Qwen3-0.8B"), 2)
     assert problem.startswith("the Hub has no model 'Qwen/Qwen3-0.8B'")
-    meant = offered(hint)[0]
-    assert highwater("predict", *meant, *GPUS, **hub.environment).returncode == 0
+    assert highwater("predict", *offered(hint)[0], *GPUS, **hub.environment).returncode == 0
     problem, _ = refusal(predict("someone/adapter"), 2)
     assert problem == "someone/adapter has no config.json on the Hub"
 

@@ -1,6 +1,4 @@
-"""``--trainer command``: a search of somebody else's training script, from the command line; what
-it cannot be told is refused before anything starts.
-"""
+"""``--trainer command``: a search of somebody else's training script, from the command line."""
 
 import json
 import shlex
@@ -29,9 +27,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
     return ("--trainer", "command", "--command", words)
 
 
-def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
-    highwater, tmp_path, command
-):
+def test_a_search_of_a_script_finds_its_capacity_and_goes_on(highwater, tmp_path, command):
     words = ("find", "Qwen3-0.6B", *command, *CPU, *LENGTHS, "--study", "study.jsonl")
     done = highwater(*words)
     assert done.returncode == 0, done.stderr
@@ -52,8 +48,7 @@ def test_a_search_of_a_script_finds_its_capacity_and_its_study_goes_on(
     assert "train.py {length} {steps}" in report.stdout
     other = highwater(*words[:-1], "study.jsonl", "--done-pattern", "step 2/2")
     assert other.returncode == 2, "another proof is another question"
-    logs = list((tmp_path / "logs").rglob("*.log"))
-    assert len(logs) == len(study["trials"])
+    assert len(list((tmp_path / "logs").rglob("*.log"))) == len(study["trials"])
     assert not list((tmp_path / "logs").rglob("highwater-*"))
 
 

@@ -1,6 +1,4 @@
-"""``--data`` on real trials: what trains nothing or not what it says is refused by name; what is
-exact is trained.
-"""
+"""``--data`` on real trials: what trains nothing or not what it says is refused by name."""
 
 import json
 import subprocess
@@ -57,16 +55,13 @@ def tried(highwater: Run, tiny: Path, tmp_path: Path) -> Run:
 
 
 def outcome(done: "subprocess.CompletedProcess[str]") -> tuple[str, str]:
-    """How a trial ended, and why."""
     result = json.loads(done.stdout)["result"]
     return result["outcome"], result["reason"]
 
 
-@pytest.mark.parametrize(
-    ("source", "flags"), [("untrained", ("--gpus", "2")), ("trained_once", ())]
-)
-def test_a_step_that_trains_no_token_on_any_rank_is_refused(tried, source, flags):
-    done = tried(source, *flags)
+@pytest.mark.parametrize(("source", "more"), [("untrained", ("--gpus", "2")), ("trained_once", ())])
+def test_a_step_that_trains_no_token_on_any_rank_is_refused(tried, source, more):
+    done = tried(source, *more)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "trains no token" in done.stderr
 

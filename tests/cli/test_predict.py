@@ -80,24 +80,12 @@ def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater):
         for name in parts
         if "(the peak)" in name or name in ("reserved besides", "outside the allocator")
     ]
-    figures = [
-        float(line.split()[-1]) for name in added for line in table[parts[name] : ends[name]]
-    ]
+    terms = [float(line.split()[-1]) for name in added for line in table[parts[name] : ends[name]]]
     assert any("until memory runs short" in line for line in table), "the cache is one of them"
-    assert sum(figures) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(figures))
+    assert sum(terms) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(terms))
     kept = float(re.search(r"only keeps ([\d.]+) GiB of it, and headroom", footnote)[1])
     left = float(re.search(r"([\d.]+) GiB of each GPU left", done.stdout)[1])
     assert float(footnote.split()[0]) - kept + left == pytest.approx(79.10, abs=0.02)
-
-
-def test_nothing_that_fits_is_answered_no(highwater):
-    done = highwater("predict", "Qwen3-8B", "--gpus", "RTX-3090", "--allocator", "native")
-    assert done.returncode == 1
-    assert done.stdout.startswith(
-        "No: Qwen3-8B does not train at 4,096 tokens or more on 1 x RTX-3090"
-    )
-    assert done.stdout.splitlines()[1].startswith("What would fit: ")
-    assert "none" in done.stdout
 
 
 def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_work(highwater):
@@ -113,13 +101,10 @@ def test_a_length_that_does_not_fit_names_the_longest_that_does_and_flags_that_w
         assert highwater(*asked, "--length", "900k", *flags.split()).returncode == 0
 
 
-def test_a_row_with_room_on_its_gpu_says_that_host_memory_lacks(highwater):
+def test_a_row_says_what_lacks_and_the_sentences_likely_length(highwater):
     done = highwater("predict", "Qwen3-8B", "--gpus", "8xRTX-4090", "--length", "8k")
     rows = re.findall(r"  (no\b.*?) {2,}(-?)[\d.]+ [GM]iB$", done.stdout, re.MULTILINE)
     assert {*rows} == {("no", "-"), ("no: host memory", "")}
-
-
-def test_where_the_best_is_only_likely_sentence_and_rows_name_one_length(highwater):
     asked = ("Qwen3-32B", "--gpus", "1xRTX-4090", "--lora", "16", "--lora-base", "nf4")
     for words in (("predict", *asked), ("predict", *asked, "--all")):
         done = highwater(*words).stdout
@@ -128,19 +113,6 @@ def test_where_the_best_is_only_likely_sentence_and_rows_name_one_length(highwat
     done = highwater("recommend", *asked, "--length", "8k").stdout
     assert re.search(r"the simplest +12,288, likely", done)
     assert re.search(r"tight: leaves .* 8,192, tight", done)
-
-
-def test_a_prediction_is_one_document(highwater):
-    document = json.loads(highwater("predict", "Qwen3-4B", *A100S, "--json").stdout)
-    assert document["schema_version"] == 1
-    assert document["method"] == "formula"
-    first = document["cells"][0]
-    assert first["capacity_tokens"] < first["does_not_fit_tokens"]
-    phases = first["footprint"]["phases"]
-    assert [phase["name"].split()[0] for phase in phases] == [
-        *("loss", "backward", "backward", "reduction")
-    ]
-    assert all(term["bytes"] >= 0 for phase in phases for term in phase["terms"])
 
 
 def test_predictions_are_scored_against_a_table(highwater, tmp_path):
@@ -205,14 +177,10 @@ def test_what_a_tables_rows_say_cannot_be_said_beside_it(highwater, flags):
 
 
 @pytest.mark.parametrize(
-    ("words", "then"),
-    table("predict", "the_command_after_an_explanation_works"),
+    ("words", "then"), table("predict", "the_command_after_an_explanation_works")
 )
-def test_the_command_after_an_explanation_works_and_has_the_settings_of_the_mark(
-    highwater, words, then
-):
-    done = highwater("predict", *words.split(), "--explain")
-    assert following(done) == then.split()
+def test_the_command_after_an_explanation_works_and_has_its_settings(highwater, words, then):
+    assert following(highwater("predict", *words.split(), "--explain")) == then.split()
     simulated = SIMULATED if then.startswith("find") else ()
     assert highwater(*then.split(), *simulated).returncode in (0, 1)
 
@@ -324,5 +292,4 @@ def test_amds_gpus_have_predictions_alone_by_every_answer(highwater):
     assert "try it first" not in done.stdout
     assert done.stdout.rstrip().endswith("; no trial runs there")
     assert re.search(r"On the GPUs alone: [\d,]+\.\n", done.stdout), "as where it is the longest"
-    listed = highwater("gpus", "MI300X").stdout
-    assert "predictions only" in listed.splitlines()[3]
+    assert "predictions only" in highwater("gpus", "MI300X").stdout.splitlines()[3]

@@ -49,22 +49,17 @@ def test_two_snapshots_are_side_by_side_in_every_form(highwater, tmp_path):
     assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-def test_a_snapshot_that_is_not_there_is_refused_with_the_one_that_was_meant(highwater, tmp_path):
+def test_a_snapshot_that_is_not_there_is_refused_with_one_or_how_it_is_made(highwater, tmp_path):
     (tmp_path / "snapshot_rank0.pickle").write_bytes(Path(TRAINER).read_bytes())
     problem, hint = refusal(highwater("profile", "snapshot_rank00.pickle"), 2)
     assert problem == "there is no file snapshot_rank00.pickle"
     assert offered(hint) == [["highwater", "profile", "snapshot_rank0.pickle"]]
     assert highwater(*offered(hint)[0][1:]).returncode == 0
-
-
-def test_where_there_is_no_snapshot_the_hint_makes_one(highwater, tmp_path):
+    (tmp_path / "snapshot_rank0.pickle").unlink()
     (tmp_path / "empty").mkdir()
     problem, hint = refusal(highwater("profile", "empty"), 2)
     assert problem == "empty has no memory snapshot"
-    assert refusal(highwater("profile", "none.pickle"), 2) == (
-        "there is no file none.pickle",
-        hint,
-    )
+    assert refusal(highwater("profile", "none.pickle"), 2) == ("there is no file none.pickle", hint)
     (makes,) = offered(hint)
     assert highwater(*makes[1:]).returncode == 0
     assert highwater("profile", makes[-1]).returncode == 0

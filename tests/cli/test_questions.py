@@ -2,15 +2,14 @@
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from highwater.errors import EXIT_ANSWERED_NO, EXIT_USER
-from places import script
+from places import RESULTS, script
 
-FOLDER = Path(__file__).parents[2] / "docs" / "results" / "questions"
+FOLDER = RESULTS / "questions"
 QUESTIONS = json.loads((FOLDER / "questions.json").read_text())
 RECORDED: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / "answers.json").read_text())
 REFUSED = "highwater predict deepseek-ai/DeepSeek-V3 --gpus 64xA100"
@@ -19,8 +18,7 @@ ANSWERS = script(FOLDER / "answers.py")
 
 
 def test_there_are_thirty_of_all_kinds():
-    assert len(QUESTIONS) == 30
-    assert len({each["source_url"] for each in QUESTIONS}) == 30
+    assert (len(QUESTIONS), len({each["source_url"] for each in QUESTIONS})) == (30, 30)
     assert all(each["source_url"].startswith("https://github.com/") for each in QUESTIONS)
     assert {
         *("LoRA", "QLoRA", "nothing fits", "several nodes", "other trainer"),

@@ -80,16 +80,6 @@ def test_generation_is_said_to_be_outside_the_seconds_of_a_step(highwater, asked
     assert said not in highwater(*words, "sft").stdout
 
 
-def test_a_trainer_that_knows_other_states_is_told_of_them_where_nothing_fits(highwater):
-    model = "mistralai/Mistral-Small-24B-Instruct-2501"
-    words = ("recommend", model, "--gpus", "8xL40S", "--trainer", "axolotl", "--length", "8k")
-    first = highwater(*words).stdout
-    assert first.startswith("No: ")
-    assert "moments of 8 bits, which are lossy (`--optimizer adamw-8bit`)" in first
-    done = highwater(*words, "--optimizer", "adamw-8bit")
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_host_that_is_nearly_full_is_not_safe(highwater):
     words = ("predict", "Llama-3.1-70B", "--gpus", "8xA100-80GB", "--length", "64k")
     full = highwater(*words, "--host-memory", "1152GiB").stdout

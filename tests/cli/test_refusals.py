@@ -16,18 +16,16 @@ from highwater.nouns.cluster import cluster
 from highwater.nouns.hardware import CPU_FLAGS
 from highwater.store.directory import check_log_directory
 from highwater.units import GIB, parse_bytes
+from places import DATA
 from tiny_models import TINY, write_model
 
 
-def test_an_unknown_model_is_answered_with_the_known_ones(highwater):
+def test_an_unknown_model_and_a_small_one_are_offered_what_works(highwater, tiny):
     told = "no model 'Qwen3-0.7B': not a directory, not in the catalog"
     problem, hint = refusal(highwater("find", "Qwen3-0.7B", *SIMULATED), 2)
     assert problem == told, "the wording of a refusal, here and nowhere else"
     assert highwater("find", re.findall(r"Qwen3-[\w.]+B", hint)[0], *SIMULATED).returncode == 0
     assert refusal(highwater("find", "Qwen3-0.7B", "--print-config"), 2)[0] == told
-
-
-def test_a_small_model_is_offered_a_short_search_of_its_own(highwater, tiny):
     _, hint = refusal(highwater("find", str(tiny), "--device", "cuda"), 3)
     assert offered(hint) == [["highwater", "find", str(tiny), *CPU_FLAGS.split()]]
     assert highwater(*offered(hint)[0][1:], "--dry-run").returncode == 0
@@ -68,8 +66,7 @@ def test_the_newest_study_is_hinted_at_only_where_there_is_one(highwater):
         ).returncode
         == 0
     )
-    hint = refusal(highwater("report", "none.jsonl"), 2)[1]
-    assert offered(hint) == [["highwater", "show"]]
+    assert offered(refusal(highwater("report", "none.jsonl"), 2)[1]) == [["highwater", "show"]]
     assert highwater("show").returncode == 0
 
 
@@ -112,9 +109,7 @@ def test_a_model_that_is_not_understood_is_refused_by_every_command(highwater, t
         (("emit", "--for", "verl", *GPUS, "--length", "2048"), "scales or caps its logits"),
     ],
 )
-def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinitys_step(
-    highwater, tiny, words, said
-):
+def test_scaled_logits_are_known_to_every_command_but_for_trinity(highwater, tiny, words, said):
     write_model(tiny, model_type="granite", logits_scaling=8.0, residual_multiplier=0.22)
     command, *rest = words
     done = highwater(command, str(tiny), *rest)
@@ -127,9 +122,7 @@ def test_a_model_that_scales_its_logits_is_known_to_every_command_but_for_trinit
     assert highwater(*offered_command.split()[1:]).returncode == 0
 
 
-ROWS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[1] / "data" / "hints.json").read_text(encoding="utf-8")
-)
+ROWS: list[dict[str, Any]] = json.loads((DATA / "hints.json").read_text(encoding="utf-8"))
 FILES = {
     "d.txt": b"a few words",
     "data.jsonl": b'{"text": "a few words"}',
@@ -174,14 +167,12 @@ def test_a_hint_that_is_typed_does_what_it_says(run, tmp_path, row):
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> tuple[str, str]:
-    """Problem and hint of a command, which may have said before what it does."""
     error, blank, hint = done.stderr.splitlines()[-3:]
     assert (error[:7], blank, hint[:6]) == ("error: ", "", "hint: ")
     return error[7:], hint[6:]
 
 
 def whole(words: tuple[str, ...]) -> tuple[str, ...]:
-    """A command with its program."""
     is_named = words[0] in ("highwater", "search_context_length_capacity")
     return words if is_named else ("highwater", *words)
 
@@ -192,7 +183,6 @@ ANSWERED: dict[tuple[frozenset[str], tuple[str, ...]], Answer] = {}
 
 
 def answered(run: Run, folder: Path, words: tuple[str, ...]) -> Answer:
-    """What a command answers, and whether a model was trained."""
     flags = re.split(r" (?=--)", shlex.join(words))
     asked = frozenset(path.name for path in folder.iterdir()), (flags[0], *sorted(flags[1:]))
     if asked not in ANSWERED:
@@ -202,7 +192,6 @@ def answered(run: Run, folder: Path, words: tuple[str, ...]) -> Answer:
 
 
 def prepare(run: Run, folder: Path, row: dict[str, Any]) -> None:
-    """The folder as the command found it."""
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, content in FILES.items():

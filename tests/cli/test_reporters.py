@@ -1,7 +1,4 @@
-"""``train --report-to``: what each package reads back of a real run, by its own library.
-
-A package that is missing is a failure where HIGHWATER_REQUIRE names ``reporters``.
-"""
+"""``train --report-to``: what each package reads back of a real run, by its own library."""
 
 import json
 import os
@@ -25,7 +22,6 @@ _BLOCK = 32768
 
 
 def needed(name: str) -> Any:
-    """The module of a package, which may be missing where nothing requires it."""
     if "reporters" in os.environ.get("HIGHWATER_REQUIRE", ""):
         return __import__(name, fromlist=["_"])
     return pytest.importorskip(name, reason=f"needs the {name.partition('.')[0]} extra")
@@ -43,7 +39,6 @@ def words(tiny: Path, folder: Path, *more: str, steps: int = 2) -> tuple[str, ..
 
 
 def lines(folder: Path) -> dict[int, dict[str, float]]:
-    """Numbers of each step in the file, as reporters name them."""
     found: dict[int, dict[str, float]] = {}
     for line in (folder / "run" / "statistics.jsonl").read_text().splitlines():
         numbers = json.loads(line)
@@ -155,9 +150,7 @@ def test_every_reporter_is_read_back():
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_package_reads_the_numbers_of_the_lines_in_one_run_after_a_stop(
-    highwater, tiny, tmp_path, name
-):
+def test_a_package_reads_the_lines_in_one_run_after_a_stop(highwater, tiny, tmp_path, name):
     needed(name)
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "MY_API_KEY": KEY}
     asked = ("--report-to", name)
@@ -170,15 +163,12 @@ def test_a_package_reads_the_numbers_of_the_lines_in_one_run_after_a_stop(
     wanted = lines(tmp_path)
     assert set(found) == set(wanted) == {1, 2, 3}
     for step, numbers in wanted.items():
-        told = {key: found[step][key] for key in numbers}
-        assert told == pytest.approx(numbers, rel=1e-6)
+        assert {key: found[step][key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
     for path in (tmp_path / "run" / "reports").rglob("*"):
         assert path.is_dir() or KEY.encode() not in path.read_bytes()
 
 
-def test_a_reporter_that_is_not_reached_is_told_once_and_the_training_ends_well(
-    highwater, tiny, tmp_path
-):
+def test_a_reporter_that_is_not_reached_is_told_once_and_all_ends_well(highwater, tiny, tmp_path):
     needed("mlflow")
     done = highwater(
         *words(tiny, tmp_path, "--report-to", "mlflow", "tensorboard"),

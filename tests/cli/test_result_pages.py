@@ -1,20 +1,16 @@
-"""The pages of results: each table is what its command prints of the files beside it, and every
-command there can start.
-"""
+"""The pages of results: each table is what its command prints of the files beside it."""
 
 import os
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 from conftest import HERE, TIMEOUT_S
 
 from fork_server import ForkServer
+from places import RESULTS, ROOT
 from tables import table
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
 TABLES = table("result_pages", "tables")
 """A page below docs/results, and the command whose table it has."""
 OTHERS = table("result_pages", "others")
@@ -23,7 +19,6 @@ OTHERS = table("result_pages", "others")
 
 @pytest.fixture
 def printed(fork_server: ForkServer) -> Callable[[str], str]:
-    """What a script of the results prints, with its words."""
 
     def printed(command: str) -> str:
         script, *words = command.split()

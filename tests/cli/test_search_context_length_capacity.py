@@ -1,6 +1,4 @@
-"""The drop-in command: the flags and defaults that Trinity-RFT users know; what cannot be done yet
-is refused by name.
-"""
+"""The drop-in command: the flags and defaults that Trinity-RFT users know."""
 
 import os
 import re
@@ -29,7 +27,6 @@ SUPPORTED = ("--save_hf_checkpoint", "never")
 
 @pytest.fixture
 def search(run: Run) -> Run:
-    """Runs the drop-in command."""
     return lambda *words, **environment: run(PROGRAM, *words, **environment)
 
 
@@ -62,17 +59,12 @@ def test_a_trial_is_the_original_one():
     request = request_of(arguments, settings_of(arguments, {}), {"device": "cuda"})
     assert request.gpus == (2, 4)
     assert request.ulysses == (1,)
-    assert request.timeout_s == 600.0
-    assert request.start_tokens == 4096
+    assert (request.timeout_s, request.start_tokens) == (600.0, 4096)
     assert (request.sequences_per_micro_batch, request.micro_batches, request.steps) == (2, 4, 2)
     usual = request.hyperparameters
     assert (usual.learning_rate, usual.max_grad_norm) == (1e-5, 1.0)
-    assert request.method == "bisect"
-    assert request.rope == "yarn"
-    assert request.device == "cuda"
-    assert request.loss == "full"
-    assert request.checkpoint == "sharded"
-    assert request.save_hf == "never"
+    assert (request.method, request.rope, request.device) == ("bisect", "yarn", "cuda")
+    assert (request.loss, request.checkpoint, request.save_hf) == ("full", "sharded", "never")
     assert request.checkpoint_dir == arguments.checkpoint_path
 
 
@@ -116,8 +108,7 @@ def test_dlc_without_a_cluster_is_answered_with_one_machine(search):
 def test_hints_about_a_full_disk_name_the_flags_that_there_are_here():
     """The original has no flag against shards, which a file can switch off."""
     free = "free some space (`df -h x`)"
-    said = in_these_words(f"{free}, or use `--checkpoint none --save-hf never`")
-    assert offered(said)[1:] == [
+    assert offered(in_these_words(f"{free}, or use `--checkpoint none --save-hf never`"))[1:] == [
         ["--save_hf_checkpoint", "never"],
         ["checkpoint:", "none"],
         ["--config"],
@@ -166,7 +157,6 @@ def lengths_tried(study: Path) -> dict[tuple[int, int], list[int]]:
 
 
 def capacities(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """The numbers of the final lines; each line is one that users' scripts parse."""
     form = r"model_name = \S+, trainer_gpu_num = \d+, sp_num = \d+, max_model_len = (\d+)"
     found = [re.fullmatch(form, line) for line in done.stdout.splitlines()]
     assert None not in found, done.stdout
@@ -185,9 +175,7 @@ GPUS_AND_SP = ("--test_gpu_num", "1", "2", "--test_sp_num", "1", "2")
         ((), "start_length: 256\n", 256),
     ],
 )
-def test_a_start_length_of_either_place_is_tried_first_and_longer_ones_until_out_of_memory(
-    simulated, tmp_path, words, more, start
-):
+def test_a_start_length_is_tried_first_and_longer_ones(simulated, tmp_path, words, more, start):
     done = simulated(*words, *GPUS_AND_SP, more=more)
     assert done.returncode == 0, done.stderr
     tried = lengths_tried(tmp_path / "study.jsonl")
@@ -266,12 +254,7 @@ def test_a_switch_that_was_typed_and_no_file_takes_back_is_to_be_left_out():
 
 
 @pytest.mark.parametrize(
-    ("more", "goes_on"),
-    [
-        ("", True),
-        ("max_length: 512\n", False),
-        ("start_length: 256\n", False),
-    ],
+    ("more", "goes_on"), [("", True), ("max_length: 512\n", False), ("start_length: 256\n", False)]
 )
 def test_the_note_on_where_lengths_end_is_said_where_it_is_true(search, tmp_path, more, goes_on):
     bundled = Path(__file__).parents[2] / "examples" / "tiny"
@@ -326,9 +309,7 @@ def test_the_linear_method_is_the_published_scan(simulated, tmp_path):
 
 
 @pytest.mark.parametrize("words", [(), ("--method", "linear"), ("--start_length", "8192")])
-def test_a_ceiling_is_marked_beside_the_final_line_and_in_the_published_layout_and_no_edge_is(
-    simulated, highwater, tmp_path, words
-):
+def test_a_ceiling_is_marked_in_both_layouts_and_no_edge_is(simulated, highwater, tmp_path, words):
     done = simulated("--test_gpu_num", "1", *words, more="max_length: 16384\n")
     assert (done.returncode, capacities(done)) == (0, [16384]), done.stderr
     assert "≥16384: " in done.stderr
@@ -385,9 +366,7 @@ def on_the_cpu(search: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "source", ["own_sequences:nothing", "nomod:x", "own_sequences.inner:x", "x", ":x", "json:dumpz"]
 )
-def test_a_function_that_is_not_there_is_refused_before_anything_starts(
-    search, on_the_cpu, tiny, highwater, source
-):
+def test_a_function_that_is_not_there_is_refused_first(search, on_the_cpu, tiny, highwater, source):
     words = ("--model_path", str(tiny), "--test_gpu_num", "1", "--data", source)
     assert source in refusal(search(*words), 2)[0]
     tried = highwater("try", str(tiny), "--device", "cpu", "--length", "128", "--data", source)
@@ -409,8 +388,7 @@ def test_where_nothing_fits_it_is_said_in_plain_words(on_the_cpu, tmp_path):
 def test_after_a_time_out_there_is_no_second_attempt_and_no_line_without_a_number(
     on_the_cpu, highwater, tmp_path, method
 ):
-    words = ("--start_length", "128", "--timeout", "10", "--method", method)
-    done = on_the_cpu("waits", *words)
+    done = on_the_cpu("waits", "--start_length", "128", "--timeout", "10", "--method", method)
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
     assert lengths_tried(tmp_path / "study.jsonl") == {(1, 1): [128]}
     assert re.search(

@@ -74,17 +74,12 @@ def test_a_search_with_secrets_shows_them_nowhere_and_its_study_goes_on(highwate
     assert "[hidden]" in (place / "report.md").read_text()
     before = json.loads(highwater("show", str(study), "--as", "json").stdout)["trials"]
     assert {trial["result"]["outcome"] for trial in before} == {"FIT", "OUT_OF_MEMORY"}
-    again = highwater(*words_with(SECRET))
-    assert "finished trials are not run again" in again.stderr
+    assert "finished trials are not run again" in highwater(*words_with(SECRET)).stderr
     assert json.loads(highwater("show", str(study), "--as", "json").stdout)["trials"] == before
 
 
 @pytest.mark.parametrize(
-    "typed",
-    [
-        f"--password='correct {SECRET} battery'",
-        f"--gh-pat {SECRET} -u me:{KEY}",
-    ],
+    "typed", [f"--password='correct {SECRET} battery'", f"--gh-pat {SECRET} -u me:{KEY}"]
 )
 def test_a_trainer_that_prints_its_words_shows_no_secret(typed, highwater, place):
     (place / "train.py").write_text(
@@ -145,8 +140,7 @@ def test_a_study_with_secrets_of_before_is_shown_without_them_and_goes_on(highwa
     as_recorded_before(study)
     assert SECRET in study.read_text()
     shown = highwater("show", "study.jsonl", "--as", "json")
-    report = highwater("report", "study.jsonl")
-    for each in (shown, report):
+    for each in (shown, highwater("report", "study.jsonl")):
         assert each.returncode == 0, each.stderr
         assert SECRET not in each.stdout + each.stderr
         assert KEY not in each.stdout + each.stderr

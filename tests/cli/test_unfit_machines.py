@@ -1,9 +1,4 @@
-"""Machines on which a trial cannot run: every command still answers, and a search is refused before
-its first trial.
-
-The libraries of others stand in the way: a ``pynvml``, a ``torch`` or a package's metadata found
-before the installed one.
-"""
+"""Machines on which a trial cannot run: every command still answers."""
 
 import json
 import shutil
@@ -14,8 +9,7 @@ from conftest import SIMULATED, following, offered, refusal
 
 from highwater.errors import EXIT_MACHINE
 from highwater.store.journal import read_study
-
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
+from places import FOUND
 
 PYNVML = """
 class NVMLError(Exception): pass
@@ -37,18 +31,14 @@ CPU = ("find", "Qwen3-0.6B", "--device", "cpu", "--memory", "2GiB")
 
 @pytest.fixture
 def libraries(tmp_path: Path) -> dict[str, str]:
-    """The environment in which modules written to ``tmp_path`` stand for installed ones; the one
-    GPU is visible.
-    """
+    """The environment in which modules written to ``tmp_path`` stand for installed ones."""
     return {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater, tmp_path, libraries):
     (tmp_path / "pynvml.py").write_text(LOST)
     document = json.loads(highwater("doctor", "--json", **libraries).stdout)
-    (lost,) = (
-        finding["problem"] for finding in document["findings"] if "GPU 0" in finding["problem"]
-    )
+    (lost,) = (each["problem"] for each in document["findings"] if "GPU 0" in each["problem"])
     assert lost.endswith("GPU is lost")
     assert highwater("find", "Qwen3-0.6B", *SIMULATED, **libraries).returncode == 0
     assert highwater(*CPU, "--dry-run", **libraries).returncode in (0, 1)
@@ -58,9 +48,7 @@ def test_a_gpu_that_cannot_be_read_stops_only_who_would_use_it(highwater, tmp_pa
     assert highwater(*offered(hint)[0][1:], "--dry-run", **libraries).returncode == 0
 
 
-def test_a_torch_without_cuda_is_refused_before_the_first_trial_and_the_doctor_says_so(
-    highwater, tmp_path, libraries
-):
+def test_a_torch_without_cuda_is_refused_first_and_by_the_doctor(highwater, tmp_path, libraries):
     (tmp_path / "pynvml.py").write_text(PYNVML)
     (tmp_path / "torch.py").write_text(
         "class version: cuda = None\nclass cuda: is_available = staticmethod(lambda: False)\n"
@@ -84,9 +72,7 @@ def hidden_packages(folder: Path, *names: str) -> None:
     )
 
 
-def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_well(
-    highwater, tmp_path
-):
+def test_on_a_laptop_without_torch_the_doctor_says_what_works_first(highwater, tmp_path):
     hidden_packages(tmp_path, "torch", "transformers", "peft")
     laptop = {"PYTHONPATH": str(tmp_path)}
     done = highwater("doctor", **laptop)
@@ -114,17 +100,12 @@ def test_on_a_laptop_without_torch_the_doctor_says_what_works_first_and_ends_wel
     }
 
 
-def test_half_of_what_trials_need_is_a_fault_that_the_doctor_tells_by_its_exit_code(
-    highwater, tmp_path
-):
+def test_a_package_that_is_missing_is_a_fault_and_metadata_is_not(highwater, tmp_path, libraries):
     hidden_packages(tmp_path, "transformers")
     done = highwater("doctor", PYTHONPATH=str(tmp_path))
     assert done.returncode == EXIT_MACHINE
     assert "transformers is not installed" in done.stdout.splitlines()[0]
     assert done.stderr.startswith("next: pip install")
-
-
-def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path, libraries):
     hidden_packages(tmp_path, "highwater")
     done = highwater("find", "Qwen3-0.6B", *SIMULATED, "--study", "s.jsonl", **libraries)
     assert done.returncode == 0, done.stderr
@@ -132,8 +113,7 @@ def test_a_source_tree_without_metadata_can_be_searched_with(highwater, tmp_path
 
 def typed_again(study: Path) -> tuple[str, ...]:
     """The command of a study of docs/results/find, about a copy of its file."""
-    words = read_study(study).command[1:]
-    return (*words, "--study", study.name)
+    return (*read_study(study).command[1:], "--study", study.name)
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b-card-full", "long-8b-2"])
@@ -151,9 +131,7 @@ def test_a_study_that_has_every_answer_needs_no_gpu_to_give_them(highwater, tmp_
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_it(
-    highwater, tmp_path
-):
+def test_an_unfinished_study_is_shown_where_there_is_no_gpu_to_finish_it(highwater, tmp_path):
     lines = (FOUND / "qwen3-0.6b-79gib-full.jsonl").read_text().splitlines(keepends=True)
     last = max(at for at, line in enumerate(lines) if '"kind":"cell_answered"' in line)
     begun = tmp_path / "my study.jsonl"
@@ -165,9 +143,7 @@ def test_a_study_that_is_not_finished_is_shown_where_there_is_no_gpu_to_finish_i
     assert highwater(*offered(hint)[0][1:]).returncode == 0
 
 
-def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there_is_no_gpu(
-    highwater, tmp_path
-):
+def test_with_more_time_than_its_answers_had_a_study_is_not_finished(highwater, tmp_path):
     copy = Path(shutil.copy(FOUND / "long-8b-2.jsonl", tmp_path))
     limit_s = read_study(copy).question.timeout_s or 0.0
     problem, hint = refusal(
@@ -180,9 +156,7 @@ def test_with_more_time_than_its_answers_had_a_study_is_not_finished_where_there
     assert (done.returncode, done.stdout) == (0, highwater("show", copy.name).stdout)
 
 
-def test_a_study_that_asks_something_else_answers_nothing_where_there_is_no_gpu(
-    highwater, tmp_path
-):
+def test_a_study_of_something_else_answers_nothing_where_there_is_no_gpu(highwater, tmp_path):
     copy = Path(shutil.copy(FOUND / "qwen3-0.6b-79gib-full.jsonl", tmp_path))
     problem, _ = refusal(
         highwater(*typed_again(copy), "--confirm", "1", "--device", "cuda"), EXIT_MACHINE

@@ -19,20 +19,19 @@ from highwater.pages.attention import attention_markdown
 from highwater.pages.guide import Guide
 from highwater.pages.profile import profile_page
 from highwater.pages.study_answer import published_tables
+from places import DATA, FOUND, RESULTS, ROOT
 from setting_words import other_words
 from tables import table
 
-ROOT = Path(__file__).parents[2]
-STUDIES = ROOT / "docs" / "results" / "find"
-TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
-BENCHES = ROOT / "docs" / "results" / "attention"
-PROFILED = ROOT / "tests" / "data" / "snapshots" / "trainer_out_of_memory.pickle"
+TABLE = DATA / "published_capacity_a100_80gb.csv"
+BENCHES = RESULTS / "attention"
+PROFILED = DATA / "snapshots" / "trainer_out_of_memory.pickle"
 MODEL = "Qwen3-0.6B"
 QUESTIONS, DOCUMENTS = table("words", "questions"), table("words", "documents")
 GUIDES: dict[str, Callable[[], Guide]] = {
     "published": lambda: guide(TABLE),
     "measured": lambda: guide(
-        STUDIES / "grpo-0.6b-1-offload.jsonl", STUDIES / "edge-4b-2-full-native.jsonl"
+        FOUND / "grpo-0.6b-1-offload.jsonl", FOUND / "edge-4b-2-full-native.jsonl"
     ),
     "predicted": lambda: guide(predict=["Qwen3-8B"], gpus=["4xA100-80GB"], ring=[1, 2]),
     "lora": lambda: guide(predict=[MODEL], gpus=["2xA100-80GB"], trained={"lora": 16}),
@@ -52,7 +51,7 @@ def pages(folder: Path) -> Iterator[tuple[str, str]]:
         for end in ("html", "md"):
             yield f"guide: {name}.{end}", write_guide(folder / f"{name}.{end}", made).read_text()
     for name in REPORTED:
-        report = study_report(STUDIES / name)
+        report = study_report(FOUND / name)
         for end in ("html", "md"):
             path = folder / f"{name}.{end}"
             yield f"report: {path.name}", write_report(path, report).read_text()
@@ -85,8 +84,7 @@ def test_an_answer_has_one_word_for_each_setting(highwater, command):
     words = [str(ROOT / word) if "/" in word else word for word in command.split()]
     done = highwater(*words)
     assert done.stdout, done.stderr
-    assert other_words(ours(words[0], done.stdout)) == {}
-    assert other_words(done.stderr) == {}
+    assert (other_words(ours(words[0], done.stdout)), other_words(done.stderr)) == ({}, {})
 
 
 def test_a_page_has_one_word_for_each_setting(tmp_path):
@@ -107,6 +105,6 @@ def test_the_published_words_are_where_the_published_guides_are_meant(run: Run):
     done = run("highwater", "guide", str(TABLE), "--json")
     said = {row["settings"] for row in json.loads(done.stdout)}
     assert {"vanilla", "Env", "SP=2", "Env + Offload + SP=4"} <= said
-    tables = published_tables([open_study(STUDIES / "edge-4b-2-full-native.jsonl")])
+    tables = published_tables([open_study(FOUND / "edge-4b-2-full-native.jsonl")])
     assert tables[0].columns[:2] == ("#GPU", "SP")
     assert [table.title.partition(" (")[0] for table in tables] == ["vanilla"]

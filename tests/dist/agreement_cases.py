@@ -1,8 +1,4 @@
-"""One process of a group: values that ranks agree on. Started by ``rank_groups.py``.
-
-``agreement_cases.py RESULT MARK``: rank 1 sends what nobody should, and fails as a rank may; rank 0
-writes what it made of that, one JSON object by case. ``MARK`` is a file that a pickle would make.
-"""
+"""One process of a group: values that ranks agree on. Started by ``rank_groups.py``."""
 
 import os
 import pickle

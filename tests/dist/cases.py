@@ -1,9 +1,4 @@
-"""One process of a group: every case of sharded training against the unsharded reference. Started
-by ``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N cases.py RESULT WEIGHTS PART``: writes, as rank 0, one JSON object
-{case name: deviations}.
-"""
+"""One process of a group: every case of sharded training against the unsharded reference."""
 
 from dataclasses import dataclass, fields
 from functools import cache
@@ -14,17 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_steps import (
-    Fields,
-    Place,
-    Step,
-    deviations,
-    each,
-    first_step,
-    on_host,
-    place_of,
-    values,
-)
+from rank_steps import Fields, Place, Step, deviations, each, first_step, on_host, place_of, values
 from reference import Documents, reference_gradients, reference_training
 from torch import nn
 
@@ -56,8 +41,6 @@ ON_HOST = ("layer on host", "all-but-attention on host")
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Fields):
-    """One way to train the same thing."""
-
     strategy: str
     offload: bool
     model: str
@@ -84,9 +67,7 @@ class Case(Fields):
 
     @property
     def is_told_by_its_result(self) -> bool:
-        """Not, where rounding alone may change it: AdamW's first steps are the gradient's sign, a
-        router's choice is one of two.
-        """
+        """Not, where rounding alone may change it."""
         if self.batch == "two-steps":
             return self.precision == "float64"
         return not (self.precision == "bfloat16" and self.model == "moe")
@@ -107,7 +88,6 @@ VALUES = {
 
 
 def cases_for(processes: int, part: str) -> list[Case]:
-    """The cases of a part that this many processes can run."""
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
     possible = [
         case
@@ -128,9 +108,7 @@ def cases_for(processes: int, part: str) -> list[Case]:
 
 
 def _pairwise(cases: list[Case]) -> list[Case]:
-    """Few of the cases, in which every pair of two fields' values is found that is found in all:
-    greedily, most new ones first.
-    """
+    """Few of the cases, in which every pair of two fields' values is found that is found in all."""
     bits: dict[Any, int] = {}
     pairs = [
         sum(
@@ -164,7 +142,6 @@ def results(path: str, part: str) -> dict[str, Any]:
 
 
 def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
-    """How far one case is off: loss, norm, and the worst parameter's gradient or change."""
     mesh, shared = place
     master, data_rank = getattr(torch, case.master), dist.get_rank() // case.ulysses
     own = [
@@ -196,9 +173,7 @@ def run(case: Case, directory: Path, place: Place) -> dict[str, float | str]:
 
 
 def _two_steps(model: LanguageModel, micro_batches: list[Batch], mesh: dist.DeviceMesh) -> Step:
-    """Loss and norm of the last of two steps, and what they changed, the states allocated before
-    the first as in a trial.
-    """
+    """Loss and norm of the last of two steps."""
     before = values(model)
     optimizer = make_optimizer(model, Hyperparameters())
     unchanged = values(model)
@@ -220,9 +195,7 @@ def _expected(directory: Path, dtype: torch.dtype, kind: str, data_ranks: int) -
 
 
 def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
-    """FSDP1's random model against the unsharded one; and the most bytes that a rank held, in units
-    of its shards and one unit.
-    """
+    """FSDP1's random model against the unsharded one."""
     config = read_config(str(directory), length_tokens=64, rope="auto")
     plain, model = on_meta(config), on_meta(config)
     Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
@@ -255,23 +228,18 @@ def build_unit_by_unit(directory: Path, mesh: dist.DeviceMesh) -> dict[str, floa
 
 
 def random_ways() -> list[tuple[Any, ...]]:
-    """Model, strategy, offload and loss of the layouts that are filled with random weights."""
     return in_pairs(("tied", "moe", "diffllama"), ("fsdp", "fsdp2"), (False, True), ("full", None))
 
 
 def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
-    """By strategy and offload, the worst deviation of random weights from those of a model that
-    nothing shards.
-    """
+    """By strategy and offload, how far random weights are from the unsharded model's."""
     random_weights.CHUNK_NUMBERS = 1000  # several to a parameter, whose rows they cut anywhere
     deviations = {}
     for name, strategy, offload, loss in random_ways():
         config = read_config(str(weights / name), length_tokens=64, rope="auto")
         plain = on_meta(config, loss=loss)
         Fill(plain, None, device=torch.device("cpu"), seed=7).one_unit(plain)
-        expected = {
-            name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()
-        }
+        wanted = {name_in_files(name): p.detach().flatten() for name, p in plain.named_parameters()}
         with TemporaryDirectory() as empty:
             model = built(
                 empty,
@@ -285,9 +253,9 @@ def random_everywhere(weights: Path, mesh: dist.DeviceMesh) -> dict[str, float]:
                 seed=7,
             )
         whole = values(model)
-        assert set(whole) == set(expected)
+        assert set(whole) == set(wanted)
         deviations[f"{name} {strategy} {offload} {loss}"] = max(
-            float((whole[n] - expected[n]).abs().max()) for n in expected
+            float((whole[n] - wanted[n]).abs().max()) for n in wanted
         )
     return deviations
 
@@ -313,9 +281,7 @@ def made_elsewhere(directory: Path, place: Place) -> dict[str, float]:
 
 
 def documents(kind: str, rank: int, micro_batch: int) -> Documents:
-    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts
-    are not trained on.
-    """
+    """Documents of odd lengths, equal ones beside each other, a single token among them."""
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     packed = []
     for length in (7, 7, 1, 13 + rank, 5):

@@ -41,13 +41,11 @@ from highwater.nouns.layout import Layout
 from tables import deep
 
 REWARD = "reward"
-"""A ScalarModel on the weights of ``tied``."""
 MODELS = ("dense", "tied", "moe", REWARD)
 STRATEGIES = ("fsdp2", "fsdp")
 CASES = [f"{model}-{strategy}" for model, strategy in product(MODELS, STRATEGIES)]
 COPIED = ("tied-fsdp2", "moe-fsdp2", *deep("reward-fsdp2"))
 MICRO_BATCHES = 4
-"""Of a step, over all ranks."""
 LENGTH = 200
 """Of the Hugging Face weights; the native length is 64."""
 NARROW = 24 * 1024
@@ -87,8 +85,7 @@ def resume(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> Non
 def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
     name = case.partition("-")[0]
     for strategy in loading(case, mesh.size()) if mesh.ndim == 1 else ("fsdp2",):
-        own = f"{name}-{strategy}"
-        model = model_of(own, folder / "configs", mesh, recompute="none")
+        model = model_of(f"{name}-{strategy}", folder / "configs", mesh, recompute="none")
         optimizer = make_optimizer(model, Hyperparameters())
         places = storages(model, optimizer)
         load_sharded(model, optimizer, folder / f"sharded-{case}-{saved_by}", mesh=mesh)
@@ -98,9 +95,7 @@ def load(case: str, folder: Path, mesh: dist.DeviceMesh, saved_by: int) -> None:
 
 
 def loading(case: str, processes: int) -> tuple[str, ...]:
-    """Strategies by which so many processes load what a case saved: by two the other one, by one
-    the same; in `make test-all` both.
-    """
+    """Strategies by which so many processes load what a case saved."""
     other = case.endswith("fsdp2") == (processes == 2)
     return deep(*STRATEGIES) or (STRATEGIES[other],)
 
@@ -130,9 +125,7 @@ def hf(case: str, folder: Path, mesh: dist.DeviceMesh) -> None:
 
 
 def engine_told(model: Decoder) -> Tensor:
-    """Of a language model the log-probability of every token but the first, of a reward model the
-    number of the last one.
-    """
+    """Log-probabilities of all tokens but the first, or a reward model's number of the last one."""
     ids, positions = torch.tensor(TOKENS), torch.arange(LENGTH)
     with torch.no_grad():
         if model.gives_scalars:
@@ -141,9 +134,7 @@ def engine_told(model: Decoder) -> Tensor:
 
 
 def logits_of(weights: dict[str, Tensor], source: Path, *, gives_scalars: bool) -> Tensor:
-    """What plain transformers makes of the weights, flat: logits of every token, or the number of
-    the last one.
-    """
+    """What plain transformers makes of the weights, flat."""
     config = read_config(str(source), length_tokens=LENGTH, rope="auto")
     if gives_scalars:
         config.num_labels = 1

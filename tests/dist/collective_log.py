@@ -1,6 +1,4 @@
-"""What travels between ranks: every collective and transfer that a block begins, seen where PyTorch
-dispatches it.
-"""
+"""What travels between ranks."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -11,10 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Begun(NamedTuple):
-    """One of them."""
-
     operator: str
-    """Its name in PyTorch: ``allreduce_``, ``alltoall_base_``, ``send``."""
     numbers: int
     """How many this rank's tensor has, of a collective that fills another one that of the
     first."""
@@ -42,7 +37,6 @@ class CollectiveLog(TorchDispatchMode):
         return dict(Counter(each.within for each in self.begun if each.operator == operator))
 
     def numbers(self, operator: str) -> dict[str, int]:
-        """How many numbers it took along."""
         sums: Counter[str] = Counter()
         for each in self.begun:
             if each.operator == operator:

@@ -1,9 +1,4 @@
-"""One process of a group: objectives, layouts and settings in combination, against
-tests/references. Started by ``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N cover_cases.py WEIGHTS RESULT STRENGTH``: writes, as rank 0, one JSON
-object {case name: deviations}.
-"""
+"""One process of a group: objectives, layouts and settings in combination, by tests/references."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -55,7 +50,6 @@ LOSS_SCALE = 0.1
 """Deviations of a loss are relative to itself, or to this where it is smaller: one of whitened
 advantages is 0 but for rounding."""
 ALONE = 1000
-"""A group of one."""
 FAR = -800.0
 """A log-probability whose ratio to any other overflows."""
 NEVER = 1e9
@@ -205,8 +199,6 @@ Place = tuple[dist.DeviceMesh, process_mesh.SequenceGroups | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One combination."""
-
     values: dict[str, str]
 
     @property
@@ -220,7 +212,6 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        """How they share sequences: ``4 ulysses 2 ring 2``."""
         gpus, *words = self["ranks"].split()
         degrees = dict(zip(words[::2], map(int, words[1::2]), strict=True))
         return Layout(
@@ -236,7 +227,6 @@ class Case:
 
     @property
     def settings(self) -> Settings:
-        """What a user would ask for."""
         given = {
             "strategy": self["strategy"].replace("trinity", "fsdp"),
             "offload": self["offload"] == "offload",
@@ -259,7 +249,6 @@ class Case:
 
     @property
     def numbers(self) -> plain.Numbers:
-        """The same for the reference."""
         of_ours = NUMBERS[self["numbers"]]
         changed = {THEIRS[name]: value or NEVER for name, value in of_ours.items()}
         entropy = (
@@ -270,7 +259,6 @@ class Case:
 
 @cache
 def cases(strength: int) -> tuple[Case, ...]:
-    """Every meeting of so many values."""
     boxes = PAIRED if strength == 2 else WHOLE
     return tuple(Case(values=values) for values in cover(boxes, strength=strength, seed=0))
 
@@ -280,9 +268,7 @@ def cases_for(processes: int, strength: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights: what is trained, what it is held to, and what judges
-    it.
-    """
+    """Tiny models with random float64 weights: what is trained, what it is held to."""
     balanced = {**EXPERTS, "output_router_logits": True}
     one = {"num_labels": 1}
     torch.manual_seed(20)
@@ -311,9 +297,6 @@ def results(weights: str, strength: str) -> dict[str, Any]:
 def run(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> dict[str, float | str]:
-    """Norm-relative deviations of one case: loss, and the worst gradient of policy and critic; of
-    rank 0, which knows them.
-    """
     own, every = batches(case, shared)
     training = train(case, weights, mesh, shared)
     loss = float(process_mesh.total(backward_of(training, own), mesh))
@@ -344,7 +327,6 @@ def run(
 def batches(
     case: Case, shared: process_mesh.SequenceGroups | None
 ) -> tuple[list[data.Batch], list[Document]]:
-    """A step's micro-batches of this rank, and the documents of all."""
     step = [
         [documents(case, data_rank, m) for m in range(int(case["micro-batches"]))]
         for data_rank in range(case.layout.data_parallel_degree)
@@ -357,9 +339,7 @@ def batches(
 def train(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> Training:
-    """As highwater.engine.training.rank_run does, in float64, and each model with weights of its
-    own.
-    """
+    """As highwater.engine.training.rank_run does, in float64."""
     settings = case.settings
     loss = "full" if settings.holds_logits else "chunked"
 
@@ -439,7 +419,6 @@ def gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
 def reference(
     case: Case, weights: Path, step: list[Document]
 ) -> tuple[float, dict[str, dict[str, Tensor]]]:
-    """Loss of the policy, and every gradient of policy and critic."""
     judge = None
     if case.objective == "rw":
         policy = _plain_model(
@@ -471,11 +450,9 @@ def reference(
                 if case.settings.critic
                 else None
             )
-            loss, of_critic = plain.proximal(
-                policy, judge, step, numbers=case.numbers, router=router
-            )
-            if of_critic is not None:
-                of_critic.backward()
+            loss, critic = plain.proximal(policy, judge, step, numbers=case.numbers, router=router)
+            if critic is not None:
+                critic.backward()
     loss.backward()
     found = {
         "policy": _plain_gradients(policy),
@@ -485,7 +462,6 @@ def reference(
 
 
 def _plain_model(kind: Any, directory: Path) -> nn.Module:
-    """A model without gradients, which nothing changes: read once."""
     model = _read(kind, directory)
     model.zero_grad()
     return model
@@ -542,7 +518,6 @@ def _group(case: Case, data_rank: int, micro_batch: int, index: int) -> int:
 
 
 def _ours(document: Document) -> data.Document:
-    """The same, as the engine takes it: log-probabilities of every token."""
     logprobs = None
     if document.old_logprobs is not None:
         logprobs = torch.zeros(len(document.ids), dtype=torch.float64)

@@ -1,6 +1,4 @@
-"""Run by test_delta_ring.py on each rank: slices of a row through the gated delta rule, beside its
-definition, token by token, over the whole row.
-"""
+"""Run by test_delta_ring.py on each rank."""
 
 from typing import Any, NamedTuple
 
@@ -55,9 +53,7 @@ def results() -> dict[str, Any]:
 
 
 def run(case: Case) -> dict[str, float]:
-    """Deviations of this rank's outputs, and of the gradients of its slice and of weights; of those
-    too where the outputs are kept and the layer is recomputed.
-    """
+    """Deviations of this rank's outputs, and of the gradients of its slice and of weights."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     row_tokens = ranks * case.slice_tokens
     ends = (*(end for end in case.ends if end < row_tokens), row_tokens)
@@ -82,10 +78,8 @@ def run(case: Case) -> dict[str, float]:
     own = [each.requires_grad_() for each in held(leaves)]
     out = ours(*own)
     found = {"output": deviation(out, expected[mine])}
-    again = checkpoint(
-        ours, *own, use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept())
-    )
-    for name, output in {"": out, ", kept": again}.items():
+    anew = checkpoint(ours, *own, use_reentrant=False, context_fn=lambda: kept_in_recompute(Kept()))
+    for name, output in {"": out, ", kept": anew}.items():
         of_slice = [*torch.autograd.grad(output, own, upstream[mine])]
         for total in of_slice[4:]:
             dist.all_reduce(total)

@@ -1,9 +1,4 @@
-"""One process of a group: RoPE that depends on a document's length, packed and sharded, against
-each document alone.
-
-``torchrun --nproc-per-node N document_rope_cases.py RESULT FOLDER EXTENT``: writes, as rank 0, one
-JSON object {case name: deviations}.
-"""
+"""One process of a group: RoPE that depends on a document's length, against each document alone."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,18 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import rank_steps
 import torch
 import torch.distributed as dist
-from rank_steps import (
-    Fields,
-    Step,
-    deviations,
-    each,
-    first_step,
-    micro_batches,
-    place_of,
-    plain_step,
-)
 from reference import SHAPE, load_textbook
 from transformers import LlamaForCausalLM, Olmo3ForCausalLM, Phi3ForCausalLM, PreTrainedModel
 
@@ -47,9 +33,7 @@ BATCHES = {
 """Lengths of the documents of two micro-batches. Two ranks share the last of them in the middle, or
 with padding."""
 DEGREES = {1: ["1 1 1"], 2: ["2 1 1", "1 2 1"], 3: ["1 3 1"], 4: ["2 2 1"]}
-"""Degrees of Ulysses and of the ring, and copies, by the number of processes."""
 WAYS = ("fsdp2 layer float64", "fsdp none float64", "fsdp2 none float32")
-"""Strategy, recompute, and dtype."""
 KINDS = ("phi3", "llama3", "yarn")
 """Models of each kind of RoPE that users have past the native length; phi3's is longrope."""
 MORE_DEGREES = {4: ["1 4 1", "1 2 2"], 6: ["2 3 2", "2 3 1"]}
@@ -58,9 +42,7 @@ model and batch, where a test is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Fields):
-    """A model, documents, and a way to train them."""
-
+class Case(rank_steps.Fields):
     model: str
     batch: str
     strategy: str
@@ -137,11 +119,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     # one kind of RoPE for each kind of layer; the window holds every document
     "olmo3": (
         Olmo3ForCausalLM,
-        {
-            "layer_types": list(_OF_LAYERS),
-            "sliding_window": 64,
-            "rope_parameters": _OF_LAYERS,
-        },
+        {"layer_types": list(_OF_LAYERS), "sliding_window": 64, "rope_parameters": _OF_LAYERS},
     ),
     "llama3": (
         LlamaForCausalLM,
@@ -152,7 +130,7 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
                 **_BORDER,
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
-            },
+            }
         },
     ),
     "yarn": (
@@ -163,7 +141,6 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
 
 
 def save_models(folder: Path) -> None:
-    """Each model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     for name, (kind, own) in MODELS.items():
         config = kind.config_class(**{**SHAPE, "pad_token_id": 0, **own})
@@ -172,7 +149,7 @@ def save_models(folder: Path) -> None:
 
 def results(folder: str, extent: str) -> dict[str, Any]:
     cases = cases_for(dist.get_world_size(), extent)
-    return each(cases, lambda case: run(case, Path(folder, case.model)))
+    return rank_steps.each(cases, lambda case: run(case, Path(folder, case.model)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
@@ -182,25 +159,24 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
         ring_degree=case.ring,
         replicate_degree=case.copies,
     )
-    mesh, shared = place_of(layout)
+    mesh, shared = rank_steps.place_of(layout)
     dtype = getattr(torch, case.dtype)
-    own = micro_batches(BATCHES[case.batch], layout, shared)
+    own = rank_steps.micro_batches(BATCHES[case.batch], layout, shared)
     model = built(
         directory, mesh, dtype, shared=shared, strategy=case.strategy, recompute=case.recompute
     )
-    return deviations(
-        first_step(model, (mesh, shared), own, copies=case.copies),
+    return rank_steps.deviations(
+        rank_steps.first_step(model, (mesh, shared), own, copies=case.copies),
         lambda: alone(directory, dtype, case.batch, layout.data_parallel_degree),
     )
 
 
 @cache
-def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> Step:
-    """By a plain model whose RoPE has seen no other document."""
+def alone(directory: Path, dtype: torch.dtype, batch: str, data_ranks: int) -> rank_steps.Step:
     model = load_textbook(directory, dtype)
     rotary = type(model.model.rotary_emb)
 
     def anew() -> None:
         model.model.rotary_emb = rotary(model.config)
 
-    return plain_step(model, BATCHES[batch], data_ranks, before=anew)
+    return rank_steps.plain_step(model, BATCHES[batch], data_ranks, before=anew)

@@ -1,9 +1,4 @@
-"""One process of a group: every family in one layout, against the family's own modules. Started by
-``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N family_cases.py MODELS RESULT LAYOUT FAMILY...``: rank 0 appends one
-JSON line a family.
-"""
+"""One process of a group: every family in one layout, against the family's own modules."""
 
 import json
 import sys
@@ -84,7 +79,6 @@ def main() -> None:
 
 
 def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    """How training one family compares, or the refusal, or what failed."""
     start = time.monotonic()
     found: dict[str, Any] = {}
     try:
@@ -129,7 +123,6 @@ def outcome(directory: Path, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def everything(layout: dict[str, Any]) -> list[list[tuple[Tensor, Tensor]]]:
-    """The micro-batches of all data ranks."""
     data_ranks = _layout_of(layout).data_parallel_degree
     return [documents(rank, m) for rank in range(data_ranks) for m in range(MICRO_BATCHES)]
 
@@ -137,7 +130,6 @@ def everything(layout: dict[str, Any]) -> list[list[tuple[Tensor, Tensor]]]:
 def deviations(
     ours: Step, theirs: tuple[Tensor, Tensor, dict[str, Tensor | None]]
 ) -> dict[str, Any]:
-    """Of loss, norm and the worst parameter's gradient."""
     (loss, norm, found), (their_loss, their_norm, expected) = ours, theirs
     assert set(found) <= set(expected), f"without a partner: {sorted(set(found) - set(expected))}"
     of_parameters = {
@@ -156,13 +148,11 @@ def deviations(
 def _deviation(found: Tensor | None, expected: Tensor | None, norm: float) -> float:
     if expected is None:
         return 0.0 if found is None else float(found.norm())
-    assert found is not None
     floor = ROUNDING * min(norm, CLIP_NORM)
     return float((found.view_as(expected) - expected).norm() / expected.norm().clamp(min=floor))
 
 
 def _ours(directory: Path, dtype: torch.dtype, layout: dict[str, Any]) -> Step:
-    """Loss, norm before clipping and every gradient, by the engine."""
     of_ranks = _layout_of(layout)
     mesh, shared = place_of(of_ranks)
     own = [
@@ -196,7 +186,6 @@ def _layout_of(layout: dict[str, Any]) -> Layout:
 def _theirs(
     directory: Path, dtype: torch.dtype, micro_batches: list[list[tuple[Tensor, Tensor]]]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-    """The same by the family's own class in plain transformers, one document at a time."""
     is_wrapped = directory.name in WRAPPED
     kind = AutoModelForImageTextToText if is_wrapped else AutoModelForCausalLM
     model, loading = kind.from_pretrained(
@@ -207,10 +196,8 @@ def _theirs(
         local_files_only=True,
         output_loading_info=True,
     )
-    incomplete = {
-        kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]
-    }
-    assert not incomplete, f"plain transformers does not load what it saved: {incomplete}"
+    lacking = {kind: loading[kind] for kind in ("missing_keys", "mismatched_keys") if loading[kind]}
+    assert not lacking, f"plain transformers does not load what it saved: {lacking}"
     model.train()
     trained = sum(int((labels[1:] != -100).sum()) for batch in micro_batches for _, labels in batch)
     loss = torch.zeros((), dtype=dtype)
@@ -236,9 +223,7 @@ def _theirs(
 
 
 def documents(rank: int, micro_batch: int) -> list[tuple[Tensor, Tensor]]:
-    """Documents of odd lengths, equal ones beside each other, a single token among them; prompts
-    are not trained on.
-    """
+    """Documents of odd lengths, equal ones beside each other, a single token among them."""
     generator = torch.Generator().manual_seed(100 * rank + micro_batch)
     packed: list[tuple[Tensor, Tensor]] = []
     for length in LENGTHS:

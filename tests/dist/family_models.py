@@ -1,6 +1,4 @@
-"""Tiny models of every causal family of the installed transformers, their weights random and saved
-by the family's own class.
-"""
+"""Tiny models of every causal family of the installed transformers, with random weights."""
 
 import json
 import warnings
@@ -9,12 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tables import table
@@ -44,10 +37,8 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(family: str, *, window: int = WINDOW) -> PreTrainedConfig:
-    """The family's config, every known size of it small; ``window`` tokens wide where the family
-    has windows.
-    """
+def tiny_config(family: str, *, window: int = WINDOW) -> Any:
+    """The family's config, every known size of it small."""
     if family in WRAPPED:
         text, own = WRAPPED[family]["text"], WRAPPED[family]["own"]
         inner = tiny_config(text, window=window).to_dict() | WRAPPED[family].get("fields", {})
@@ -81,9 +72,7 @@ def _layers(usual: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_tiny(family: str, folder: Path, *, window: int = WINDOW) -> None:
-    """A tiny model of the family, in a directory of its name: weights in float32, their layout the
-    family's own.
-    """
+    """A tiny model of the family, in a directory of its name."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -117,5 +106,4 @@ def randomise(model: nn.Module) -> None:
 
 
 def read(folder: Path, family: str) -> dict[str, Any]:
-    """The ``config.json`` that was saved."""
     return json.loads((folder / family / "config.json").read_text())

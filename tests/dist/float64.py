@@ -1,6 +1,4 @@
-"""Float64 all the way: casts to float32 that models make whatever their dtype, lifted, each listed
-where it stands.
-"""
+"""Float64 all the way: casts to float32 that models make, lifted, each listed where it stands."""
 
 import sys
 from functools import cache

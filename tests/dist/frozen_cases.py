@@ -1,9 +1,4 @@
-"""One process of a group: what some steps change in a model with parameters that its family does
-not train. Started by ``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N frozen_cases.py RESULT WEIGHTS``: writes, as rank 0, one JSON object
-{case name: what was found}.
-"""
+"""One process of a group: what steps change in a model with parameters that are not trained."""
 
 from itertools import product
 from pathlib import Path
@@ -40,18 +35,14 @@ def results(weights: str) -> dict[str, Any]:
 def run(
     weights: Path, mesh: dist.DeviceMesh, strategy: str, *, offload: bool
 ) -> dict[str, list[str]]:
-    """Names of the parameters that steps changed, that have gradients after them, and that the
-    optimizer has states of.
-    """
+    """Names of the parameters that steps changed, that have gradients after them."""
     model = built(weights, mesh, torch.float32, strategy=strategy, offload=offload)
     before = values(model)
     optimizer = make_optimizer(model, HYPERPARAMETERS)
-    training = Training(
-        policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS
-    )
+    made = Training(policy=model, optimizer=optimizer, mesh=mesh, hyperparameters=HYPERPARAMETERS)
     ids = torch.arange(20) + dist.get_rank()
     for _ in range(STEPS):
-        train_step(training, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
+        train_step(made, [pack([Document(ids, ids)]), pack([Document(ids[3:], ids[3:])])])
     after = values(model)
     states = {
         name: optimizer.state[p]["exp_avg"] if p in optimizer.state else None

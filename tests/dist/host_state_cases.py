@@ -1,9 +1,4 @@
-"""One process of a group: AdamW with its moments in host memory, beside AdamW without. Started by
-``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N host_state_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
-object {case: what was found on every rank}; ``FOLDER`` gets what is saved.
-"""
+"""One process of a group: AdamW with its moments in host memory, beside AdamW without."""
 
 from importlib.util import find_spec
 from itertools import product
@@ -69,9 +64,6 @@ def results(folder: str) -> dict[str, Any]:
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """What one case shows: both ways of training after the same steps, and from what either
-    saved.
-    """
     resident, on_host = (training(name, folder, on_host=on_host) for on_host in WAYS.values())
     norms = [[norms_of(each, step) for step in range(STEPS)] for each in (resident, on_host)]
     found: dict[str, Any] = {
@@ -120,7 +112,6 @@ def settings_of(name: str, *, on_host: bool) -> Settings:
 
 
 def norms_of(trained: Training, step: int) -> list[float]:
-    """Train a step; the norms of its gradients."""
     count = 2 if trained.keeps_gradients else 1
     _, norms = train_step(trained, [batch(10 * step + number) for number in range(count)])
     return [float(norm) for norm in norms]
@@ -133,9 +124,7 @@ def batch(number: int) -> Batch:
 
 
 def memory(name: str, folder: Path) -> dict[str, Any]:
-    """Bytes of this rank's states, and of what its update makes for the moments, beside those that
-    are counted.
-    """
+    """Bytes of this rank's states."""
     trained, settings = training(name, folder, on_host=True), settings_of(name, on_host=True)
     made = _Made()
     for model, optimizer in trained.trained:

@@ -1,9 +1,4 @@
-"""One process of a group: LoRA, packed and sharded, against peft on the family's own class in plain
-transformers, one document at a time.
-
-``torchrun --nproc-per-node N lora_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
-{case name: deviations}.
-"""
+"""One process of a group: LoRA against peft on the family's own class, one document at a time."""
 
 import json
 import zlib
@@ -16,21 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import rank_steps
 import torch
 import torch.distributed as dist
 import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from float64 import Lifted
-from rank_steps import (
-    Fields,
-    Step,
-    deviations,
-    each,
-    first_step,
-    micro_batches,
-    place_of,
-    plain_step,
-)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -119,9 +105,7 @@ PACKED_WAYS = (("float64", "layer"), ("float32", "layer"), ("float32", "all-but-
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Fields):
-    """A family, its adapters, and a way to train them."""
-
+class Case(rank_steps.Fields):
     family: str
     lora: str
     recompute: str
@@ -182,7 +166,6 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """A model of each family with random float64 weights, as safetensors."""
     for family, own in {**FAMILIES, **MIXTURES}.items():
         torch.manual_seed(0)
         fields = {"model_type": family, **SIZES, **OF_TEXT, **own}
@@ -197,18 +180,19 @@ def save_models(folder: Path) -> None:
 def results(folder: str) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder, case.family)))
+    return rank_steps.each(
+        cases_for(dist.get_world_size()), lambda case: run(case, Path(folder, case.family))
+    )
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
-    """Norm-relative deviations: loss, gradient norm, and the worst adapter's gradient."""
     dtype = getattr(torch, case.dtype)
     of_ranks = dict(case.of_ranks)
     offload = of_ranks.pop("offload", False)
     layout = Layout(gpus=dist.get_world_size(), **of_ranks)
     rounded = nf4_of(directory) if LORAS[case.lora].base == "nf4" else {}
     with Lifted() if dtype == torch.float64 else nullcontext():
-        return deviations(
+        return rank_steps.deviations(
             ours(case, directory, dtype, layout, offload=offload),
             lambda: theirs(
                 directory, dtype, case.lora, layout.data_parallel_degree, tuple(rounded.items())
@@ -216,9 +200,10 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
         )
 
 
-def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool) -> Step:
-    """Loss, norm before clipping and every gradient, by the engine."""
-    mesh, shared = place_of(layout)
+def ours(
+    case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, offload: bool
+) -> rank_steps.Step:
+    mesh, shared = rank_steps.place_of(layout)
     model = built(
         directory,
         mesh,
@@ -230,8 +215,10 @@ def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, off
         lora=LORAS[case.lora],
     )
     fill_adapters(model, lambda name: name_for_peft(name_in_files(name)))
-    own = micro_batches(LENGTHS, layout, shared)
-    loss, norm, found = first_step(model, (mesh, shared), own, copies=layout.replicate_degree)
+    own = rank_steps.micro_batches(LENGTHS, layout, shared)
+    loss, norm, found = rank_steps.first_step(
+        model, (mesh, shared), own, copies=layout.replicate_degree
+    )
     frozen = [
         name for name, p in model.named_parameters() if not p.requires_grad and p.grad is not None
     ]
@@ -240,7 +227,6 @@ def ours(case: Case, directory: Path, dtype: torch.dtype, layout: Layout, *, off
 
 
 def fill_adapters(model: nn.Module, name_of: Callable[[str], str]) -> None:
-    """Give every adapter the values that go with its name."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             start, stop = own_rows(parameter)
@@ -261,8 +247,7 @@ def theirs(
     lora: str,
     data_ranks: int,
     rounded: tuple[tuple[str, Tensor], ...],
-) -> Step:
-    """The mean loss over all documents by peft, each alone; norm; clipped gradients."""
+) -> rank_steps.Step:
     base = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=dtype,
@@ -285,7 +270,7 @@ def theirs(
     with torch.no_grad():
         for name, of in names.items():
             trained[of].copy_(adapter_values(name, tuple(trained[of].shape)))
-    loss, norm, found = plain_step(model, LENGTHS, data_ranks)
+    loss, norm, found = rank_steps.plain_step(model, LENGTHS, data_ranks)
     return loss, norm, {name: found[of] for name, of in names.items() if of in found}
 
 

@@ -49,7 +49,6 @@ OBJECTIVES: dict[str, dict[str, str]] = {
 
 
 def cases_for(processes: int) -> list[Case]:
-    """Every objective, and each degree that divides the processes."""
     usual = dict.fromkeys(("loss", "entropy", "estimator", "groups"), "-") | {
         "strategy": "fsdp2",
         "offload": "no",
@@ -68,7 +67,6 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def save_models(folder: Path) -> None:
-    """A causal LM and a model of scalars, as they were and with adapters merged in."""
     torch.manual_seed(0)
     scalar = Qwen3Config(**SHAPE, num_labels=1, pad_token_id=0)
     for name, merged, model in (
@@ -83,7 +81,6 @@ def save_models(folder: Path) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add every adapter to the weight that it stands beside."""
     for name, weight in model.named_parameters():
         if is_adapted(name):
             a, b = (values(adapter, tuple(weight.shape)) for adapter in adapters_of(name))
@@ -95,13 +92,11 @@ def is_adapted(name: str) -> bool:
 
 
 def adapters_of(name: str) -> tuple[str, str]:
-    """Names of the adapter's matrices beside a weight."""
     layer = name.removesuffix("weight")
     return layer + A, layer + B
 
 
 def values(name: str, weight_shape: tuple[int, ...]) -> Tensor:
-    """Values of A or B beside a weight of this shape."""
     outputs, inputs = weight_shape
     shape = (LORA.rank, inputs) if name.endswith(A) else (outputs, LORA.rank)
     return adapter_values(name, shape)
@@ -112,7 +107,6 @@ def results(folder: str) -> dict[str, Any]:
 
 
 def run(case: Case, folder: Path) -> dict[str, float | str]:
-    """Norm-relative deviations: loss, and the worst gradient of policy and critic."""
     mesh, shared = place_of(case.layout)
     own, every = batches(case, shared)
 

@@ -94,7 +94,6 @@ def train(model: Decoder, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMes
 
 @torch.no_grad()
 def told(model: Decoder) -> torch.Tensor:
-    """Log-probabilities of all tokens but the first, or the number of the last one."""
     ids, positions = torch.tensor(TOKENS), torch.arange(len(TOKENS))
     if model.gives_scalars:
         return model(ids, positions, positions[-1:], (len(TOKENS),))

@@ -1,9 +1,4 @@
-"""One process of a group: optimizers with moments of few bits, beside AdamW in float32. Started by
-``rank_groups.py`` or torchrun.
-
-``torchrun --nproc-per-node N low_bit_cases.py RESULT FOLDER``: writes, as rank 0, one JSON object
-{optimizer: what was found on every rank}; ``FOLDER`` gets what is saved.
-"""
+"""One process of a group: optimizers with moments of few bits, beside AdamW in float32."""
 
 from pathlib import Path
 from typing import Any
@@ -86,9 +81,7 @@ def batch(step: int) -> Batch:
 
 
 def gradients_are_adamws(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> bool:
-    """Whether gradients are those of AdamW with the same weights, rounded once where they are in
-    bfloat16, bit by bit.
-    """
+    """Whether gradients are bit by bit AdamW's with the same weights, rounded once in bfloat16."""
     own, exact = training(settings, folder, mesh), training(Settings(), folder, mesh)
     pairs = list(zip(own.policy.parameters(), exact.policy.parameters(), strict=True))
     with torch.no_grad():
@@ -114,7 +107,6 @@ def states(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str,
 
 
 def resumed(settings: Settings, folder: Path, mesh: dist.DeviceMesh) -> dict[str, Any]:
-    """Whether a training that was saved and loaded goes on as the one that was not."""
     went_on = training(settings, folder, mesh)
     for step in range(STEPS):
         train_step(went_on, [batch(step)])

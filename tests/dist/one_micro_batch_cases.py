@@ -1,10 +1,4 @@
-"""One process of a group: steps of one micro-batch, whose gradients lie there from the start, and
-the same steps with gradients that the backward pass makes. Started by ``rank_groups.py`` or
-torchrun.
-
-``torchrun --nproc-per-node N one_micro_batch_cases.py WEIGHTS RESULT``: writes, as rank 0, one JSON
-object {case name: what was found on every rank}.
-"""
+"""One process of a group: steps of one micro-batch, whose gradients lie there from the start."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +27,6 @@ HYPERPARAMETERS = Hyperparameters(learning_rate=0.01, max_grad_norm=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to shard, and what is trained."""
-
     strategy: str
     offload: bool
     critic: bool
@@ -58,11 +50,9 @@ SHARED = [
         layout=Layout(gpus=4, ulysses_degree=2, ring_degree=2, replicate_degree=2),
     ),
 ]
-"""Whose sequences or shards several ranks have."""
 
 
 def cases_for(processes: int) -> list[Case]:
-    """The cases of this many processes: of 1 and 2 ways to shard and to train, too."""
     ways = in_pairs(("fsdp", "fsdp2"), (False, True), (False, True)) if processes <= 2 else ()
     return [
         *(
@@ -83,7 +73,6 @@ def results(weights: str) -> dict[str, Any]:
 def run(
     case: Case, weights: Path, mesh: dist.DeviceMesh, shared: process_mesh.SequenceGroups | None
 ) -> dict[str, object]:
-    """What this rank found: whether numbers differ, and how many gradients there were when."""
     kept, made = (
         train(training(case, weights, mesh, shared, keeps_gradients=keeps), shared)
         for keeps in (True, False)
@@ -98,10 +87,7 @@ def run(
 
 @dataclass(frozen=True)
 class Trained:
-    """What some steps came to."""
-
     numbers: list[Tensor]
-    """Losses, norms, then parameters."""
     gradients: list[int]
     """Gradients of all models before each forward pass, and after the last step."""
 

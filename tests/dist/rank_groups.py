@@ -12,10 +12,8 @@ from highwater.nouns.environment import STORE_VARIABLE
 from torch_server import SERVER
 
 TIMEOUT_S = 500
-"""Of one group, on a machine that is busy."""
 _LOOKED_AT_S = 0.01
 _PRINTED = 4000
-"""Characters, of what is shown of what it printed."""
 
 
 class RankGroups:
@@ -67,9 +65,7 @@ class RankGroups:
 
 
 def _end(ranks: Sequence["subprocess.Popen[Any]"], timeout_s: float) -> bool:
-    """Wait for the end of all, and whether it came in time; where one fails, the others are ended,
-    which wait for it.
-    """
+    """Wait for the end of all, and whether it came in time."""
     deadline_s = time.monotonic() + timeout_s
     try:
         while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
@@ -88,9 +84,7 @@ def assert_close(
     tolerances: dict[str, float],
     of: tuple[str, ...] | None = ("loss", "norm", "gradient"),
 ) -> None:
-    """Every result is within the tolerance that goes with its name; an error is not, nor what is
-    not a number. ``tolerances`` has every result's name; ``of`` None: all its numbers.
-    """
+    """Every result is within the tolerance that goes with its name."""
     assert results.keys() == tolerances.keys()
     wrong = {
         name: found

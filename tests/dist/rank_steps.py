@@ -1,6 +1,4 @@
-"""What the cases of ranks share: a place on their mesh, a step's loss and gradients, how far they
-are from a reference's, and states that torch alone loads.
-"""
+"""What the cases of ranks share."""
 
 import traceback
 from collections.abc import Callable, Iterable
@@ -12,13 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from engine_models import packed
@@ -59,7 +51,6 @@ class Fields:
 
 
 def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, str]]:
-    """What each case gives, by its name: one that fails is told, and the others go on."""
     results: dict[str, T | dict[str, str]] = {}
     for case in cases:
         try:
@@ -70,7 +61,6 @@ def each(cases: Iterable[C], run: Callable[[C], T]) -> dict[str, T | dict[str, s
 
 
 def of_all(own: T) -> list[T]:
-    """What each rank has."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     return ranks
@@ -117,15 +107,12 @@ def first_step(
     """Loss, norm and every gradient of a step."""
     mesh, shared = place
     optimizer = RecordGradients(model)
-    training = Training(
-        policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every
-    )
-    loss, (norm, *_) = train_step(training, micro_batches)
+    made = Training(policy=model, optimizer=optimizer, mesh=mesh, sequence=shared and shared.every)
+    loss, (norm, *_) = train_step(made, micro_batches)
     return loss, norm, whole(optimizer.gradients, copies=copies)
 
 
 Lengths = tuple[tuple[int, ...], ...]
-"""Of the documents of each micro-batch."""
 
 
 def documents(lengths: tuple[int, ...], data_rank: int) -> list[Tensor]:
@@ -148,9 +135,7 @@ def plain_step(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> Step:
-    """The mean loss over the documents of all ranks, each alone through a plain model, after
-    ``before``; norm; clipped gradients.
-    """
+    """The mean loss over all ranks' documents, each alone; norm; clipped gradients."""
     texts = [ids for rank in range(data_ranks) for of in lengths for ids in documents(of, rank)]
     trained = sum(len(ids) - 1 for ids in texts)
     loss = torch.zeros((), dtype=next(model.parameters()).dtype)
@@ -180,25 +165,23 @@ def load_by_torch(
     project; where it is not ``strict``, what is frozen stays, as does the weight that ``without``
     names.
     """
-    options = StateDictOptions(ignore_frozen_params=not strict, strict=strict)
-    weights = get_model_state_dict(model, options=options)
+    options = state_dict.StateDictOptions(ignore_frozen_params=not strict, strict=strict)
+    weights = state_dict.get_model_state_dict(model, options=options)
     weights.pop(without, None)
     state: dict[str, Any] = {
         "model": weights,
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": state_dict.get_optimizer_state_dict(model, optimizer, options=options),
     }
     dcp.load(state, checkpoint_id=directory, no_dist=dist.get_world_size() == 1)
-    of_model = StateDictOptions(strict=strict and not without)
-    set_model_state_dict(model, state["model"], options=of_model)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    of_model = state_dict.StateDictOptions(strict=strict and not without)
+    state_dict.set_model_state_dict(model, state["model"], options=of_model)
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
 
 
 def states(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: dist.DeviceMesh
 ) -> dict[str, Tensor]:
-    """What is trained, its moments and the step that all ranks are at, whole, in plain numbers;
-    read without torch's state dicts.
-    """
+    """What is trained, its moments and the step that all ranks are at, whole, in plain numbers."""
     copies = process_mesh.copies(mesh)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = whole({name: p.detach() for name, p in trained.items()}, copies=copies)
@@ -257,9 +240,7 @@ def values(model: nn.Module, *, copies: int = 1) -> dict[str, Tensor]:
 
 
 def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Tensor]:
-    """By the names that files have, each put together from all ranks of the first copy, flat, since
-    either sharding cuts what lies one after the other; without those that no rank has.
-    """
+    """By the names that files have, flat, put together from all ranks of the first copy."""
     ranks = parts_of_all(tensors.values())
     parts = zip(*ranks[: len(ranks) // copies], strict=True)
     return {
@@ -270,9 +251,7 @@ def whole(tensors: dict[str, Tensor | None], *, copies: int = 1) -> dict[str, Te
 
 
 def deviations(found: Step, expected: Callable[[], Step]) -> dict[str, float | str]:
-    """Norm-relative: of the loss, the norm, and the worst parameter's gradient or change; of rank
-    0, which alone makes what is expected.
-    """
+    """Norm-relative: of the loss, the norm, and the worst parameter's gradient or change."""
     if dist.get_rank():
         return {}
     (loss, norm, ours), (their_loss, their_norm, theirs) = found, expected()

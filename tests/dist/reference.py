@@ -1,23 +1,11 @@
-"""The unsharded reference: plain Hugging Face with the float64 textbook attention, one document at
-a time, textbook loss.
-"""
+"""The unsharded reference: plain Hugging Face in float64, one document at a time, textbook loss."""
 
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Trainer,
-)
 
 from highwater.engine.attention.plain_block import reference_attention
 from highwater.nouns.hyperparameters import Hyperparameters
@@ -35,16 +23,17 @@ EXPERTS = {
 
 
 def save_models(folder: Path) -> None:
-    """Tiny models with random float64 weights, as safetensors: dense, dense with tied embeddings,
-    mixture of experts; and one whose class makes parameters by functions that know no default
-    device.
-    """
+    """Tiny models with random float64 weights, as safetensors."""
     torch.manual_seed(0)
     models = {
-        "dense": Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
-        "tied": Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"tie_word_embeddings": True})),
-        "moe": Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS, output_router_logits=True)),
-        "diffllama": DiffLlamaForCausalLM(DiffLlamaConfig(**SHAPE)),
+        "dense": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE)),
+        "tied": transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**SHAPE | {"tie_word_embeddings": True})
+        ),
+        "moe": transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS, output_router_logits=True)
+        ),
+        "diffllama": transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SHAPE)),
     }
     for name, model in models.items():
         model.double().save_pretrained(folder / name)
@@ -53,9 +42,7 @@ def save_models(folder: Path) -> None:
 def reference_gradients(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Mean loss over the trained tokens of all documents, norm before clipping, and every clipped
-    gradient.
-    """
+    """Mean loss over the trained tokens of all documents, norm before clipping."""
     model = load_textbook(directory, dtype)
     loss, norm = _backward(model, dtype, micro_batches)
     return loss, norm, {name: p.grad for name, p in model.named_parameters()}
@@ -64,9 +51,7 @@ def reference_gradients(
 def reference_training(
     directory: Path, dtype: torch.dtype, micro_batches: list[Documents], *, steps: int
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss and norm of the last of ``steps`` AdamW steps on the same documents, and what they
-    changed in every parameter.
-    """
+    """Loss and norm of the last of ``steps`` AdamW steps on the same documents."""
     model = load_textbook(directory, dtype)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW(_groups(model), lr=Hyperparameters().learning_rate, foreach=False)
@@ -81,7 +66,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """As transformers' Trainer has them: nothing of a norm or a bias decays. The default rate of
     the others is PyTorch's.
     """
-    decays = Trainer.get_decay_parameter_names(cast(Trainer, None), model)
+    decays = transformers.Trainer.get_decay_parameter_names(cast(transformers.Trainer, None), model)
     named = dict(model.named_parameters())
     return [
         {"params": [p for name, p in named.items() if name in decays]},
@@ -91,12 +76,12 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def load_textbook(directory: Path, dtype: torch.dtype) -> nn.Module:
     """A causal LM whose every operation is the textbook's."""
-    return unsharded(AutoModelForCausalLM, directory, dtype)
+    return unsharded(transformers.AutoModelForCausalLM, directory, dtype)
 
 
 def unsharded(kind: Any, directory: Path, dtype: torch.dtype) -> nn.Module:
     """A model of an Auto class whose every operation is the textbook's."""
-    AttentionInterface.register("textbook", _textbook_attention)
+    transformers.AttentionInterface.register("textbook", _textbook_attention)
     model = kind.from_pretrained(
         directory,
         dtype=dtype,
@@ -149,7 +134,7 @@ def _backward(
     )
 
 
-def router_loss(router_logits: tuple[Tensor, ...], config: Qwen3MoeConfig) -> Tensor:
+def router_loss(router_logits: tuple[Tensor, ...], config: transformers.Qwen3MoeConfig) -> Tensor:
     """Switch Transformer's loss over all tokens and layers of a document: experts x sum of load x
     probability.
     """

@@ -1,6 +1,4 @@
-"""Run by test_ring.py on each rank: attention by a ring, by Ulysses around it too, beside the
-reference over the whole row.
-"""
+"""Run by test_ring.py on each rank."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,8 +32,6 @@ HEAD_SIZE, SCALING = 8, 0.3
 
 
 class Case(NamedTuple):
-    """One row of documents, cut in one way."""
-
     row: str
     heads: str
     dtype: str
@@ -70,7 +66,6 @@ def _groups(ulysses: int, world: int) -> tuple[dist.ProcessGroup, dist.ProcessGr
 def run(
     case: Case, rank: int, world: int, neighbours: dist.ProcessGroup, around: dist.ProcessGroup
 ) -> dict[str, float | str]:
-    """Largest deviations on this rank: output, and the three gradients."""
     lengths, dtype = ROWS[case.row], DTYPES[case.dtype]
     whole, gradient = _inputs(lengths, *HEADS[case.heads], dtype)
     layout = SequenceLayout(lengths, case.ulysses, world // case.ulysses)
@@ -112,14 +107,12 @@ def run(
 def _seen_by_others(
     attend: partial[Tensor], own: list[Tensor], layout: SequenceLayout, rank: int
 ) -> int:
-    """How many numbers of other documents are others, by a bit, where the first is another one."""
     share = layout.share_of(rank)
     of_first_T = torch.from_numpy(share.documents_T) == 0
     of_others_T = torch.from_numpy(share.positions_T) != PADDING
     before = attend(*(tensor.detach() for tensor in own))
     changed = [tensor.detach().masked_fill(of_first_T[:, None], 3.0) for tensor in own]
-    after = attend(*changed)
-    return int((before != after)[:, of_others_T & ~of_first_T].sum())
+    return int((before != attend(*changed))[:, of_others_T & ~of_first_T].sum())
 
 
 def _kept(
@@ -152,7 +145,6 @@ def _kept(
 def _inputs(
     lengths: tuple[int, ...], heads: int, kv_heads: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values of the row, and a gradient of the output; SXD."""
     random = torch.Generator().manual_seed(0)
 
     def tensor(count: int) -> Tensor:

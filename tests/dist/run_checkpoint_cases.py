@@ -48,9 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 IN_EACH_CASE = {"critic": ("fsdp1", "copies"), "lora": ("shards", "offload")}
 """Ways in which ``critic`` and ``lora`` go on; `make test-all` has both in every one."""
 SAVED, STEPS = 2, 4
-"""Steps until it is saved, and all of them."""
 MICRO_BATCHES = 4
-"""Of a step, over all ranks."""
 
 
 def results(mode: str, folder: str, *ways: str) -> None:
@@ -71,7 +69,6 @@ def save(folder: Path) -> None:
 
 
 def ways_of(case: str, ways: Sequence[str]) -> list[str]:
-    """Those of the ways in which a case goes on: no adapters are FSDP1's."""
     chosen = ways if deep(case) else IN_EACH_CASE.get(case, ways)
     return [way for way in ways if way in chosen and (case, way) != ("lora", "fsdp1")]
 
@@ -81,7 +78,6 @@ def resume(folder: Path, saved_by: str, *ways: str) -> None:
         for way in ways_of(case, ways):
             own = training(case, folder, seed=1 if case == "lora" else 7, **WAYS[way])
             found = RunCheckpoints(folder / f"run-{case}-{saved_by}").resume(own)
-            assert found is not None
             assert found.step == SAVED
             place = f"{case}-{way}-{saved_by}-{dist.get_world_size()}"
             write(own, folder / f"loaded-{place}")
@@ -169,14 +165,12 @@ def state(losses: list[float]) -> RunState:
 
 
 def finish(own: Training, path: Path, losses: list[float]) -> None:
-    """Train the steps that are left, and write what came of it."""
     for step in range(SAVED + 1, STEPS + 1):
         losses.append(train(own, step))
     write(own, path, {"losses": torch.tensor(losses, dtype=torch.float64)})
 
 
 def write(own: Training, path: Path, more: dict[str, Tensor] | None = None) -> None:
-    """Every trained parameter of every model, and all that its optimizer keeps of it."""
     found = dict(more or {})
     for number, (model, optimizer) in enumerate(own.trained):
         of_model = states(model, optimizer, own.mesh)

@@ -1,8 +1,4 @@
-"""Run by test_models_that_ranks_share.py on each rank: whole models whose sequences all ranks
-share: what a document sees of the others, what travels, and dropout.
-
-``shared_model_cases.py RESULT WEIGHTS``: rank 0 writes a list of what each rank found, as JSON.
-"""
+"""Run by test_models_that_ranks_share.py on each rank."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,18 +26,15 @@ __all__ = ["save_models"]
 
 CPU = torch.device("cpu")
 DEGREES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
-"""Of Ulysses and of the ring, by processes: all share one sequence."""
 LENGTHS = (5, 13, 1, 30, 8, 2)
 CHANGED = (0, 3, 5)
 """Documents that are made others: the first, the longest, the last."""
 LAYERS, KV_HEADS, HEAD_SIZE = (
     SHAPE[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
 )
-"""Of every model here."""
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 RECOMPUTES = ("none", "layer", "all-but-attention")
 DRAWS = 2
-"""Processes that train with dropout."""
 STEPS = 12
 DROPOUT = SeedOssConfig(**SHAPE, attention_dropout=0.0, residual_dropout=0.3)
 
@@ -67,14 +60,12 @@ class Ranks:
         self.mesh, self.shared = place_of(layout)
 
     def saved(self, name: str, dtype: torch.dtype, *, recompute: Any = "none") -> Decoder:
-        """One of those that were saved; in float64 it is that throughout."""
         model = self._built(self.weights / name, dtype, recompute)
         if dtype == torch.float64:
             lift_float32_casts(model)
         return model
 
     def with_dropout(self, recompute: Any) -> Decoder:
-        """A random one."""
         with TemporaryDirectory() as empty:
             return self._built(empty, torch.float32, recompute, config=DROPOUT)
 
@@ -101,12 +92,10 @@ class Ranks:
         )
 
     def share(self, documents: list[Tensor]) -> Batch:
-        """This rank's, of a micro-batch that all ranks have."""
         return share_of(packed(*documents), self.shared)
 
 
 def texts(seed: int) -> list[Tensor]:
-    """As many tokens in each document, others with another seed."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
@@ -139,9 +128,7 @@ def changed_by_others(ranks: Ranks, name: str, dtype: torch.dtype) -> dict[str, 
 
 
 def travelled(ranks: Ranks, recompute: str) -> dict[str, Any]:
-    """What was begun in the two passes of a step: transfers of a ring, the numbers that these sent,
-    and exchanges of heads; and how many tokens this rank held.
-    """
+    """What was begun in the two passes of a step."""
     model = ranks.saved("dense", torch.float64, recompute=recompute)
     batch = ranks.share(texts(0))
     with CollectiveLog() as log:
@@ -159,9 +146,7 @@ def travelled(ranks: Ranks, recompute: str) -> dict[str, Any]:
 
 
 def dropout(ranks: Ranks) -> dict[str, Any]:
-    """Whether a step is the same again, and when it recomputes; whether it is another where the
-    step or the ranks' streams are; and the losses of some steps.
-    """
+    """Whether a step is the same again, and when it recomputes."""
     batch, rank = ranks.share(texts(0)), dist.get_rank()
 
     def numbers(recompute: str = "none", *, step: int = 1, stream: int = rank) -> list[Tensor]:
@@ -185,7 +170,6 @@ def dropout(ranks: Ranks) -> dict[str, Any]:
 
 
 def losses(ranks: Ranks, batch: Batch) -> list[float]:
-    """Of steps on the same documents."""
     training = ranks.training(ranks.with_dropout("all-but-attention"))
     found: list[float] = []
     for step in range(STEPS):

@@ -1,7 +1,4 @@
-"""Run by test_sparse_ring.py on each rank: block-sparse and dilated attention by a ring, beside a
-dense masked softmax over the whole row, whose masks are of the definitions; and the
-bytes that this rank sent, beside those of the tokens that other ranks' queries see.
-"""
+"""Run by test_sparse_ring.py on each rank."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -42,8 +39,6 @@ HEAD_SIZE, SCALING, BATCH = 5, 0.3, 2
 
 
 class Case(NamedTuple):
-    """One row of documents, attended and cut in one way."""
-
     pattern: PatternType | None
     branches: str
     row: str
@@ -69,7 +64,6 @@ def results() -> dict[str, Any]:
 
 
 def run(case: Case, rank: int, world: int) -> dict[str, float | str]:
-    """Largest deviations on this rank, norm-relative; bytes that it sent, and that it had to."""
     lengths, heads = ROWS[case.row], HEADS[case.heads]
     degrees = (1, world) if case.shares == "zigzag" else (world, 1)
     layout = SequenceLayout(lengths, *degrees)
@@ -233,8 +227,7 @@ def in_kept_blocks(pattern: SparsePatternConfig | None, length: int) -> Tensor:
     kept = torch.zeros(-(-length // BLOCK), -(-length // BLOCK), dtype=torch.bool)
     for table in block_tables(pattern, length, torch.device("cpu")):
         kept[table.row_of_entry, table.columns[0].long()] = True
-    tokens = kept.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    return tokens[:length, :length]
+    return kept.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:length, :length]
 
 
 def needed(
@@ -272,9 +265,7 @@ def needed(
 def tiles(
     lengths: Sequence[int], segment: int, rate: int, offset: int, block: int, mine: Tensor
 ) -> list[tuple[int, ...] | None]:
-    """The tile of each token that a rank holds: document, segment, block, and how many gaps were
-    before it; None of one that is in no row.
-    """
+    """The tile of each token that a rank holds: document, segment, block."""
     ends = torch.tensor(lengths).cumsum(0)
     found: list[tuple[int, ...] | None] = []
     gaps, last = 0, None
@@ -335,7 +326,6 @@ class counted:  # noqa: N801 -- a context
 
 
 def inputs(length: int, heads: tuple[int, int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Queries, keys and values, and gradients of the output and the sums."""
     random = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> Tensor:

@@ -1,27 +1,13 @@
-"""One process of a group: training with block-sparse attention, packed and sharded, against plain
-Hugging Face with a dense mask, one document at a time.
-
-``torchrun --nproc-per-node N sparse_training_cases.py RESULT FOLDER``: writes, as rank 0, one JSON
-object {case name: deviations}.
-"""
+"""One process of a group: block-sparse training against plain Hugging Face with a dense mask."""
 
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import rank_steps
 import torch
 import torch.distributed as dist
-from rank_steps import (
-    Fields,
-    Step,
-    deviations,
-    each,
-    first_step,
-    micro_batches,
-    place_of,
-    plain_step,
-)
 from reference import SHAPE, load_textbook
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
@@ -46,13 +32,10 @@ PATTERNS: dict[str, dict[str, Any]] = {
     "block_top_k": {"sparsity_ratio": 0.4},
 }
 DEGREES = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 4: [(2, 2), (1, 4)]}
-"""Degrees of Ulysses and of the ring, by the number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(Fields):
-    """A pattern, and a way to train with it."""
-
+class Case(rank_steps.Fields):
     pattern_type: PatternType
     recompute: str
     ulysses: int
@@ -79,26 +62,25 @@ def cases_for(processes: int) -> list[Case]:
 
 
 def save_model(folder: Path) -> None:
-    """A model with random float64 weights, as safetensors."""
     torch.manual_seed(0)
-    config = Qwen3Config(**SHAPE)
-    Qwen3ForCausalLM(config).double().save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).double().save_pretrained(folder)
 
 
 def results(folder: str) -> dict[str, Any]:
-    return each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder)))
+    return rank_steps.each(cases_for(dist.get_world_size()), lambda case: run(case, Path(folder)))
 
 
 def run(case: Case, directory: Path) -> dict[str, float | str]:
     layout = Layout(gpus=dist.get_world_size(), ulysses_degree=case.ulysses, ring_degree=case.ring)
-    mesh, shared = place_of(layout)
+    mesh, shared = rank_steps.place_of(layout)
     dtype = getattr(torch, case.dtype)
     model = built(
         directory, mesh, dtype, shared=shared, sparse=case.pattern, recompute=case.recompute
     )
-    own = micro_batches(LENGTHS, layout, shared)
-    return deviations(
-        first_step(model, (mesh, shared), own),
+    return rank_steps.deviations(
+        rank_steps.first_step(
+            model, (mesh, shared), rank_steps.micro_batches(LENGTHS, layout, shared)
+        ),
         lambda: alone(directory, dtype, case.pattern, layout.data_parallel_degree),
     )
 
@@ -106,12 +88,12 @@ def run(case: Case, directory: Path) -> dict[str, float | str]:
 @cache
 def alone(
     directory: Path, dtype: torch.dtype, pattern: SparsePatternConfig, data_ranks: int
-) -> Step:
+) -> rank_steps.Step:
     """By a plain model with a mask of its own for each document."""
     model = load_textbook(directory, dtype)
     AttentionInterface.register("masked", partial(masked, pattern=pattern))
     model.set_attn_implementation("masked")
-    return plain_step(model, LENGTHS, data_ranks)
+    return rank_steps.plain_step(model, LENGTHS, data_ranks)
 
 
 def masked(

@@ -1,9 +1,4 @@
-"""One process of a group: a step's statistics and an evaluation, of the same sequences on any
-number of ranks, beside plain PyTorch over a list of documents. Started by ``rank_groups.py``.
-
-``statistics_cases.py RESULT WEIGHTS EXTENT``: writes, as rank 0, one JSON object {case name:
-{"ranks": what each rank exported, "expected": what the reference says}}.
-"""
+"""One process of a group: statistics and an evaluation, beside plain PyTorch over the documents."""
 
 import json
 import math
@@ -39,7 +34,6 @@ __all__ = ["save_models"]
 
 
 def count_for(processes: int) -> int:
-    """Micro-batches of the step on all data ranks together, of which all have as many each."""
     return 12 if processes % 3 == 0 else 4
 
 
@@ -108,7 +102,6 @@ class StatisticsCase:
 
     @property
     def plain(self) -> Case:
-        """The same, as other tests of the step have it."""
         has_ratios = self.objective in ("grpo", "ppo")
         return Case(
             values={
@@ -127,7 +120,6 @@ class StatisticsCase:
 
 
 def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
-    """``all`` cases, or those in which every two values meet: ``pairs``."""
     boxes: list[Box] = [
         {"objective": OBJECTIVES[:-1], "loss": ("full", "chunked")},
         {"objective": ("rw",), "loss": ("full",)},
@@ -140,9 +132,7 @@ def cases_for(processes: int, extent: str) -> list[StatisticsCase]:
             {**boxes[0], "objective": ("grpo", "ppo")},
             *({**box, "ranks": layouts[-1:]} for box in boxes),
         ]
-    every = [
-        dict(zip(box, values, strict=True)) for box in boxes for values in product(*box.values())
-    ]
+    every = [dict(zip(box, row, strict=True)) for box in boxes for row in product(*box.values())]
     chosen = every if extent == "all" else cover(boxes, strength=2, seed=0)
     return [StatisticsCase(**case) for case in chosen]
 
@@ -171,9 +161,7 @@ def run(
     mesh: dist.DeviceMesh,
     shared: process_mesh.SequenceGroups | None,
 ) -> dict[str, Any]:
-    """What this rank exports of a step, and once more with groups of its own; and the collectives
-    that each of these took, beside the width that it says.
-    """
+    """What this rank exports of a step, and once more with groups of its own."""
     sharing, data_ranks = case.layout.context_degree, case.layout.data_parallel_degree
     what, count = (case.objective, case.trained), count_for(dist.get_world_size())
     own = [
@@ -239,9 +227,7 @@ def is_odd_one(label: int) -> bool:
 
 
 def documents(objective: str, trained: str, number: int, count: int) -> list[Document]:
-    """A micro-batch of three documents of odd lengths, or of two pairs; one of them is a single
-    token.
-    """
+    """A micro-batch of three documents of odd lengths, or of two pairs."""
     generator = torch.Generator().manual_seed(number)
     lengths = (7 + number, 1, 13, 6) if objective in ("rw", "dpo") else (7 + number, 1, 12)
     packed = []
@@ -307,15 +293,13 @@ def expected(objective: str, trained: str, weights: Path, count: int) -> dict[st
         found |= _with_gradient(plain.pairwise(model, pairs), model)
         return found | {"evaluation": found["loss"], "evaluated": len(pairs)}
     model = _plain_model(AutoModelForCausalLM, weights / "dense")
-    reference = _plain_model(AutoModelForCausalLM, weights / "reference")
+    frozen = _plain_model(AutoModelForCausalLM, weights / "reference")
     loss = {
         "sft": lambda: plain.supervised(model, step),
-        "grpo": lambda: plain.group_relative(
-            model, reference, step, estimator="k3", numbers=numbers
-        ),
+        "grpo": lambda: plain.group_relative(model, frozen, step, estimator="k3", numbers=numbers),
         "ppo": lambda: plain.proximal(model, None, step, numbers=numbers)[0],
         "dpo": lambda: plain.preference(
-            model, reference, list(zip(step[::2], step[1::2], strict=True))
+            model, frozen, list(zip(step[::2], step[1::2], strict=True))
         ),
     }[objective]()
     found |= _with_gradient(loss, model)
@@ -335,7 +319,7 @@ def expected(objective: str, trained: str, weights: Path, count: int) -> dict[st
         found["evaluation"] = found["loss"] if objective == "dpo" else found["nll"]
         found["evaluated"] = len(step) / 2 if objective == "dpo" else len(logprobs)
         if objective in ("grpo", "dpo"):
-            held = torch.cat([predictions(reference, one).logprobs for one in step])
+            held = torch.cat([predictions(frozen, one).logprobs for one in step])
             estimator = "k3" if objective == "grpo" else "k2"
             found["kl_reference"] = float(divergence(logprobs, held, estimator=estimator).mean())
     if objective in ("grpo", "ppo"):
@@ -359,11 +343,9 @@ def _ratios(
 ) -> dict[str, float]:
     """As verl's compute_policy_loss has ``pg_clipfrac``, ``pg_clipfrac_lower`` and ``ppo_kl``."""
     if objective == "grpo":
-        of_documents = standardised_in_groups(
-            [one.reward for one in step], [one.group for one in step]
-        )
+        grouped = standardised_in_groups([one.reward for one in step], [one.group for one in step])
         advantages = torch.cat(
-            [a.expand(len(one.trained)) for a, one in zip(of_documents, step, strict=True)]
+            [a.expand(len(one.trained)) for a, one in zip(grouped, step, strict=True)]
         )
     else:
         advantages = whitened(

@@ -1,6 +1,4 @@
-"""What a trial saves can be gone on from: shards by as many processes or others, weights by
-transformers 5 and 4.57.
-"""
+"""What a trial saves can be gone on from."""
 
 import json
 import os
@@ -95,9 +93,7 @@ def test_copies_write_each_shard_once_and_others_go_on_from_them(folder, ranks):
 
 
 @pytest.mark.parametrize("loaded_by", [2, 1, *deep(4)])
-def test_what_the_engine_loads_is_what_was_saved_bit_by_bit_whoever_saved_it(
-    folder, ranks, loaded_by
-):
+def test_what_the_engine_loads_is_what_was_saved_bit_by_bit(folder, ranks, loaded_by):
     ranks.results(CASES_OF, loaded_by, "load", folder, "2")
     for case in CASES:
         for strategy in loading(case, loaded_by):
@@ -150,9 +146,7 @@ def test_shards_take_the_bytes_that_the_free_disk_is_asked_for(folder):
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path, ranks: RankGroups) -> dict[str, "torch.Tensor"]:
-    """By case, the logits of its saved directory, loaded by the transformers that this project runs
-    on.
-    """
+    """By case, the logits of its saved directory, loaded by this project's transformers."""
     out = folder / "logits.safetensors"
     ranks.run("logits.py", 1, out, *saved_directories(folder))
     return by_case(out)
@@ -168,9 +162,7 @@ def test_a_saved_directory_has_the_logits_of_the_model_in_memory(case, folder, l
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(REWARD)])
-def test_a_saved_reward_model_is_a_sequence_classifier_with_its_score_of_the_last_token(
-    case, folder, loaded
-):
+def test_a_saved_reward_model_is_a_classifier_with_a_score_of_the_last_token(case, folder, loaded):
     expected = load_file(folder / f"expected-{case}.safetensors")
     assert loaded[case].shape == (1,)
     assert torch.equal(loaded[case], expected["logits"])
@@ -213,10 +205,8 @@ def test_transformers_4_57_reads_the_same_logits_from_it(folder, tmp_path):
 def logits(python: Path, folder: Path, out: Path) -> dict[str, "torch.Tensor"]:
     script = str(Path(__file__).with_name("logits.py"))
     words = [str(python), script, str(out), *saved_directories(folder)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return by_case(out)
 

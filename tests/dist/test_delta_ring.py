@@ -1,6 +1,4 @@
-"""The gated delta rule around a ring is what its definition says of the whole row, token by token,
-whatever documents a slice has: states cross slices, and no document.
-"""
+"""The gated delta rule around a ring is what its definition says of the whole row."""
 
 import pytest
 from delta_ring_cases import CASES

@@ -1,6 +1,4 @@
-"""RoPE of every kind, on 1 to 6 gloo processes, packed, shared by heads and by a ring, with copies:
-each document's loss and gradients are those it has alone.
-"""
+"""RoPE of every kind on 1 to 6 gloo processes: each document's loss and gradients are as alone."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""What a family does not train stays as the files have it: no gradient, no optimizer state, no
-decay, however it is sharded.
-"""
+"""What a family does not train stays as the files have it."""
 
 from pathlib import Path
 
@@ -26,9 +24,7 @@ def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(processes, ran
 
 
 def save_model(folder: Path) -> set[str]:
-    """A mixture of experts whose routers have a bias that is not trained, here not 0; returns the
-    names of its parameters.
-    """
+    """A mixture of experts whose routers have a bias that is not trained, here not 0."""
     config = AfmoeConfig(
         **SIZES | {"vocab_size": 97},
         moe_intermediate_size=24,

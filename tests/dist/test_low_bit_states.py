@@ -1,6 +1,4 @@
-"""Optimizers with moments of few bits on 1 and 2 processes: gradients of AdamW, bytes as counted,
-and a sharded checkpoint that goes on bit by bit.
-"""
+"""Optimizers with moments of few bits on 1 and 2 processes."""
 
 import pytest
 

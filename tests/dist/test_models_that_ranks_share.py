@@ -10,30 +10,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import shared_model_cases as cases
 from rank_groups import RankGroups
-from shared_model_cases import (
-    DEGREES,
-    DRAWS,
-    DTYPES,
-    HEAD_SIZE,
-    KV_HEADS,
-    LAYERS,
-    RECOMPUTES,
-    STEPS,
-    save_models,
-)
 
 OF_EXPERTS = 1e-14
 """In float64: a rounding or two of a log-probability around 4."""
 Found = Callable[[int], list[dict[str, Any]]]
-SHARED = [processes for processes in DEGREES if processes > 1]
+SHARED = [processes for processes in cases.DEGREES if processes > 1]
 
 
 @pytest.fixture(scope="module")
 def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of so many ranks found; they are started once."""
     folder = tmp_path_factory.mktemp("shared models")
-    save_models(folder / "weights")
+    cases.save_models(folder / "weights")
 
     def of(processes: int) -> list[dict[str, Any]]:
         return ranks.results("shared_model_cases", processes, folder / "weights")["ranks"]
@@ -42,10 +31,10 @@ def found(ranks: RankGroups, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", DEGREES)
+@pytest.mark.parametrize("processes", cases.DEGREES)
 def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(processes, found):
     for rank in found(processes):
-        for dtype in DTYPES:
+        for dtype in cases.DTYPES:
             of = rank["dense"][dtype]
             assert of["compared"] > 0
             assert of["not as before"] == 0, dtype
@@ -53,10 +42,8 @@ def test_changing_one_document_changes_no_log_probability_of_another_by_a_bit(pr
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", DEGREES)
-def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_the_tokens(
-    processes, found
-):
+@pytest.mark.parametrize("processes", cases.DEGREES)
+def test_one_document_changes_others_by_a_rounding_where_experts_take_them(processes, found):
     for rank in found(processes):
         assert rank["moe"]["compared"] > 0
         assert rank["moe"]["largest"] < OF_EXPERTS
@@ -64,29 +51,29 @@ def test_changing_one_document_changes_others_by_a_rounding_where_experts_take_t
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", cases.RECOMPUTES)
 @pytest.mark.parametrize("processes", SHARED)
 def test_keys_and_values_travel_once_each_way_unless_attention_is_recomputed(
     processes, recompute, found
 ):
     """Their gradients come home with them: one step more, from the last rank to the first."""
-    ulysses, ring = DEGREES[processes]
-    forward = LAYERS * 2 * (ring - 1)
-    backward = forward + LAYERS * 2 * ring + (forward if recompute == "layer" else 0)
+    ulysses, ring = cases.DEGREES[processes]
+    forward = cases.LAYERS * 2 * (ring - 1)
+    backward = forward + cases.LAYERS * 2 * ring + (forward if recompute == "layer" else 0)
     for rank in found(processes):
         of = rank["travelled"][recompute]
-        numbers = of["tokens"] * ulysses * (KV_HEADS // ulysses) * HEAD_SIZE
+        numbers = of["tokens"] * ulysses * (cases.KV_HEADS // ulysses) * cases.HEAD_SIZE
         assert of["sent"] == {"forward": forward, "backward": backward}
         assert of["numbers"] == {"forward": forward * numbers, "backward": backward * numbers}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", cases.RECOMPUTES)
 @pytest.mark.parametrize("processes", SHARED)
 def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(processes, recompute, found):
     """Queries, keys, values and what is attended; going backward the gradient of each."""
-    ulysses, _ = DEGREES[processes]
-    each = 4 * LAYERS
+    ulysses, _ = cases.DEGREES[processes]
+    each = 4 * cases.LAYERS
     wanted = {"forward": each, "backward": each if recompute == "none" else 2 * each}
     for rank in found(processes):
         assert rank["travelled"][recompute]["exchanges"] == (wanted if ulysses > 1 else {})
@@ -95,7 +82,7 @@ def test_heads_are_exchanged_once_more_wherever_a_layer_is_recomputed(processes,
 @pytest.mark.timeout(600)
 def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_and_trains(found):
     """Each rank has a stream of its own: no other layout drops the same."""
-    for rank in found(DRAWS):
+    for rank in found(cases.DRAWS):
         assert rank["dropout"]["equal"] == {
             "again": True,
             "layer": True,
@@ -104,5 +91,5 @@ def test_dropout_around_a_ring_is_drawn_as_it_was_again_and_in_a_recomputation_a
             "another stream": False,
         }
         losses = rank["dropout"]["losses"]
-        assert len(losses) == STEPS
+        assert len(losses) == cases.STEPS
         assert losses[-1] < 0.8 * losses[0]

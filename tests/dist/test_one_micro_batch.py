@@ -1,6 +1,4 @@
-"""Steps of one micro-batch: with gradients that the backward pass makes they are bit by bit those
-of gradients that lie there from the start, in every way to shard and to share sequences.
-"""
+"""Steps of one micro-batch: bit by bit those whose gradients lie there from the start."""
 
 from pathlib import Path
 
@@ -18,9 +16,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_one_micro_batch_trains_as_with_gradients_from_the_start_and_leaves_none(
-    processes, ranks, weights
-):
+def test_one_micro_batch_trains_as_with_gradients_from_the_start(processes, ranks, weights):
     found = ranks.results("one_micro_batch_cases", processes, weights)
     cases = cases_for(processes)
     assert set(found) == {case.name for case in cases}

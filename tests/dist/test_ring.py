@@ -1,6 +1,4 @@
-"""Attention by a ring equals the reference: the output and every gradient, for rows of documents of
-any lengths, on rings of two, three and four, with Ulysses around them.
-"""
+"""Attention by a ring equals the reference."""
 
 import pytest
 from rank_groups import assert_close
@@ -28,8 +26,7 @@ def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything
         for rank in range(degree)
     ]
     for step in range(1, degree):
-        sizes = {_pairs(blocks[step], length) for blocks in seen}
-        assert sizes == {length * length // 2}
+        assert {_pairs(blocks[step], length) for blocks in seen} == {length * length // 2}
     assert all(blocks[0] == Pairing(slice(0, 12), slice(0, 12), is_causal=True) for blocks in seen)
 
 

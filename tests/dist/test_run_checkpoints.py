@@ -1,6 +1,4 @@
-"""A run goes on from its checkpoint as if it had never stopped, on another number of processes,
-with copies, by the other strategy, with states elsewhere; what would not is refused by name.
-"""
+"""A run goes on from its checkpoint as if it had never stopped, or is refused by name."""
 
 import json
 import shutil
@@ -39,9 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, ranks: RankGroups) -> Path:
         (4, ("shards", "copies")),
     ],
 )
-def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
-    folder, ranks, resumed_by, ways
-):
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_stopped(folder, ranks, resumed_by, ways):
     assert set(ways) <= set(WAYS)
     ranks.results(CASES_OF, resumed_by, "resume", folder, "2", *ways)
     for case in CASES:
@@ -77,9 +73,7 @@ def assert_same_states(folder: Path, case: str, place: str) -> None:
 
 
 @pytest.mark.skipif(not LOSSY, reason="moments of few bits need the low-bit extra")
-def test_moments_of_few_bits_go_along_where_no_number_is_rounded_and_else_are_refused_by_name(
-    folder, ranks
-):
+def test_moments_of_few_bits_go_along_where_no_number_is_rounded_or_are_refused(folder, ranks):
     """Halves of a matrix of 4096 numbers have moments in float32, and it has them in 8 bits;
     quarters of none of these are in 8 bits.
     """

@@ -1,6 +1,4 @@
-"""FSDP1 and FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference: loss, gradient norm
-and every gradient.
-"""
+"""FSDP1 and FSDP2 on 1, 2 and 4 gloo processes against the unsharded reference."""
 
 from pathlib import Path
 
@@ -48,9 +46,7 @@ def test_sharded_training_equals_unsharded_training(processes, part, ranks, weig
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", WORLDS)
 def test_every_parameter_is_filled_with_the_same_values_in_every_layout(processes, ranks, weights):
-    """Random ones by their place in the whole model; saved ones of DiffLlama too, whose class makes
-    some of them off meta.
-    """
+    """Random ones by their place in the whole model."""
     found = ranks.results("cases", processes, weights, FILLED)
     assert len(found["random"]) == len(random_ways())
     assert set(found["random"].values()) == {0.0}, found["random"]

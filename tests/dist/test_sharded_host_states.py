@@ -1,6 +1,4 @@
-"""Moments in host memory on 1 and 2 processes: parameters and moments are those of AdamW without,
-bit by bit, and training goes on from what either saved; bytes as counted.
-"""
+"""Moments in host memory on 1 and 2 processes."""
 
 import pytest
 from host_state_cases import CONFIG, SAVED_AS_OTHERS, cases_for
@@ -14,9 +12,7 @@ PADDING_BYTES = 2 * 4 * CONFIG["hidden_size"]
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_moments_on_the_host_train_save_and_go_on_as_those_beside_the_parameters(
-    processes, ranks, tmp_path
-):
+def test_moments_on_the_host_train_save_and_go_on_as_on_the_gpu(processes, ranks, tmp_path):
     write_model(tmp_path, CONFIG)
     found = ranks.results("host_state_cases", processes, tmp_path)
     assert set(found) == {*cases_for(processes)}

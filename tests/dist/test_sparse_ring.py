@@ -1,6 +1,4 @@
-"""Block-sparse and dilated attention by a ring equal a dense masked softmax over the whole row:
-output, log-sum-exp and every gradient, zigzag and contiguous, and what is sent is what is seen.
-"""
+"""Block-sparse and dilated attention by a ring equal a dense masked softmax over the whole row."""
 
 import pytest
 from rank_groups import assert_close

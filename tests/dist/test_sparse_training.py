@@ -1,6 +1,4 @@
-"""Training with block-sparse attention on 1, 2 and 4 gloo processes, shared by heads and by a ring:
-loss and every gradient are those of plain models with a dense mask, one document at a time.
-"""
+"""Block-sparse training on 1, 2 and 4 gloo processes: loss and gradients of a dense mask."""
 
 from pathlib import Path
 
@@ -9,7 +7,6 @@ from rank_groups import assert_close
 from sparse_training_cases import DEGREES, cases_for, save_model
 
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
-"""Norm-relative."""
 
 
 @pytest.fixture(scope="module")

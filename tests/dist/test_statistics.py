@@ -1,6 +1,4 @@
-"""Statistics and evaluations do not depend on the topology: 1 to 8 gloo processes, with Ulysses,
-rings and copies, on the same sequences, against plain PyTorch over a list of documents.
-"""
+"""Statistics and evaluations do not depend on the topology."""
 
 import json
 import math
@@ -49,7 +47,6 @@ def test_statistics_are_those_of_plain_documents_on_any_number_of_ranks(
 
 
 def _deviations(of: dict[str, Any]) -> dict[str, Any]:
-    """What is not as expected, on any rank."""
     if "error" in of:
         return of
     expected, wrong = of["expected"], {}
@@ -71,9 +68,7 @@ def _deviations(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
-    """A rank's own numbers add up to those of all; and a quantity whose group is another is that of
-    its group.
-    """
+    """A rank's own numbers add up to those of all."""
     of_ranks = [one["parts"] for one in found]
     for rank, one in enumerate(found):
         exported, overridden = one["exported"], one["overridden"]
@@ -90,9 +85,7 @@ def _check_groups(found: list[dict[str, Any]], sharing: int) -> None:
 
 
 def _check_sent(found: list[dict[str, Any]]) -> None:
-    """A step's statistics are one sum over all ranks and nothing else, as wide on each of them; a
-    rank alone sends nothing.
-    """
+    """A step's statistics are one sum over all ranks and nothing else, as wide on each of them."""
     widths = [[width for _, width in one["sent"]] for one in found]
     assert widths.count(widths[0]) == len(widths)
     for one in found:

@@ -44,10 +44,6 @@ FEW = ("fsdp2", "fsdp1 ulysses", "ring", "alone")
 def sweep(
     ranks: RankGroups, layout: str, names: list[str], folder: Path, *, window: int | None = None
 ) -> dict[str, dict[str, object]]:
-    """Outcomes by family, of one launch that trains all of them.
-
-    Documents are longer than a family's windows, but in a ring, which holds only whole ones.
-    """
     of_layout = {**LAYOUTS, **RINGS}[layout]
     if window is None:
         window = WINDOW if "ring" in of_layout else NARROW
@@ -63,9 +59,7 @@ def sweep(
 
 
 def turn(layout: str, names: Sequence[str], layouts: Sequence[str]) -> list[str]:
-    """Those of the families whose turn it is in one of the layouts; in `make test-all` every one
-    is in each of them.
-    """
+    """Those of the families whose turn it is in one of the layouts."""
     return list(names if deep(layout) else names[layouts.index(layout) :: len(layouts)])
 
 
@@ -111,9 +105,7 @@ def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", SCALED_IN)
-def test_families_that_scale_or_cap_their_logits_train_as_their_own_classes_do(
-    layout, ranks, tmp_path
-):
+def test_families_that_scale_or_cap_logits_train_as_their_own_classes_do(layout, ranks, tmp_path):
     found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
@@ -129,9 +121,7 @@ def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *RINGS])
 def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_path):
-    """Packed documents against each alone, with and without experts; states cross from rank to rank
-    of a ring, and no document.
-    """
+    """Packed documents against each alone, with and without experts."""
     others = turn(layout, DELTA[1:], [*LAYOUTS, *RINGS])
     found = sweep(ranks, layout, [DELTA[0], *others], tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
@@ -139,12 +129,8 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", deep(*LAYOUTS) or FEW[: len(UNLIKE)])
-def test_layers_that_share_keys_and_have_embeddings_train_as_their_own_class_does(
-    layout, ranks, tmp_path
-):
-    """Gemma 4: heads of two sizes, values that are keys, documents past its windows where ranks
-    form no ring.
-    """
+def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout, ranks, tmp_path):
+    """Gemma 4: heads of two sizes, values that are keys, documents past its windows."""
     found = sweep(ranks, layout, turn(layout, UNLIKE, FEW), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
@@ -178,12 +164,10 @@ def test_around_a_ring_a_document_within_a_window_is_trained_and_one_past_it_ref
 ):
     """By their own lengths: a ring's padding, which makes them longer, counts for nothing."""
     found = sweep(ranks, "ring", list(WINDOWED), tmp_path, window=window)
-    assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(
-        WINDOWED, outcome
-    )
+    assert {name: row["outcome"] for name, row in found.items()} == dict.fromkeys(WINDOWED, outcome)
     if outcome == "refused":
-        for line in found.values():
-            problem = str(line["problem"])
+        for row in found.values():
+            problem = str(row["problem"])
             assert f"a sliding window of {window} tokens" in problem
             assert f"documents of {LONGEST_DOCUMENT}" in problem
 

@@ -1,6 +1,4 @@
-"""A loop around Trainer trains the same on ranks that share sequences, by a ring or by heads, or
-that have their own, as on one process; what one rank cannot do, all are told.
-"""
+"""A loop around Trainer trains the same on ranks; what one cannot do, all are told."""
 
 import json
 import math
@@ -56,9 +54,7 @@ def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks, tmp_path):
 
 
 def _check_statistics(told: list[dict[str, Any]], alone: list[dict[str, Any]]) -> None:
-    """The loop's own numbers are those of one process, and of the documents there were; so are the
-    step's, as near as float32 is.
-    """
+    """The loop's own numbers are those of one process, and of the documents there were."""
     for step, wanted in enumerate(alone):
         documents = [one for turn in range(2) for one in micro_batch(step * MICRO_BATCHES + turn)]
         roots = [math.sqrt(of) for one in documents for of in one["labels"] if of >= 0]

@@ -1,9 +1,4 @@
-"""One process of a group: Trainers of several layouts, one after another, through the public class.
-Started by ``rank_groups.py``.
-
-``trainer_cases.py MODEL RESULTS``: each rank writes RESULTS/RANK.json, an object {case name: what
-this rank was told}; the saved models lie beside it.
-"""
+"""One process of a group: Trainers of several layouts, one after another, by the public class."""
 
 import json
 import os

@@ -33,10 +33,8 @@ pytestmark = [pytest.mark.emit, pytest.mark.timeout(600)]
 
 READER = Path(__file__).parent / "readers" / "trl_steps.py"
 END = 1
-"""The token after a completion."""
 STEPS, MICRO_BATCHES, RATE, MOST_NORM = 2, 2, 2e-3, 0.25
 LOSS = 1e-6
-"""In float32: sums are taken in another order."""
 GRADIENT = {1: 1e-5, 2: 1e-4}
 """Norm-relative, by step: the second is taken where AdamW's first update led, which divides a
 gradient by its own size, and with it its rounding."""
@@ -143,7 +141,6 @@ def test_steps_of_grpo_are_those_of_trl_with_its_token_mean(model, tmp_path):
 def by_trl(
     folder: Path, model: str, objective: str, data: Sequence[Any], fields: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Losses and gradients of TRL's own steps, in its own environment."""
     order, result = folder / "order.json", folder / "steps.safetensors"
     asked = {"model": model, "objective": objective, "data": list(data), "fields": fields}
     order.write_text(json.dumps(asked | {"result": str(result)}))
@@ -161,14 +158,12 @@ def document(prompt: str, completion: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def logprobs(model: Any, ids: Sequence[int]) -> list[float]:
-    """What a plain model says of each token; of the first, which nothing precedes, nothing."""
     row = torch.tensor([ids])
     of_all = model(row).logits[0, :-1].log_softmax(-1)
     return [0.0, *of_all.gather(1, row[0, 1:, None])[:, 0].tolist()]
 
 
 def stepped(trainer: Trainer, rows: Sequence[Any]) -> tuple[float, dict[str, Tensor]]:
-    """One step: its loss, and the gradients that its update is given."""
     model: nn.Module = trainer.training.policy
     gradients: dict[str, Tensor] = {}
 

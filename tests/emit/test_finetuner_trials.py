@@ -1,6 +1,4 @@
-"""Trials of LLaMA-Factory, Axolotl and ms-swift, by their own entry points on the CPU: they see
-exactly the length, keep what the user says, and want of memory is told from every other end.
-"""
+"""Trials of LLaMA-Factory, Axolotl and ms-swift, by their own entry points on the CPU."""
 
 import json
 from collections.abc import Mapping
@@ -48,7 +46,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tried(name: str, model: Path, length: int) -> TrialResult:
-    """The end of one trial over the user's own file."""
     base = {"learning_rate": 3e-4, CONSTANT.get(name, "lr_scheduler_type"): "constant"}
     (model.parent / "base.yaml").write_text(json.dumps({**base, **OWN[name]}))  # YAML, too
     return highwater.run_trial(

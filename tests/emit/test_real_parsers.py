@@ -1,6 +1,4 @@
-"""What is emitted is read by the trainers' own parsers, in environments of their own, and carries
-what was recommended.
-"""
+"""What is emitted is read by the trainers' own parsers, in environments of their own."""
 
 import json
 import os
@@ -37,21 +35,16 @@ FILES: Mapping[Target, str] = {target: row.file for target, row in TARGETS.items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A recommendation, and which of its rungs."""
-
     length: str = "128k"
     degree: int = 1
-    """GPUs that share a sequence by heads."""
     ring: int = 1
     copies: int = 1
     gpus: int = 4
-    """Those that train."""
     offload: bool = False
     directory: str | None = "model"
     """Where the model lies; None: it is asked about by its name, and lies where MODEL_PATH says."""
     allocator: str = "expandable"
     asked: tuple[tuple[str, Any], ...] = ()
-    """What else is asked."""
     model: str = MODEL
 
 
@@ -80,7 +73,6 @@ ON_ONE_GPU = {
 
 
 def cases_of(target: Target) -> Mapping[str, Case]:
-    """What a trainer is asked to read; the last is the one without a directory."""
     if target in ("trinity", "verl", "areal"):
         return CASES
     if target == "llamafactory":
@@ -106,13 +98,11 @@ SHARDED: frozenset[Target] = RINGS | {"axolotl", "llamafactory", "ms-swift"}
 
 @cache
 def place() -> TemporaryDirectory[str]:
-    """Where all folders are; it goes with the process."""
     return TemporaryDirectory(prefix="emitted")
 
 
 @cache
 def recommended(target: Target, case: Case) -> tuple[Path, Path, Recommendation, Candidate]:
-    """A folder, the model's directory in it, and what was recommended."""
     folder = Path(mkdtemp(dir=place().name))
     model = folder / (case.directory or "model")
     shutil.copytree(load_model(case.model).directory, model)
@@ -141,9 +131,6 @@ def goal(trainer: TrainerName, is_beside_rollout: bool, case: Case) -> Recommend
 
 
 def written(target: Target, case: Case) -> tuple[Path, Emitted]:
-    """The emitted files in a folder, and YaRN's block in the model's config.json where the text
-    says so.
-    """
     folder, model, found, chosen = recommended(target, case)
     emitted = TARGETS[target].emit(
         found, chosen, model_path=None if case.directory is None else str(model)
@@ -181,7 +168,6 @@ def run(
 
 @cache
 def read(target: Target) -> dict[str, dict[str, Any]]:
-    """What the trainer's own parser made of each case."""
     cases = CASES_OF[target]
     folders = [written(target, case)[0] for case in cases.values()]
     done = run(target, folders)  # the last case is the one whose model lies where MODEL_PATH says
@@ -227,13 +213,11 @@ def test_the_trainers_own_parser_reads_what_was_recommended(target, name):
         assert parsed["rollout_gpus"] == 2
     if target != "accelerate":
         assert parsed["budget"] == chosen.token_budget_tokens
-        assert parsed["length"] == found.length_tokens
-        assert parsed["path"] == str(model)
+        assert (parsed["length"], parsed["path"]) == (found.length_tokens, str(model))
         assert_rope(parsed, found)
 
 
 def read_alone(target: Target, case: Case) -> dict[str, Any]:
-    """What the trainer's own parser made of one case."""
     done = run(target, [written(target, case)[0]])
     assert done.returncode == 0, done.stderr[-3000:]
     (parsed,) = json.loads(done.stdout.splitlines()[-1])
@@ -347,8 +331,7 @@ def test_families_whose_loss_is_fused_are_those_of_the_packages_themselves():
         table = path.read_text().partition("MODEL_TYPE_TO_APPLY_LIGER_FN = {")[2].partition("}")[0]
         assert set(re.findall('"([a-z0-9_]+)":', table)) >= LIGER
     (path,) = program_of("llamafactory").parents[1].rglob("model_utils/liger_kernel.py")
-    known = set(re.findall('"([a-z0-9_]+)"', path.read_text()))
-    assert LIGER & known == LLAMAFACTORY_FUSES
+    assert LIGER & set(re.findall('"([a-z0-9_]+)"', path.read_text())) == LLAMAFACTORY_FUSES
     (path,) = program_of("axolotl").parents[1].rglob("cut_cross_entropy/README.md")
     cut = set(re.findall("^- ([a-z0-9_]+)$", path.read_text(), re.MULTILINE))
     assert (cut & set(TRAINED)) - LIGER == CUT_CROSS_ENTROPY
@@ -449,9 +432,7 @@ def test_the_allocators_mode_is_in_the_file(target):
         ("ms-swift", "max_length", "longest"),
     ],
 )
-def test_a_name_that_a_trainer_does_not_have_is_refused_by_its_parser(
-    target, name, wrong, tmp_path
-):
+def test_a_name_that_a_trainer_lacks_is_refused_by_its_parser(target, name, wrong, tmp_path):
     folder, *_ = recommended(target, CASES["past the native length"])
     written(target, CASES["past the native length"])
     shutil.copytree(

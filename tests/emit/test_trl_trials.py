@@ -1,6 +1,4 @@
-"""Trials of TRL, by TRL itself on the CPU: what its model is given is exactly as long as was asked,
-and where memory runs out, it is told apart from every other end.
-"""
+"""Trials of TRL, by TRL itself on the CPU."""
 
 import json
 from collections.abc import Mapping
@@ -40,7 +38,6 @@ def settings(**others: Any) -> dict[str, Any]:
 
 
 def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **others: Any) -> Any:
-    """The end of one trial, and the steps that its log shows."""
     if base is not None:
         path = model.parent / "base.yaml"
         path.write_text(json.dumps(base))  # which is YAML, too
@@ -50,11 +47,18 @@ def tried(model: Path, length: int, *, base: Mapping[str, Any] | None = None, **
     return result, list(logged_steps(Path(result.log_path).read_text()))
 
 
-def test_sft_trains_on_exactly_the_length(model):
+def test_a_trial_trains_on_exactly_the_length(model):
     result, steps = tried(model, 1021, sequences_per_micro_batch=2, steps=2)
     assert result.outcome is Outcome.FIT, result.reason
     assert [step["num_tokens"] for step in steps] == ["4084", "8168"]  # 2 x 2 x 1021 a step
     assert result.ranks[0].memory.peak_data_segment_bytes
+    base = {"num_generations": 2, "max_completion_length": 40}
+    result, steps = tried(model, 100, base=base, objective="grpo")
+    assert result.outcome is Outcome.FIT, result.reason
+    for number, step in enumerate(steps, start=1):
+        assert (step["completions/min_length"], step["completions/max_length"]) == ("40", "40")
+        assert step["num_tokens"] == str(number * 2 * 100)
+    assert len(steps) == 2
 
 
 def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model):
@@ -64,16 +68,6 @@ def test_the_users_own_fields_stay_and_packed_rows_are_whole_documents(model):
     assert result.outcome is Outcome.FIT, result.reason
     assert [step["learning_rate"] for step in steps] == ["0.0003", "0.0003"]
     assert [step["num_tokens"] for step in steps] == ["1030", "2060"]
-
-
-def test_grpo_generates_exactly_the_rest_of_the_length(model):
-    base = {"num_generations": 2, "max_completion_length": 40}
-    result, steps = tried(model, 100, base=base, objective="grpo")
-    assert result.outcome is Outcome.FIT, result.reason
-    for number, step in enumerate(steps, start=1):
-        assert (step["completions/min_length"], step["completions/max_length"]) == ("40", "40")
-        assert step["num_tokens"] == str(number * 2 * 100)
-    assert len(steps) == 2
 
 
 def test_want_of_memory_is_told_from_every_other_end(model):

@@ -22,10 +22,7 @@ ENDS_S = 240
 
 @pytest.fixture
 def mark(tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The mark of this test's processes: none is left when it ends.
-
-    The environment that carries it also hides every GPU, and finds ``faulty_batches``.
-    """
+    """The mark of this test's processes: none is left when it ends."""
     mark = uuid.uuid4().hex
     environment = {
         MARK: mark,
@@ -68,10 +65,8 @@ class SmallDisk(NamedTuple):
 
     holder: "subprocess.Popen[bytes]"
     folder: Path
-    """The same, as this process sees it."""
 
     def start(self, *words: str, cwd: str = ".", **environment: str) -> "subprocess.Popen[str]":
-        """Start a command that sees it."""
         return subprocess.Popen(
             words,
             stdout=subprocess.PIPE,
@@ -84,13 +79,11 @@ class SmallDisk(NamedTuple):
     def run(
         self, *words: str, cwd: str = ".", **environment: str
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command that sees it to its end."""
         with self.start(*words, cwd=cwd, **environment) as process:
             said, errors = process.communicate(timeout=ENDS_S)
         return subprocess.CompletedProcess(words, process.returncode, said, errors)
 
     def fill(self, name: str) -> Path:
-        """Fill it up with a file of this name."""
         filler, is_full = self.folder / name, False
         with filler.open("wb", buffering=0) as file:
             while not is_full:
@@ -103,7 +96,6 @@ class SmallDisk(NamedTuple):
 
 @pytest.fixture
 def small_disk(mark: str, tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
-    """Makes small disks, of so many MiB."""
     holders: list[subprocess.Popen[bytes]] = []
     (tmp_path / "disk").mkdir()
 

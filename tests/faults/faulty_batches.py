@@ -22,7 +22,6 @@ import torch
 from processes import MARK, marked
 
 FIRST_STEP = 2
-"""Micro-batches of one step."""
 _DAEMON = (
     "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and "
     "os._exit(0); time.sleep(600)"
@@ -129,9 +128,7 @@ def raising_what_is_no_text(*, length_tokens: int, **_: Any) -> Batches:
 
 
 def filling_the_control_group(*, length_tokens: int, data_rank: int, **_: Any) -> Batches:
-    """Takes memory until the kernel kills this process, whose control group has less than the
-    trial's limit.
-    """
+    """Takes memory until the kernel kills this process, whose group has less than the limit."""
     yield from _first_step(length_tokens)
     held = []
     while data_rank == 1:
@@ -168,9 +165,7 @@ def paused(*, length_tokens: int, **_: Any) -> Batches:
 
 
 def filling_the_disk(*, length_tokens: int, **_: Any) -> Batches:
-    """Fills the disk of ``FAULTS``, once, in the trial of the length that the file ``fill``
-    names.
-    """
+    """Fills the disk of ``FAULTS``, once, in the trial whose length the file ``fill`` names."""
     yield from _first_step(length_tokens)
     fill = Path(os.environ["FAULTS"], "fill")
     if int(fill.read_text()) == length_tokens and not fill.with_name("filler").exists():
@@ -185,9 +180,7 @@ def _first_step(length_tokens: int) -> Batches:
 
 
 def _hang_on() -> None:
-    """Be hard to end: deaf to SIGTERM, and with a daemon, as deaf, in a process session of its own.
-    The file ``hangs`` tells.
-    """
+    """Be hard to end: deaf to SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", _DAEMON], start_new_session=True).wait()
     Path(os.environ["FAULTS"], "hangs").touch()

@@ -1,6 +1,4 @@
-"""Starting and finding the processes of one test: each test marks its environment, and whatever it
-starts inherits the mark.
-"""
+"""Starting and finding the processes of one test: each test marks its environment."""
 
 import json
 import os
@@ -22,14 +20,11 @@ FIND = (
     *("highwater", "find", "tiny", "--device", "cpu", "--memory", "1GiB", "--loss", "full"),
     *("--start-length", "32", "--resolution", "32", "--study", "study.jsonl"),
 )
-"""A search of the model ``tiny`` from 32 tokens on."""
 _PENDING = ("SigPnd:", "ShdPnd:")
 
 
 def marked(mark: str) -> list[int]:
-    """Process ids of everything alive that was started under the mark, whoever its parent and its
-    session are now.
-    """
+    """Process ids of all that live under the mark, whoever its parent and its session are now."""
     wanted = f"{MARK}={mark}\0".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -74,18 +69,15 @@ def are_gone(mark: str) -> bool:
 
 
 def started(*words: str) -> "subprocess.Popen[str]":
-    """Start a command in a process session of its own, as a terminal does."""
     pipe = subprocess.PIPE
     return subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
 def done(*words: str) -> "subprocess.CompletedProcess[str]":
-    """Run a command to its end."""
     return subprocess.run(words, capture_output=True, text=True, timeout=ENDS_S, check=False)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The full lines of a journal."""
     return [
         json.loads(line)
         for line in path.read_bytes().splitlines(keepends=True)

@@ -1,6 +1,4 @@
-"""Accelerate itself: a script that it launches on the CPU to a real out of memory, and its own
-parser over what a trial on GPUs writes.
-"""
+"""Accelerate itself: a script that it launches on the CPU to a real out of memory."""
 
 import shlex
 import sys
@@ -26,9 +24,7 @@ LONG = 16384
 """A length whose logits of this model, in float32, are past what is left of the bound."""
 
 
-def test_find_finds_the_capacity_of_a_script_that_accelerate_launches(
-    mark, wide, tmp_path, monkeypatch
-):
+def test_find_finds_the_capacity_of_a_launched_script(mark, wide, tmp_path, monkeypatch):
     assert mark
     program = tmp_path / "accelerate"  # as pip makes it, of the Python that runs this
     program.write_text(f"#!{sys.executable}\n{PROGRAM}")

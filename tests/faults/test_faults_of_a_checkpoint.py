@@ -1,6 +1,4 @@
-"""Whatever ends a run while it saves, the checkpoint before it is whole, and the run goes on from
-it.
-"""
+"""Whatever ends a run while it saves, the checkpoint before it is whole."""
 
 import json
 import os
@@ -34,9 +32,7 @@ SPREAD_S = 0.2
 """Longer than a step and a save: a kill is anywhere in them."""
 
 
-def test_a_run_that_is_killed_with_9_anywhere_goes_on_as_if_it_never_was(
-    mark, tmp_path, record_property
-):
+def test_a_run_killed_with_9_anywhere_goes_on_as_if_it_never_was(mark, tmp_path, record_property):
     moments = random.Random(0)
     folder, saved, partial = tmp_path / "run", 0, 0
     (folder / "checkpoints").mkdir(parents=True)

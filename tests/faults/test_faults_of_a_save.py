@@ -1,6 +1,4 @@
-"""What a trial saves is gone when it is over, however it ended, what a user has beside it stays,
-and a full disk is a crash.
-"""
+"""What a trial saves is gone when it is over, however it ended, what a user has beside it stays."""
 
 import errno
 import json
@@ -112,9 +110,7 @@ def test_a_worker_killed_with_9_after_a_save_leaves_no_file(saving, users_files,
     assert files_below(tmp_path / MINE) == users_files
 
 
-def test_a_search_killed_with_9_leaves_no_file_of_the_trial_that_was_running(
-    mark, tiny, users_files, tmp_path
-):
+def test_a_search_killed_with_9_leaves_no_file_of_its_trial(mark, tiny, users_files, tmp_path):
     (tmp_path / "pause").write_text("32")
     words = ["highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB"]
     words += ["--save-hf", "always", "--checkpoint-dir", MINE, "--data", "faulty_batches:paused"]
@@ -151,9 +147,7 @@ def on_a_small_disk(
 @pytest.mark.parametrize(
     "saved", [("--save-hf", "last"), ("--checkpoint", "sharded", "--gpus", "2")]
 )
-def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
-    on_a_small_disk, tiny, tmp_path, saved
-):
+def test_a_disk_that_fills_up_under_a_save_is_a_crash(on_a_small_disk, tiny, tmp_path, saved):
     words = ("highwater", "try", "tiny", "--length", "32", "--device", "cpu", "--memory", "1GiB")
     words += ("--json", *saved, "--checkpoint-dir", "disk")
     done, left = on_a_small_disk(*words, "--data", "faulty_batches:filling_the_disk", fill=32)
@@ -164,9 +158,7 @@ def test_a_disk_that_fills_up_under_a_save_is_a_crash_that_says_so(
     assert left == ["fill", "filler"]
 
 
-def test_a_disk_that_is_too_small_is_refused_first_and_each_hint_works(
-    on_a_small_disk, wide, tmp_path
-):
+def test_a_disk_that_is_too_small_is_refused_and_each_hint_works(on_a_small_disk, wide, tmp_path):
     """4.9 million parameters: 55.7 MiB of shards and 18.6 MiB of weights, and 64 MiB that have to
     stay free, on 72.
     """

@@ -1,6 +1,4 @@
-"""Faults of a search: ``highwater find`` as a user runs it, on real trials, ended or starved in
-mid-trial.
-"""
+"""Faults of a search: ``highwater find`` on real trials, ended or starved in mid-trial."""
 
 import errno
 import json
@@ -32,7 +30,6 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(mark: str, tiny: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a search, which ends with the test."""
     searches: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> "subprocess.Popen[str]":
@@ -60,28 +57,23 @@ def hanging(start: Start, mark: str, tmp_path: Path) -> "subprocess.Popen[str]":
 
 
 def starts(path: Path) -> dict[int, int]:
-    """Launches of each length, by the journal."""
     return Counter(
         line["spec"]["length_tokens"] for line in lines(path) if line["kind"] == "trial_started"
     )
 
 
 def finished(path: Path) -> list[str]:
-    """Keys of the trials with a result, in their order."""
     return [line["spec_key"] for line in lines(path) if line["kind"] == "trial_finished"]
 
 
 def complete(search: "subprocess.Popen[str]") -> str:
-    """Wait for the answer: both lengths fit. What was said on stderr."""
     answer, talk = search.communicate(timeout=ENDS_S)
     assert search.returncode == 0, talk
     assert "trains up to 64 tokens" in answer
     return talk
 
 
-def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a_trial(
-    hanging, start, mark, tmp_path
-):
+def test_a_search_killed_with_9_leaves_no_orphan_and_resumes(hanging, start, mark, tmp_path):
     study = tmp_path / "study.jsonl"
     before = finished(study)
     hanging.send_signal(signal.SIGKILL)
@@ -91,8 +83,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
     assert len(before) == 1
     assert finished(study) == before
     (tmp_path / "pause").unlink()
-    talk = complete(start(*PAUSED))
-    assert "1 so far" in talk
+    assert "1 so far" in complete(start(*PAUSED))
     assert starts(study) == {LENGTHS[0]: 1, LENGTHS[1]: 2}
     assert finished(study)[:1] == before
     assert len(set(finished(study))) == len(finished(study)) == 2
@@ -105,9 +96,7 @@ def test_a_search_killed_with_9_leaves_no_orphan_and_resumes_without_repeating_a
         pytest.param(signal.SIGTERM, 143, id="SIGTERM"),
     ],
 )
-def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how_to_go_on(
-    hanging, start, mark, tmp_path, number, code
-):
+def test_a_search_told_to_stop_keeps_what_is_finished(hanging, start, mark, tmp_path, number, code):
     study = tmp_path / "study.jsonl"
     os.killpg(hanging.pid, number)
     answer, talk = hanging.communicate(timeout=ENDS_S)
@@ -125,9 +114,7 @@ def test_a_search_told_to_stop_keeps_what_is_finished_ends_the_rest_and_says_how
     assert starts(study) == {LENGTHS[0]: 1, LENGTHS[1]: 2}
 
 
-def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_disturbed(
-    hanging, start, tmp_path
-):
+def test_a_second_search_on_a_study_is_refused_and_the_first_goes_on(hanging, start, tmp_path):
     study = tmp_path / "study.jsonl"
     before = study.read_bytes()
     answer, talk = start(*PAUSED).communicate(timeout=ENDS_S)
@@ -143,9 +130,7 @@ def test_a_second_search_on_a_study_is_refused_at_once_and_the_first_is_not_dist
     assert list(tmp_path.glob("highwater-*")) == []
 
 
-def test_a_study_that_is_deleted_in_mid_search_stops_it_and_the_search_goes_on_from_what_was_kept(
-    hanging, start, mark, tmp_path
-):
+def test_a_study_deleted_in_mid_search_stops_it_and_it_goes_on(hanging, start, mark, tmp_path):
     study, kept = tmp_path / "study.jsonl", tmp_path / "study-2.jsonl"
     study.unlink()
     (tmp_path / "pause").unlink()
@@ -196,9 +181,7 @@ def test_a_journal_of_a_newer_schema_is_refused_untouched_and_the_hint_works(sta
     assert start(*dry, "--study", other).wait(ENDS_S) == 0
 
 
-def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_room_it_goes_on(
-    small_disk, tiny
-):
+def test_a_disk_that_fills_up_ends_the_search_in_order_and_with_room_it_goes_on(small_disk, tiny):
     disk = small_disk(72)
     study, fill = disk.folder / "study.jsonl", disk.folder / "fill"
     shutil.copytree(tiny, disk.folder / "tiny")
@@ -223,9 +206,7 @@ def test_a_disk_that_fills_up_in_mid_trial_ends_the_search_in_order_and_with_roo
     assert len(set(finished(study))) == len(finished(study)) == 2
 
 
-def test_what_a_search_leaves_that_is_killed_with_its_reaper_the_next_start_removes(
-    hanging, start, mark, tmp_path
-):
+def test_what_a_search_killed_with_its_reaper_leaves_is_removed(hanging, start, mark, tmp_path):
     (reaper,) = (
         child
         for child in psutil.Process(hanging.pid).children()

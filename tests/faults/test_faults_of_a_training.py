@@ -1,6 +1,4 @@
-"""Faults of a training: whatever ends a run, it says what happened and what to type, nobody is
-left, and it goes on as if it had never been ended.
-"""
+"""Faults of a training: whatever ends a run, it says what happened, and it goes on."""
 
 import json
 import os
@@ -68,7 +66,6 @@ class Trained(NamedTuple):
         return losses_of(self.run)
 
     def words(self, output: str, *more: str) -> list[str]:
-        """The command that trains into another folder."""
         named = ("--data", str(self.data), "--output", output, "--steps", str(STEPS), *more)
         how = shlex.split(
             "--length 256 --rows 6 --learning-rate 1e-3 --device cpu --memory 2GiB --save-every 1"
@@ -76,7 +73,6 @@ class Trained(NamedTuple):
         return ["highwater", "train", str(self.model), *how, *named]
 
     def train(self, output: Path, **changes: Any) -> TrainingResult:
-        """The same from Python, with some of it changed."""
         asked: dict[str, Any] = {
             "model": str(self.model),
             "data": str(self.data),
@@ -116,15 +112,13 @@ def uninterrupted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFact
     }
     more = ("--eval-data", str(trained.held_out), "--eval-every", "2")
     words = trained.words(str(trained.run), *more)
-    training = fork_server.popen_of_commands(words, env=environment)
-    assert training.wait(WITHIN_S) == EXIT_ANSWERED
+    assert fork_server.popen_of_commands(words, env=environment).wait(WITHIN_S) == EXIT_ANSWERED
     assert checkpoints_of(trained.run) == [BEST, LAST]
     return trained
 
 
 @pytest.fixture
 def trained(mark: str, uninterrupted: Trained, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """That run, and the corpus that it made."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(uninterrupted.cache))
     return uninterrupted
 
@@ -138,13 +132,11 @@ class Frozen(NamedTuple):
     """Of its last checkpoint."""
 
     def tell(self, number: signal.Signals) -> None:
-        """Send the command a signal, and wait until its rank is told."""
         self.command.send_signal(number)
         told = partial(is_arrived, self.rank.pid, signal.SIGTERM)
         assert wait_until(lambda: not told(), within_s=WITHIN_S)
 
     def end(self) -> tuple[int, str]:
-        """The command's exit code and what it said, which is for people."""
         _, said = self.command.communicate(timeout=WITHIN_S)
         assert "Traceback" not in said
         lines = [line for line in said.splitlines() if line]
@@ -153,7 +145,6 @@ class Frozen(NamedTuple):
 
 
 def frozen(trained: Trained, mark: str, output: Path, *more: str, is_forked: bool = True) -> Frozen:
-    """Start a run, or go on with it, and stop its rank after a further checkpoint."""
     before = latest_of(output)
     start, pipe = subprocess.Popen if is_forked else Started, subprocess.PIPE
     command = start(trained.words(str(output), *more), stdout=pipe, stderr=pipe, text=True)
@@ -185,7 +176,6 @@ def losses_of(run: Path) -> list[float]:
 
 
 def flag_in(hint: str, flag: str) -> str:
-    """What a hint gives a flag."""
     found = re.search(rf"{flag} ([^\s`]+)", hint)
     assert found is not None, hint
     return found[1]
@@ -243,9 +233,7 @@ def test_whatever_ends_a_run_it_goes_on_as_if_it_never_was(trained, mark, tmp_pa
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
-def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hears_goes_on(
-    trained, mark, tmp_path
-):
+def test_a_run_whose_terminal_closes_leaves_a_checkpoint_or_goes_on(trained, mark, tmp_path):
     run = tmp_path / "closed"
     terminal, theirs = pty.openpty()
     _, *words = trained.words(str(run), "--steps", "4000")
@@ -255,8 +243,7 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hea
         start_new_session=True,
     )
     os.close(theirs)
-    reader = Thread(target=_read_on, args=(terminal,), daemon=True)
-    reader.start()
+    Thread(target=_read_on, args=(terminal,), daemon=True).start()
     assert wait_until(lambda: latest_of(run) >= 2, within_s=WITHIN_S)
     os.killpg(closed.pid, signal.SIGHUP)  # as the kernel does
     os.close(terminal)
@@ -266,7 +253,6 @@ def test_a_run_whose_terminal_closes_leaves_a_checkpoint_and_one_that_nobody_hea
 
     unheard = tmp_path / "unheard"
     command = subprocess.Popen(trained.words(str(unheard)), stderr=subprocess.PIPE)
-    assert command.stderr is not None
     command.stderr.readline()
     command.stderr.close()
     assert command.wait(timeout=WITHIN_S) == EXIT_ANSWERED
@@ -351,13 +337,10 @@ def corpus(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return cache / Path(decided["corpus"]["directory"]).relative_to(trained.cache)
 
 
-def test_ids_that_the_model_does_not_know_are_refused_before_the_first_step(
-    trained, corpus, tmp_path
-):
+def test_ids_that_the_model_does_not_know_are_refused_before_a_step(trained, corpus, tmp_path):
     ids = corpus / "ids.bin"
     ids.write_bytes(ids.read_bytes()[:-2] + (259).to_bytes(2, "little"))
-    files = read_manifest(corpus).files
-    write_manifest(corpus, {**files, ids.name: record_of(ids)})
+    write_manifest(corpus, {**read_manifest(corpus).files, ids.name: record_of(ids)})
     with pytest.raises(highwater.HighwaterError, match=r"the token id 259\b.* 0 to 258") as refused:
         trained.train(tmp_path / "run", steps=1)
     shutil.rmtree(next(iter(re.findall("`rm -r (.*)`", refused.value.hint))))
@@ -386,16 +369,12 @@ def test_a_loss_that_is_no_number_names_its_step_and_document(trained, tmp_path)
 
     lines = trained.data.read_text().splitlines(keepends=True)
     (tmp_path / "mended.jsonl").write_text("".join(lines[: BROKEN - 1] + lines[BROKEN:]))
-    elsewhere = Path(flag_in(broken.value.hint, "--output"))
-    mended = trained.train(
-        elsewhere, model=str(model), data="mended.jsonl", seed=LATER, steps=step + 1
-    )
+    other = Path(flag_in(broken.value.hint, "--output"))
+    mended = trained.train(other, model=str(model), data="mended.jsonl", seed=LATER, steps=step + 1)
     assert len(mended.losses) == step + 1
 
 
-def test_a_model_with_weights_that_are_no_numbers_is_refused_before_the_first_step(
-    trained, tmp_path
-):
+def test_weights_that_are_no_numbers_are_refused_before_the_first_step(trained, tmp_path):
     model = Path(shutil.copytree(trained.run / "model", tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][ord(SIGN)] = float("inf")
@@ -438,9 +417,7 @@ def test_on_a_full_disk_the_last_checkpoint_stays_and_with_room_it_goes_on(train
     assert losses_of(disk.folder / "run") == trained.losses
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_with_a_place_that_has_it(
-    trained, small_disk
-):
+def test_a_disk_without_room_for_checkpoints_is_refused_with_one_that_has(trained, small_disk):
     done = small_disk(64).run(*trained.words("disk/run"))
     assert done.returncode == EXIT_MACHINE, done.stderr
     assert "a run needs" in done.stderr
@@ -467,7 +444,5 @@ def test_the_rows_of_a_step_take_no_more_than_is_predicted_of_them(trained, tmp_
         ).peak_bytes
         for rows in (2, 64)
     )
-    assert few is not None
-    assert many is not None
     counted = 200 * LONG_ROW * 62
     assert counted / 2 < many - few < counted

@@ -1,6 +1,4 @@
-"""Failures of other trainers: real processes that fail in a way that is known, each judged from
-outside. None is said not to fit that is not, none to fit that did not.
-"""
+"""Failures of other trainers."""
 
 import subprocess
 import sys
@@ -15,15 +13,7 @@ from processes import marked
 
 from highwater.nouns.codec import from_json
 from highwater.nouns.trainer import ForeignTrainer
-from highwater.nouns.trial import (
-    Device,
-    Launch,
-    Outcome,
-    TrialEndedError,
-    TrialResult,
-    TrialSpec,
-    unheard,
-)
+from highwater.nouns.trial import Launch, Outcome, TrialEndedError, TrialResult, TrialSpec, unheard
 from highwater.trials.foreign_trial import ForeignLauncher
 from highwater.trials.local import LocalRunner
 from highwater.units import GIB, MIB
@@ -65,7 +55,7 @@ Judge = Callable[..., TrialResult]
 
 
 def spec_of(
-    model: Path, words: tuple[str, ...], *, device: Device = "cuda", length: int = 4096, **of: Any
+    model: Path, words: tuple[str, ...], *, device: Any = "cuda", length: int = 4096, **of: Any
 ) -> TrialSpec:
     return trial_of(
         model,
@@ -234,9 +224,7 @@ def test_real_steps_on_the_cpu_fit_below_a_limit_and_run_out_of_it(judge, tmp_pa
     words = (sys.executable, str(tmp_path / "train.py"), "{length}")
     fits = judge(REAL, device="cpu", words=words)
     assert fits.outcome is Outcome.FIT, fits.reason
-    peak = fits.peak_reserved_bytes
-    assert peak is not None
-    assert 100 * MIB < peak < GIB
+    assert 100 * MIB < fits.peak_reserved_bytes < GIB
     too_long = judge(REAL, device="cpu", words=words, length=2**20)
     assert too_long.outcome is Outcome.OUT_OF_MEMORY, too_long.reason
 
@@ -254,8 +242,7 @@ dist.barrier()
 def test_a_rank_of_torchruns_that_runs_out_is_found_among_what_its_peers_say(judge, tmp_path):
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     for tee in ((), ("--tee", "3")):
-        words = (sys.executable, *run, *tee, str(tmp_path / "train.py"))
-        result = judge(TORCHRUN, words=words)
+        result = judge(TORCHRUN, words=(sys.executable, *run, *tee, str(tmp_path / "train.py")))
         assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
 
 

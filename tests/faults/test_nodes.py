@@ -1,6 +1,4 @@
-"""Trials across machines: two network namespaces are two machines, which share nothing but a file
-system and the wire between them. ``srun.py`` starts one process on each, as ``srun`` does.
-"""
+"""Trials across machines: two network namespaces, on each of which ``srun.py`` starts a process."""
 
 import json
 import os
@@ -48,8 +46,7 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
     try:
         for machine in both:
             ip("netns", "add", machine.name)
-        wire = ("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
-        ip(*wire)
+        ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
         for machine, address in zip(both, ADDRESSES, strict=True):
             ip("link", "set", machine.interface, "netns", machine.name)
             inside = ("-n", machine.name)
@@ -65,7 +62,6 @@ def machines(mark: str) -> Iterator[tuple[Machine, Machine]]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill them; who went with another before is gone."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -73,8 +69,7 @@ def kill(pids: Iterable[int]) -> None:
 
 def across(folder: Path, *machines: str, kills: bool = True) -> tuple[str, ...]:
     """The words that have a command run on these machines, each a name, or a name and a wire."""
-    srun = (sys.executable, "-P", "-m", "srun")
-    launcher = (*srun, "kills" if kills else "waits", *machines, "--")
+    launcher = (sys.executable, "-P", "-m", "srun", "kills" if kills else "waits", *machines, "--")
     meet = ("--rendezvous", str(folder / "meet" / "ranks"))
     return ("--nodes", str(len(machines)), "--launcher", shlex.join(launcher), *meet)
 
@@ -86,7 +81,6 @@ def wired(machines: tuple[Machine, Machine]) -> tuple[str, ...]:
 def hanging(
     folder: Path, machines: tuple[Machine, Machine], *, kills: bool = True
 ) -> "subprocess.Popen[str]":
-    """A search across machines whose second trial hangs."""
     (folder / "pause").write_text("64")
     search = started(*FIND, *across(folder, *wired(machines), kills=kills))
     assert wait_until((folder / "hangs").exists, within_s=HANGS_S)
@@ -94,13 +88,10 @@ def hanging(
 
 
 def losses(path: Path) -> dict[int, list[Any]]:
-    """The losses and gradient norms of each length, rank by rank."""
     return {
-        trial.spec.length_tokens: [
-            (rank.losses, rank.gradient_norms) for rank in trial.result.ranks
-        ]
-        for trial in read_study(path).trials
-        if trial.result is not None
+        each.spec.length_tokens: [(rank.losses, rank.gradient_norms) for rank in each.result.ranks]
+        for each in read_study(path).trials
+        if each.result is not None
     }
 
 
@@ -114,23 +105,19 @@ def test_two_machines_train_as_one_does_and_find_the_same(machines, mark, tmp_pa
     assert "64 tokens" in answer
     assert "2 copies" in answer
     together = losses(tmp_path / "study.jsonl")
-    words = (*FIND, "--copies", "2", "--study", "alone.jsonl")
-    ended = done(*words)
+    ended = done(*FIND, "--copies", "2", "--study", "alone.jsonl")
     assert ended.returncode == 0, ended.stderr
     assert together == losses(tmp_path / "alone.jsonl")
     assert len(together) >= 1
 
 
 @pytest.mark.parametrize("kills", [True, False], ids=["srun kills", "our own watch"])
-def test_a_machine_that_dies_in_a_trial_says_nothing_about_the_length_and_the_search_goes_on(
-    machines, mark, tmp_path, kills
-):
+def test_a_machine_that_dies_says_nothing_and_the_search_goes_on(machines, mark, tmp_path, kills):
     study = tmp_path / "study.jsonl"
     search = hanging(tmp_path, machines, kills=kills)
     inside = [pid for pid in marked(mark) if _is_in(machines[1], pid)]
     assert len(inside) >= 2, "the reaper, and a rank"
-    reaper = "highwater.trials.reaper"
-    kill(pid for pid in inside if kills or not _runs(pid, reaper))
+    kill(pid for pid in inside if kills or not _runs(pid, "highwater.trials.reaper"))
 
     def ended() -> list[dict[str, Any]]:
         finished = [line for line in lines(study) if line["kind"] == "trial_finished"]
@@ -182,9 +169,7 @@ def trained_losses(run: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("told", ["the command", "another machine"])
-def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stops_both(
-    machines, mark, tmp_path, told
-):
+def test_two_machines_train_as_one_and_told_to_stop_both_stop(machines, mark, tmp_path, told):
     run, where = tmp_path / "run", across(tmp_path, *wired(machines))
     first = started(*training("run", *where, "--steps", "400"))
     assert wait_until((run / "checkpoints" / "step-000002").exists, within_s=HANGS_S), (
@@ -210,17 +195,14 @@ def test_two_machines_train_a_model_as_one_does_and_whoever_is_told_to_stop_stop
     _, talk = both.communicate(timeout=ENDS_S)
     assert both.returncode == 0, talk
     assert "2 copies" in talk
-    words = training("alone", "--copies", "2", "--steps", steps)
-    ended = done(*words)
+    ended = done(*training("alone", "--copies", "2", "--steps", steps))
     assert ended.returncode == 0, ended.stderr
     assert trained_losses(run) == trained_losses(tmp_path / "alone")
     weights = [(tmp_path / each / "model/model.safetensors") for each in ("run", "alone")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_on(
-    machines, mark, tmp_path
-):
+def test_a_training_whose_machine_is_lost_says_from_where_it_goes_on(machines, mark, tmp_path):
     first = started(*training("run", *across(tmp_path, *wired(machines)), "--steps", "4000"))
     kept = tmp_path / "run" / "checkpoints" / "step-000002"
     assert wait_until(kept.exists, within_s=HANGS_S)
@@ -233,14 +215,11 @@ def test_a_training_whose_machine_is_lost_ends_and_says_from_which_step_it_goes_
     assert are_gone(mark)
 
 
-def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_that_it_is_open(
-    tmp_path, monkeypatch
-):
+def test_ranks_meet_at_the_port_that_a_launcher_names_which_is_told_first(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = across(tmp_path, "a", "b")[:-2]
-    words = training("run", *where, "--steps", "1")
+    words = training("run", *across(tmp_path, "a", "b")[:-2], "--steps", "1")
     # An outer launcher's port is none of the inner one's.
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -264,12 +243,9 @@ def test_ranks_meet_at_the_port_that_a_launcher_names_and_the_first_line_says_th
         ("GROUP_RANK=0 GROUP_WORLD_SIZE=16", "2 machines"),
     ],
 )
-def test_a_launcher_that_numbers_its_processes_otherwise_is_refused_before_a_rank_starts(
-    tmp_path, monkeypatch, sets, problem
-):
+def test_a_launcher_that_numbers_otherwise_is_refused_first(tmp_path, monkeypatch, sets, problem):
     monkeypatch.setenv("SRUN_SETS", sets)
-    words = training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1")
-    ended = done(*words)
+    ended = done(*training("run", *across(tmp_path, "a", "b", kills=False), "--steps", "1"))
     assert ended.returncode == 3, ended.stderr
     assert problem in ended.stderr
     assert "--ntasks-per-node 1" in ended.stderr
@@ -301,7 +277,6 @@ def test_the_job_that_is_printed_for_slurm_runs_as_it_stands(tmp_path, monkeypat
 
 
 def _runs(pid: int, word: str) -> bool:
-    """Whether a process was started with a word."""
     try:
         return word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -309,7 +284,6 @@ def _runs(pid: int, word: str) -> bool:
 
 
 def _is_in(machine: Machine, pid: int) -> bool:
-    """Whether a process is on a machine: in its network."""
     try:
         own = Path(f"/proc/{pid}/ns/net").stat().st_ino
     except OSError:

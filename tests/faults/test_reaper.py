@@ -1,6 +1,4 @@
-"""The reaper: the command's status comes through, and no descendant outlives it; and the runner of
-this machine, ended with everything that it started.
-"""
+"""The reaper: the command's status comes through, and no descendant outlives it."""
 
 import os
 import signal
@@ -37,7 +35,6 @@ UnderReaper = Callable[[str], "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def under_reaper(mark: str) -> UnderReaper:
-    """Runs a shell script under the reaper."""
     return lambda script: subprocess.Popen([*REAPER, str(os.getpid()), "sh", "-c", script])
 
 
@@ -145,9 +142,7 @@ SIDE_BY_SIDE = (
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_search_of_two_trials_at_a_time_that_is_killed_with_9_leaves_nothing_and_goes_on(
-    mark, tmp_path
-):
+def test_two_trials_at_a_time_that_are_killed_with_9_leave_nothing_and_go_on(mark, tmp_path):
     (tmp_path / "pause").write_text("32")
     search = subprocess.Popen(SIDE_BY_SIDE, start_new_session=True, stderr=subprocess.DEVNULL)
     study = tmp_path / "study.jsonl"

@@ -1,6 +1,4 @@
-"""What lies in the working directory is not run: not as a library of ours, and as ``--data`` only
-what its name says.
-"""
+"""What lies in the working directory is not run, as a library of ours or by ``--data``."""
 
 import os
 import subprocess
@@ -69,7 +67,6 @@ def test_batches_of_the_working_directory_are_found_after_every_library(sprung):
     Path("own.py").write_text(OWN)
     tried = done(*TRIAL, "--data", "own:good")
     assert tried.returncode == 0, tried.stderr
-    ran = sprung.read_text().split() if sprung.exists() else []
-    assert not set(ran) & {
-        *("psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater"),
+    assert not set(sprung.read_text().split() if sprung.exists() else []) & {
+        *("psutil", "msgspec", "random", "signal", "torch", "transformers", "highwater")
     }

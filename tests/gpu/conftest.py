@@ -1,6 +1,4 @@
-"""GPU tests: skipped, with the reason, where there is no GPU; with HIGHWATER_REQUIRE=gpu a missing
-GPU is a failure.
-"""
+"""GPU tests: skipped, with the reason, where there is no GPU."""
 
 import os
 
@@ -25,7 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> str:
-    """The name of the first GPU."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,6 +1,4 @@
-"""One rank of a ring of GPUs: what its slice of a gated DeltaNet layer gives, and the gradients,
-beside one GPU's for the whole row. ``delta_ring_on_gpus.py FOLDER``.
-"""
+"""One rank of a ring of GPUs: what its slice of a gated DeltaNet layer gives."""
 
 import json
 import os
@@ -43,7 +41,6 @@ def main() -> None:
 
 
 def case(lengths: tuple[int, ...], rank: int, world: int) -> dict[str, tuple[float, float]]:
-    """Deviations from float64 on one GPU, of a ring in bfloat16 and of one GPU in bfloat16."""
     torch.manual_seed(0)
     exact = layer(torch.float64, None)
     x_SE = torch.randn(sum(lengths), CONFIG["hidden_size"], device="cuda").bfloat16()
@@ -94,7 +91,6 @@ def layer(
 def passes(
     layer: GatedDeltaNet, x_SE: Tensor, upstream_SE: Tensor, layout: SequenceLayout
 ) -> dict[str, Tensor]:
-    """Output and gradients of the input and of every weight."""
     x_SE = x_SE.detach().requires_grad_()
     output_SE = layer(x_SE[None], sequence_layout=layout)[0]
     names, parameters = zip(*layer.named_parameters(), strict=True)

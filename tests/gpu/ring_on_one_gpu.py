@@ -1,6 +1,4 @@
-"""One rank of a ring whose ranks share a GPU: deviations from float64, of the ring and of one
-kernel over the whole row. ``ring_on_one_gpu.py KERNEL FOLDER``.
-"""
+"""One rank of a ring whose ranks share a GPU."""
 
 import json
 import os

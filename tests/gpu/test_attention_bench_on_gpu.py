@@ -1,6 +1,4 @@
-"""``highwater bench attention`` on a GPU: every attention is right there, memory runs out for real,
-and nothing is left behind.
-"""
+"""``highwater bench attention`` on a GPU."""
 
 import json
 import subprocess
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def bench(folder: Path, *words: str, code: int = 0) -> dict[str, Any]:
-    """The document of a benchmark."""
     done = subprocess.run(
         [sys.executable, "-m", "highwater", "bench", "attention", "--json", *words],
         cwd=folder,

@@ -1,6 +1,4 @@
-"""FlexAttention from our own tables against block-gather on a GPU: output, log-sum-exp and every
-gradient, every pattern, odd lengths, groups of heads; what it takes beside its inputs; replicas.
-"""
+"""FlexAttention from our own tables against block-gather on a GPU."""
 
 from collections.abc import Iterator
 
@@ -11,13 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from highwater import BlockSparseAttention, BlockSparseRingDilatedAttention, SparsePatternConfig
 from highwater.engine.attention import block_flex
-from highwater.engine.attention.block_flex import (
-    attend_by_flex,
-    attend_table_of,
-    block_mask,
-    deviations,
-    obstacle,
-)
+from highwater.engine.attention import block_flex as flex
 from highwater.engine.attention.block_gather import block_sparse_attention
 from highwater.engine.attention.block_table import block_tables
 from highwater.engine.attention.kernel_proof import ProofSizes
@@ -61,7 +53,7 @@ def exact_products() -> Iterator[None]:
 )
 def test_flex_is_block_gather(pattern_type, dtype, groups, length):
     sizes = ProofSizes(groups, length, 64, dtype, torch.device("cuda"))
-    found = list(deviations(config(pattern_type), sizes))
+    found = list(flex.deviations(config(pattern_type), sizes))
     names = ("output", "log-sum-exp", "query", "key", "value")
     off = dict(zip(names, found, strict=True))
     assert max(found) < DIGITS * torch.finfo(dtype).eps, off
@@ -70,8 +62,8 @@ def test_flex_is_block_gather(pattern_type, dtype, groups, length):
 @pytest.mark.parametrize("pattern_type", EVERY)
 def test_a_proof_passes_and_flex_is_what_runs(pattern_type):
     query = torch.zeros(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16)
-    assert obstacle(config(pattern_type), 4, 128, torch.bfloat16, query.device) is None
-    assert attend_table_of("auto", config(pattern_type), query, 2) is attend_by_flex
+    assert flex.obstacle(config(pattern_type), 4, 128, torch.bfloat16, query.device) is None
+    assert flex.attend_table_of("auto", config(pattern_type), query, 2) is flex.attend_by_flex
 
 
 def test_packed_documents_are_what_each_is_alone():
@@ -96,12 +88,12 @@ def test_a_million_tokens_take_little_beside_what_goes_in_and_out():
     def attend() -> Tensor:
         with torch.no_grad():
             return block_sparse_attention(
-                q, q, q, pattern=pattern, scaling=32**-0.5, attend_table=attend_by_flex
+                q, q, q, pattern=pattern, scaling=32**-0.5, attend_table=flex.attend_by_flex
             ).output_BHSD
 
     attend()  # compiled, and the tables are kept
     (table,) = block_tables(pattern, length, q.device)
-    tables = sum(each.nbytes for each in block_mask(table).as_tuple() if torch.is_tensor(each))
+    tables = sum(each.nbytes for each in flex.block_mask(table).as_tuple() if torch.is_tensor(each))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

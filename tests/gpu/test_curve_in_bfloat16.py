@@ -1,6 +1,4 @@
-"""200 steps on real text in bfloat16: our packed, sharded, recomputed, chunked training has Hugging
-Face's loss curve.
-"""
+"""200 steps on real text in bfloat16."""
 
 import sys
 from pathlib import Path

@@ -11,7 +11,6 @@ import pytest
 from highwater.trials.probe import probe
 
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 FEW = ("A_log", "dt_bias")
 """A number a head, so that how they round is chance."""
 OF_FEW = 3e-2

@@ -1,6 +1,4 @@
-"""Experts in tiles of tokens on a GPU: output and gradients beside those of all tokens at once, and
-the bytes that a token takes of a layer. ``pytest -s`` shows how far each is off.
-"""
+"""Experts in tiles of tokens on a GPU: output and gradients beside those of all tokens at once."""
 
 import copy
 import json
@@ -57,7 +55,6 @@ def experts_of(config: PreTrainedConfig, experts_implementation: str) -> Any:
 
 
 def found(experts: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> list[torch.Tensor]:
-    """Output and every gradient."""
     x, weights, upstream = given
     inputs = [x.requires_grad_(), weights.requires_grad_()]
     out = experts(x, chosen, weights)

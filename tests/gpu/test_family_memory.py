@@ -1,6 +1,4 @@
-"""Families whose layers were learned from traces, on a GPU: a trial takes what the formula and its
-trace say.
-"""
+"""Families whose layers were learned from traces, on a GPU."""
 
 import json
 from pathlib import Path

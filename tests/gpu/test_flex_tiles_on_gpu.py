@@ -1,6 +1,4 @@
-"""Branches by FlexAttention against gathered keys on a GPU: output, log-sum-exp and every gradient,
-of documents whose tiles are not full; and modules that several segments make.
-"""
+"""Branches by FlexAttention against gathered keys on a GPU."""
 
 import pytest
 import torch

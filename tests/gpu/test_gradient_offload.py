@@ -1,6 +1,4 @@
-"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU, and few
-pinned blocks on the way.
-"""
+"""FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU."""
 
 import gc
 from collections.abc import Iterator
@@ -92,7 +90,6 @@ def test_adding_up_beside_the_gpu_costs_it_nothing_and_few_pinned_blocks(model, 
 
 
 def run(directory: Path, *, offload: bool) -> Pass:
-    """Forward and backward of a few micro-batches by a new model."""
     device = torch.device("cuda", 0)
     before_bytes = _emptied()
     mesh = process_mesh.shard_mesh(Layout(), device)

@@ -1,6 +1,4 @@
-"""Attention in head groups on a GPU: output and gradients of all heads at once, a layer's bytes as
-predicted, and tensors of more than 2**31 numbers. ``pytest -s`` shows how far each is off.
-"""
+"""Attention in head groups on a GPU."""
 
 import json
 import sys
@@ -36,7 +34,6 @@ ROWS = {
 
 
 def attention_of(dtype: torch.dtype) -> RotaryAttention:
-    """An 8B's attention with random weights."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=64,
@@ -60,7 +57,6 @@ def attention_of(dtype: torch.dtype) -> RotaryAttention:
 def gradients(
     attention: RotaryAttention, lengths: tuple[int, ...], groups: int
 ) -> dict[str, torch.Tensor]:
-    """Output and every gradient, on the host."""
     attention.groups = groups
     generator = torch.Generator(CUDA).manual_seed(2)
     tokens, dtype = sum(lengths), attention.q_proj.weight.dtype

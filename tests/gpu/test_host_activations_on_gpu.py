@@ -1,6 +1,4 @@
-"""Activations in host memory on a GPU: gradients as without, whatever lies in freed and unfilled
-memory; peaks as predicted, the same at every step; host memory of the predicted size.
-"""
+"""Activations in host memory on a GPU."""
 
 import gc
 import os
@@ -60,9 +58,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("lora", [None, 8])
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
 @pytest.mark.parametrize("layers_on_gpu", [1, 2])
-def test_gradients_are_those_without_within_the_spread_of_two_runs_without(
-    model, recompute, layers_on_gpu, lora, monkeypatch
-):
+def test_gradients_are_within_the_usual_spread(model, recompute, layers_on_gpu, lora, monkeypatch):
     plain, again = (gradients(trained(model, recompute, lora=lora)) for _ in range(2))
     poison(monkeypatch)
     ours = gradients(trained(model, recompute, host_of(layers_on_gpu), lora=lora))
@@ -80,7 +76,6 @@ def test_a_race_would_show(model, monkeypatch):
 
 
 def apart(one: dict[str, "torch.Tensor"], two: dict[str, "torch.Tensor"]) -> float:
-    """Norm of the difference of whole gradients."""
     assert one.keys() == two.keys()
     return sum(float((one[name] - two[name]).norm()) ** 2 for name in one) ** 0.5
 
@@ -162,9 +157,7 @@ def host_of(layers_on_gpu: int) -> HostActivations:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill memory of the device with NaN where it is let go of, and where it is not yet filled;
-    and host memory once what lay there has come back.
-    """
+    """Fill memory of the device with NaN where it is let go of, and where it is not yet filled."""
     release, give = HostActivations._release, host_module.PinnedPlaces.give
     slow_down(monkeypatch)
 
@@ -230,7 +223,6 @@ def trained(
 
 
 def gradients(training: Training) -> list[dict[str, "torch.Tensor"]]:
-    """Of each step, with an evaluation between the steps."""
     found = []
     for step in STEPS:
         training.policy.zero_grad()

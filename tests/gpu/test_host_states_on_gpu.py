@@ -1,8 +1,4 @@
-"""Moments in pinned host memory on a GPU: AdamW's numbers bit by bit, saved and loaded, no more of
-the GPU than the buffers, and a time beside that of the copies alone.
-
-Gradients are drawn, not computed: attention's and the embedding's are added up in no fixed order.
-"""
+"""Moments in pinned host memory on a GPU."""
 
 import gc
 import sys
@@ -14,12 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
 from engine_models import built
 from highwater.engine.models.decoder import Decoder
@@ -172,12 +163,12 @@ def test_training_goes_on_from_what_either_saved(directory, tmp_path, saves_on_h
     resumed = model_of(directory, seed=2)
     fresh = optimizer_of(resumed, on_host=loads_on_host)
     state: dict[str, Any] = {
-        "model": get_model_state_dict(resumed),
-        "optimizer": get_optimizer_state_dict(resumed, fresh),
+        "model": state_dict.get_model_state_dict(resumed),
+        "optimizer": state_dict.get_optimizer_state_dict(resumed, fresh),
     }
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    set_model_state_dict(resumed, state["model"])
-    set_optimizer_state_dict(resumed, fresh, state["optimizer"])
+    state_dict.set_model_state_dict(resumed, state["model"])
+    state_dict.set_optimizer_state_dict(resumed, fresh, state["optimizer"])
     for parameter in resumed.parameters():
         moment = local_shard(fresh.state[parameter]["exp_avg"])
         assert moment.is_cuda is not loads_on_host
@@ -218,7 +209,6 @@ def test_a_step_takes_about_as_long_as_the_copies_alone(directory, capsys):
 
 
 def seconds(work: Callable[[], object], times: int = 5) -> float:
-    """The fastest of a few runs."""
     took: list[float] = []
     for _ in range(times):
         torch.cuda.synchronize()

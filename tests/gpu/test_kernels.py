@@ -1,6 +1,4 @@
-"""The GPU's own code against float64: row kernels on odd sizes, logits beside them poisoned; both
-losses; the attention.
-"""
+"""The GPU's own code against float64: row kernels on odd sizes, logits beside them poisoned."""
 
 import pytest
 import torch

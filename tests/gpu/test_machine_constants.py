@@ -1,6 +1,4 @@
-"""What ``highwater doctor --measure`` reads on a GPU: plausible sizes, and that nothing stays
-behind.
-"""
+"""What ``highwater doctor --measure`` reads on a GPU: plausible sizes."""
 
 import json
 import subprocess

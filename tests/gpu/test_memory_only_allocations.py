@@ -1,6 +1,4 @@
-"""Memory-only trials on a GPU: pieces make every allocation that whole documents make, and a trial
-has the peak of a full one.
-"""
+"""Memory-only trials on a GPU: pieces make every allocation that whole documents make."""
 
 from collections.abc import Callable
 from functools import partial
@@ -68,12 +66,6 @@ def step(
 
 
 def memory_of(make_step: Callable[[], Callable[[], None]]) -> tuple[list[int], int, int]:
-    """Sizes of all allocations in order, peak allocated above what was there, peak reserved; after
-    a first run that is left out.
-
-    Nothing is cached when the inputs are made: what earlier tests left behind would take them in,
-    and decide what is reserved.
-    """
     torch.cuda.empty_cache()
     run = make_step()
     run()

@@ -1,6 +1,4 @@
-"""Ranks that share one GPU, over NCCL: by heads, by a ring, by both, and with copies of the shards
-they train what one rank does.
-"""
+"""Ranks that share one GPU, over NCCL: by heads, by a ring, by both."""
 
 import sys
 from pathlib import Path
@@ -57,16 +55,13 @@ def alone(model: Path) -> dict[Objective, RankReport]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("objective", ["sft", "grpo"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_ranks_that_share_a_trial_s_sequences_or_states_train_what_one_does(
-    layout, objective, model, alone
-):
+def test_ranks_that_share_a_trial_train_what_one_does(layout, objective, model, alone):
     together, single = trained(model, layout, objective), alone[objective]
     assert together.losses == pytest.approx(single.losses, rel=TOLERANCE, abs=NOTHING)
     assert together.gradient_norms == pytest.approx(single.gradient_norms, rel=TOLERANCE)
 
 
 def trained(model: Path, layout: Layout, objective: Objective) -> RankReport:
-    """The first rank's report of two steps."""
     micro_batches = SEQUENCES // layout.data_parallel_degree
     spec = trial_of(
         model,

@@ -20,7 +20,6 @@ from highwater.nouns.hardware import Kernel
 
 SCALING = 0.11
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 ROUNDED_BYTES = 512
 """The allocator's: every request is rounded up to a multiple."""
 

@@ -1,6 +1,4 @@
-"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training, and what of the
-states leaves the GPU.
-"""
+"""FSDP1, FSDP2 and Ulysses on GPUs, with and without offload: the same training."""
 
 from pathlib import Path
 
@@ -68,7 +66,6 @@ def test_gpus_that_share_a_sequence_train_what_one_gpu_trains(degree, objective,
 
 
 def trained(model: Path, logs: Path, gpus: int, strategy: Strategy, *, offload: bool) -> RankReport:
-    """Data parallel over ``gpus``."""
     return report(
         model, logs, Layout(gpus=gpus), Settings(strategy=strategy, offload=offload, loss="chunked")
     )

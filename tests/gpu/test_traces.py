@@ -1,6 +1,4 @@
-"""Traces made beside a GPU, with the CUDA build that trains there, against trials: the same
-peaks.
-"""
+"""Traces made beside a GPU, with the CUDA build that trains there, against trials."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""Attention of Gemma 4's layers on a GPU, in bfloat16: heads of 512 numbers beside float32, output,
-log-sum-exp and every gradient, past 65,536 tokens and in packed documents, in linear memory; and
-how long that and a layer's window of 512 tokens take.
-"""
+"""Attention of Gemma 4's layers on a GPU, in bfloat16."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +13,6 @@ from highwater.engine.attention.wide_block import SCORES_AT_HAND, WideBlock
 
 HEADS, KEYS, SIZE = 8, 2, 512
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 NAMES = ("output", "log-sum-exp", "query", "key", "value")
 WINDOW_LAYER_MS = 3.0
 """Most that a window layer of Gemma 4 E4B may take for 8,192 tokens, forward and backward."""

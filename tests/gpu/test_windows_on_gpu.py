@@ -1,7 +1,4 @@
-"""Attention within a window and beside sinks on a GPU, in bfloat16: flash attention's beside the
-plain path and float64, output, log-sum-exp and every gradient; and what it takes for itself beside
-what a trace says.
-"""
+"""Attention within a window and beside sinks on a GPU, in bfloat16."""
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from highwater.engine.tracer.allocation_recorder import WORKSPACES
 
 SCALING = 0.11
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 HEADS = [((8, 2), 128), ((4, 4), 64), ((4, 1), 40), ((4, 2), 256)]
 
 
@@ -64,9 +60,7 @@ def test_flash_and_the_plain_path_equal_float64(heads, size, length, window):
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])
 @pytest.mark.parametrize("window", [77, None])
 @pytest.mark.parametrize("lengths", [(700,), (300, 300, 90, 1, 5), (64, 2000)])
-def test_packed_documents_and_sinks_take_the_kernels_and_equal_the_plain_path(
-    lengths, window, kernel, monkeypatch
-):
+def test_packed_documents_and_sinks_equal_the_plain_path(lengths, window, kernel, monkeypatch):
     if kernel == "cudnn" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN's attention is for Hopper here")
     own = [t.requires_grad_() for t in tensors((8, 2), 128, sum(lengths))]

@@ -99,7 +99,6 @@ def order(data: Path | Iterable[Path], **choices: Any) -> CorpusOrder:
 
 
 def made(folder: Path, data: Path | Iterable[Path], **choices: Any) -> OpenCorpus:
-    """The corpus of data, tokenised in this process."""
     scratch = folder / f"scratch-{len(list(folder.glob('scratch-*')))}"
     scratch.mkdir(parents=True)
     (folder / "corpora").mkdir(exist_ok=True)
@@ -110,7 +109,6 @@ def made(folder: Path, data: Path | Iterable[Path], **choices: Any) -> OpenCorpu
 
 
 def of_records(folder: Path, records: Iterable[Mapping[str, Any]], **choices: Any) -> OpenCorpus:
-    """The corpus of records, a line each of ``d.jsonl``."""
     return made(folder, write_lines(folder / "d.jsonl", records), **choices)
 
 
@@ -119,6 +117,5 @@ def ids_of(corpus: OpenCorpus) -> list[list[int]]:
 
 
 def trained_of(corpus: OpenCorpus) -> list[list[int]]:
-    """Of each document the ids that are trained."""
     labels = [corpus.document(number).labels_L for number in range(corpus.summary.documents)]
     return [labels_L[labels_L != -100].tolist() for labels_L in labels]

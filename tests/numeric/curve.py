@@ -1,6 +1,4 @@
-"""Two ways to train the same tiny model on the same real text: our engine, and Hugging Face as its
-documentation has it.
-"""
+"""Two ways to train a tiny model on the same text: our engine's, and Hugging Face's."""
 
 from pathlib import Path
 from typing import cast
@@ -48,9 +46,7 @@ def save_model(folder: Path, *, times: int = 1) -> str:
 
 
 def text_batches() -> list[list[list[Tensor]]]:
-    """By step and micro-batch: documents of several lengths, cut from the text one after another,
-    over and over.
-    """
+    """By step and micro-batch: documents of several lengths, cut from the text, over and over."""
     ids = torch.tensor(list(TEXT.read_bytes()))
     start, steps = 0, []
     for _ in range(STEPS):
@@ -107,9 +103,7 @@ def our_curve(
 
 
 def hugging_face_curve(directory: str, device: torch.device, compute_dtype: torch.dtype) -> Tensor:
-    """The loss of every step; float32 parameters, autocast, one document at a time, nothing
-    packed.
-    """
+    """The loss of every step: autocast, one document at a time, nothing packed."""
     model = (
         AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa"

@@ -1,6 +1,4 @@
-"""Small graphs where gradients meet, on any device: alone, shared, held, viewed, expanded, and
-inside a backward formula.
-"""
+"""Small graphs where gradients meet, on any device: alone, shared, held, viewed, expanded."""
 
 from collections.abc import Callable
 from typing import Any

@@ -56,7 +56,6 @@ def trained_and_saved(folder: Path) -> Iterator[tuple[int, list[Tensor]]]:
 
 
 def numbers_of(own: Training) -> list[Tensor]:
-    """Copies of all weights, moments and steps."""
     return [
         getattr(each, "to_local", each.clone)().clone()
         for parameter in own.policy.parameters()

@@ -1,9 +1,4 @@
-"""A loop around Trainer has the loss curve, and ends with the weights, of ``transformers.Trainer``
-on the same real text: AdamW, a linear schedule with warm-up, clipping, accumulated gradients.
-
-Ours packs documents of several lengths into rows; theirs pads each to the longest, a document a
-row.
-"""
+"""A loop around Trainer has the losses and ends with the weights of ``transformers.Trainer``."""
 
 import pydoc_data.topics
 from collections.abc import Iterator
@@ -15,12 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from curve import our_curve, save_model
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen3Config,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
 from engine_models import save_random
@@ -57,7 +47,6 @@ SCHEDULE = Schedule(name="linear", warmup_steps=WARMUP_STEPS, steps=STEPS)
 
 
 def documents() -> Iterator[list[int]]:
-    """Documents of real text, one after another, without end."""
     start = 0
     while True:
         for length in LENGTHS:
@@ -66,13 +55,11 @@ def documents() -> Iterator[list[int]]:
 
 
 def rows(count: int) -> list[list[list[int]]]:
-    """So many micro-batches of documents."""
     source = documents()
     return [[next(source) for _ in LENGTHS] for _ in range(count)]
 
 
 def ours(directory: Path, saved: Path) -> tuple[Tensor, Tensor, float]:
-    """Losses and gradients' norms of all steps, and the loss of what was trained last, after it."""
     every = rows(STEPS * MICRO_BATCHES)
     found = []
     with Trainer(
@@ -85,8 +72,7 @@ def ours(directory: Path, saved: Path) -> tuple[Tensor, Tensor, float]:
     ) as trainer:
         for step in range(1, STEPS + 1):
             trainer.learning_rate = RATE * SCHEDULE.factor(step)
-            own = slice((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES)
-            done = trainer.step(every[own])
+            done = trainer.step(every[slice((step - 1) * MICRO_BATCHES, step * MICRO_BATCHES)])
             assert done.tokens == MICRO_BATCHES * sum(LENGTHS)
             found.append((done.loss, done.gradient_norm))
         evaluation = trainer.evaluate(every[:MICRO_BATCHES])

@@ -1,6 +1,4 @@
-"""Dense attention against the float64 textbook: output and every gradient, odd lengths, packed
-documents, grouped heads.
-"""
+"""Dense attention against the float64 textbook."""
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from highwater.errors import ModelError
 from highwater.nouns.corpus import pieces
 
 TOLERANCE = 1e-12
-"""Norm-relative in float64: only the order of summation differs."""
 PACKINGS = [(1,), (33,), (7, 7, 7), (5, 5, 1, 13), (1, 1, 1), (64, 3, 3)]
 
 
@@ -89,9 +86,7 @@ ROWS = [(33, 5), (5, 33, 7), (40, 71, 3), (1, 64, 2, 2, 39), (7, 5, 3), (64, 32,
 @pytest.mark.parametrize("lengths", ROWS)
 @pytest.mark.parametrize(("query_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_output_and_gradients_equal_the_textbook(
-    kernel, lengths, query_heads, kv_heads, is_recomputed
-):
+def test_output_and_gradients_equal_it(kernel, lengths, query_heads, kv_heads, is_recomputed):
     torch.manual_seed(0)
     tokens, size = sum(lengths), 8
     rows = [
@@ -140,8 +135,7 @@ def test_each_query_is_in_one_call_with_all_the_keys_before_it(lengths, long_tok
 def test_no_call_takes_more_for_itself_than_one_document_of_the_row():
     lengths = (9000, 8200, 8192) + (3,) * 50 + (200,) * 20 + (9,) * 1000
     for call in calls_of(lengths, long_tokens=8192).shared:
-        taken = sum(stop - start + 128 for start, stop in call.queries)
-        assert taken <= sum(lengths)
+        assert sum(stop - start + 128 for start, stop in call.queries) <= sum(lengths)
 
 
 ROW = 65_536
@@ -154,9 +148,7 @@ PACKINGS_MIXED_LENGTHS = [
 @pytest.mark.parametrize("lengths", PACKINGS_MIXED_LENGTHS)
 @pytest.mark.parametrize("long_tokens", [None, 8192])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(16, 8), (32, 8), (16, 16), (28, 4)])
-def test_a_backward_pass_takes_what_one_document_would_by_count(
-    lengths, long_tokens, heads, kv_heads
-):
+def test_a_backward_pass_takes_what_one_document_would_count(lengths, long_tokens, heads, kv_heads):
     assert sum(lengths) == ROW
     calls = calls_of(lengths, long_tokens=long_tokens)
     every_head = 4 * heads if heads > kv_heads else 0

@@ -1,6 +1,4 @@
-"""The benchmark of attentions, on the CPU: who takes part is right beside the textbook formula, a
-wrong one has no number, memory that runs out is told, and no fault of one takes another along.
-"""
+"""The benchmark of attentions, on the CPU."""
 
 import json
 import os
@@ -69,7 +67,6 @@ with bench_lines(order, **named) as lines:
     for line in lines:
         print(to_json(line).replace(chr(10), " "))
 """
-"""Prints what a benchmark tells."""
 SERVER = ForkServer(
     *("forked_modules", "highwater.engine.bench.attention.contenders"),
     environment={**ON_THE_CPU, "PYTHONPATH": str(Path(__file__).parents[1])},
@@ -95,23 +92,16 @@ FAILING = {
         "ran out of memory",
         "can't allocate memory",
     ),
-    "block_sparse_adaptive": (
-        "import time; time.sleep(2.1)",
-        "took too long",
-        "longer than 2 s",
-    ),
+    "block_sparse_adaptive": ("import time; time.sleep(2.1)", "took too long", "longer than 2 s"),
 }
 """Attentions that fail where they are long: how, the result, and its reason."""
 SOUND = "block_sparse_ring_dilated"
 """One that is right, comes last, and starts a process in each pass."""
 
 
-def conditions_of(name: str, **order: Any) -> Conditions:
-    """Those of one process on the CPU."""
+def conditions_of(name: str, **more: Any) -> Conditions:
     asked = {"device": "cpu", "implementations": (name,), "heads": 4, "kv_heads": 2, "head_dim": 8}
-    return Conditions.of(
-        BenchOrder(**(asked | order)), name, "single", torch.device("cpu"), "flash"
-    )
+    return Conditions.of(BenchOrder(**(asked | more)), name, "single", torch.device("cpu"), "flash")
 
 
 CPU = conditions_of("dense")
@@ -120,7 +110,6 @@ CPU = conditions_of("dense")
 def run(
     measures: Path | None = None, ways: dict[str, str] | None = None, **order: object
 ) -> list[BenchLine]:
-    """All that a benchmark tells; ``measures``: a file that measures in the place of ours."""
     asked = {"device": "cpu", "implementations": ("dense",), "lengths": (256,), "head_dim": 8}
     named = {} if measures is None else {"measures": measures.stem}
     found = {} if measures is None else {"PYTHONPATH": str(measures.parent)}
@@ -154,20 +143,17 @@ def faults(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> list[BenchLi
         "started = subprocess.Popen(['sleep', '600'])\n"
         f"open({str(pids)!r}, 'a').write(f'{{started.pid}}\\n')"
     )
-    folder = tmp_path_factory.mktemp("faults")
-    return spoilt(folder, ways, lengths=(256, 700), timeout_s=2.0)
+    return spoilt(tmp_path_factory.mktemp("faults"), ways, lengths=(256, 700), timeout_s=2.0)
 
 
 @pytest.fixture(scope="module")
 def measured() -> list[BenchLine]:
-    """What is told of attentions as they are."""
     names = ("dense", "window", "block_sparse_5", "dilated")
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16}
     return run(lengths=(512, 2560), implementations=names, **sizes)
 
 
 def rows(lines: list[BenchLine]) -> list[tuple[object, ...]]:
-    """Implementation, length and result of each case."""
     return [
         (row.implementation, row.length_tokens, row.result)
         for line in lines
@@ -184,7 +170,7 @@ def test_whoever_is_named_can_take_part_and_the_other_way_round():
     )
 
 
-def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once():
+def test_the_formula_that_judges_is_the_reference_and_counts_keys_as_often_as_met():
     torch.manual_seed(0)
     q, k, v = (torch.randn(heads, 37, 5, dtype=torch.float64) for heads in (4, 2, 2))
     found = naive_attention(q, k, v, torch.ones(37, 37).tril(), 0.3)
@@ -192,9 +178,6 @@ def test_the_formula_that_judges_is_the_reference_where_each_key_counts_once():
         *(t.transpose(0, 1) for t in (q, k, v)), document_lengths=[37], scaling=0.3
     )
     torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
-
-
-def test_the_formula_counts_a_key_as_often_as_it_is_met_and_gives_zeros_for_none():
     q, k, v = torch.zeros(1, 2, 1), torch.zeros(1, 2, 1), torch.tensor([[[3.0], [9.0]]])
     counts = torch.tensor([[0.0, 0.0], [2.0, 1.0]])
     assert naive_attention(q, k, v, counts, 1.0).flatten().tolist() == [0.0, 5.0]
@@ -208,8 +191,7 @@ def test_each_equals_the_formula_with_grouped_heads(name):
     if contender.obstacle(conditions) is not None:
         assert name == "dense_flex", "all others run on the CPU"
         return
-    found = differences(contender.build, conditions)
-    assert max(found.values()) <= OFF_AT_THE_MOST["fp32"]
+    assert max(differences(contender.build, conditions).values()) <= OFF_AT_THE_MOST["fp32"]
 
 
 BRANCHES = (((), (1, 2)), ((7, 100), (1, 3)), ((16, 32, 300), (1, 2, 4)))
@@ -236,7 +218,6 @@ def test_what_a_token_meets_is_told_by_the_definition_of_segments_and_blocks(bra
 
 def test_the_benchmarks_headline_attention_has_blocks_of_256():
     pattern = IMPLEMENTATIONS["block_sparse_ring_dilated"].pattern
-    assert pattern is not None
     assert (pattern.block_size, pattern.sparsity_ratio) == (256, "adaptive")
     assert SparsePatternConfig().block_size == 128
 
@@ -261,14 +242,9 @@ def test_a_case_that_fails_is_told_by_how(faults, name):
     assert reason in failed.reason
 
 
-def test_no_fault_of_one_takes_another_along(faults):
-    of_others = {line.check.reason for line in faults if line.check} - {""}
-    assert len(of_others) == len(RED)
+def test_no_fault_of_one_takes_another_along_and_what_it_started_ends(faults, pids):
+    assert len({line.check.reason for line in faults if line.check} - {""}) == len(RED)
     assert rows(faults)[-2:] == [(SOUND, 256, "fits"), (SOUND, 700, "fits")]
-
-
-def test_what_a_case_has_started_ends_with_it(faults, pids):
-    """As the workers of a compiler do, which stay for the next program."""
     assert rows(faults)[-1] == (SOUND, 700, "fits")
     started = [int(pid) for pid in pids.read_text().split()]
     assert started
@@ -276,7 +252,6 @@ def test_what_a_case_has_started_ends_with_it(faults, pids):
 
 
 def is_running(pid: int) -> bool:
-    """Whether such a process is there, and no zombie that nobody waits for."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -296,8 +271,7 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(measure
         kv_heads=8,
     )
     results = dict(row[1:] for row in rows(lines))
-    assert results[512] == "fits"
-    assert results[1024] == "ran out of memory"
+    assert (results[512], results[1024]) == ("fits", "ran out of memory")
     fits = max(length for length, result in results.items() if result == "fits")
     fails = min(length for length, result in results.items() if result != "fits")
     assert fails - fits == 64, "an eighth of the last doubling"
@@ -308,7 +282,6 @@ def test_memory_is_a_limit_that_binds_and_the_longest_within_it_is_found(measure
 def test_bytes_are_those_of_the_tensors_and_a_peak_is_above_what_it_is_made_of(measured):
     shared = run(lengths=(512,), heads=4, kv_heads=4, head_dim=16, same_qkv=True)
     for row in (line.row for line in measured if line.row is not None):
-        assert row.length_tokens is not None
         query = 4 * row.length_tokens * 16 * 4
         assert row.after_qkv_bytes == (2 * query,), "keys and values have half as many heads"
         assert row.peak_allocated_bytes[0] >= 3 * query, "and the output is as large as queries"

@@ -1,6 +1,4 @@
-"""The modules for other people's models, and the interface of transformers: what they return is
-what a dense masked softmax in float64 does; the published example, autocast, threads and refusals.
-"""
+"""The modules for other people's models, and the interface of transformers."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,6 @@ from highwater.errors import ModelError, UsageError
 from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 EAGER = 4 * torch.finfo(torch.float32).eps
 """Of transformers' eager attention, whose softmax is in float32 whatever the model is in."""
 BRANCHES = (((16,), (1,)), ((20, 40), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
@@ -31,7 +28,6 @@ BLOCK = 4
 
 
 def tensors(length: int, heads: tuple[int, int], batch: int = 2, size: int = 6) -> list[Tensor]:
-    """Queries, keys and values as the modules take them: (batch, length, heads, head size)."""
     torch.manual_seed(length)
     shapes = [(batch, length, count, size) for count in (heads[0], heads[1], heads[1])]
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -57,16 +53,13 @@ def assert_equal(module: nn.Module, inputs: list[Tensor], count: Tensor, **setti
     found = with_gradients([module(*inputs, **settings)], inputs)
     by_heads = (each.transpose(1, 2) for each in inputs)
     expected, _ = dense(*by_heads, count, inputs[0].shape[-1] ** -0.5)
-    wanted = with_gradients([expected.transpose(1, 2)], inputs)
-    assert_near(found, wanted, TOLERANCE, beside=1)
+    assert_near(found, with_gradients([expected.transpose(1, 2)], inputs), TOLERANCE, beside=1)
 
 
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("length", [1, 37, 64])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 2)])
-def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
-    branches, length, heads
-):
+def test_dilated_and_block_sparse_are_one_softmax_over_what_both_keep(branches, length, heads):
     config = SparsePatternConfig(sparsity_ratio=0.4, block_size=BLOCK)
     module = BlockSparseRingDilatedAttention(*branches, config)
     assert_equal(module, tensors(length, heads), meetings(length, heads[0], branches, kept_blocks))
@@ -74,15 +67,12 @@ def test_dilated_and_block_sparse_are_one_softmax_over_the_keys_that_both_keep(
 
 @pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_dilated_attention_has_no_pattern_whether_a_kernel_is_fused_or_not(
-    is_causal, is_fused, monkeypatch
-):
+def test_dilated_attention_has_no_pattern_by_any_kernel(is_causal, is_fused, monkeypatch):
     monkeypatch.setattr(modules, "is_fused", lambda query: is_fused)
     branches = ((7, 20), (1, 2))
     count = meetings(37, 4, branches)
     count = count if is_causal else count.tril(-1).mT + count
-    module = DilatedAttention(*branches)
-    assert_equal(module, tensors(37, (4, 2)), count, is_causal=is_causal)
+    assert_equal(DilatedAttention(*branches), tensors(37, (4, 2)), count, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +101,6 @@ def test_memory_of_segments_and_patterns_is_linear_in_the_length(monkeypatch):
 
 
 def peak_bytes(module: nn.Module, length: int) -> int:
-    """Most bytes that forward and backward have allocated at once."""
     q, k, v = (torch.randn(1, length, 2, 16, requires_grad=True) for _ in range(3))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -154,11 +143,9 @@ def test_the_share_of_packed_documents_is_of_the_pairs_within_them():
 def test_the_published_example_runs_with_its_import_changed(parallel):
     """Its lines, at a length for the CPU, whose autocast has bfloat16."""
     length, num_heads, head_dim = 2048, 2, 32
-    sparse_config = SparsePatternConfig(
-        pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256
-    )
+    sparse = SparsePatternConfig(pattern_type="dilated_sparse", sparsity_ratio=0.02, block_size=256)
     model = BlockSparseRingDilatedAttention(
-        segment_lengths=[length // 2, length], dilation_rates=[1, 2], sparse_config=sparse_config
+        segment_lengths=[length // 2, length], dilation_rates=[1, 2], sparse_config=sparse
     )
     if parallel:
         model = nn.DataParallel(model)
@@ -167,8 +154,7 @@ def test_the_published_example_runs_with_its_import_changed(parallel):
         q = torch.randn(1, length, num_heads, head_dim, dtype=torch.bfloat16)
         k, v = q, q
         output = model(q, k, v)
-    assert output.shape == q.shape
-    assert output.dtype == q.dtype
+    assert (output.shape, output.dtype) == (q.shape, q.dtype)
     wide = model(*(each.double() for each in (q, k, v)))
     assert (output - wide).norm() < 4 * torch.finfo(q.dtype).eps * wide.norm()
 
@@ -263,8 +249,7 @@ def test_what_is_not_computed_is_refused(make, said):
 
 
 def test_a_pattern_takes_the_published_fields_in_their_order_with_their_defaults():
-    pattern = SparsePatternConfig("global_local", None, 64, 256, 32)
-    assert pattern == SparsePatternConfig(
+    assert SparsePatternConfig("global_local", None, 64, 256, 32) == SparsePatternConfig(
         pattern_type="global_local", block_size=64, local_window_size=256, global_tokens=32
     )
     usual = SparsePatternConfig()
@@ -277,9 +262,7 @@ def tiny_llama(attention: str, **settings: object) -> nn.Module:
 
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, **{**sizes, **settings}
-    )
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, **sizes | settings)
     config._attn_implementation = attention
     return LlamaForCausalLM(config).double()
 
@@ -303,8 +286,7 @@ def test_packed_documents_of_a_llama_are_what_each_is_alone(told_by):
     model = tiny_llama(register_block_sparse(config, name="highwater_strided"))
     lengths = (5, 31, 1, 22)
     ids = torch.randint(64, (1, sum(lengths)))
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    told = {"position_ids": positions}
+    told = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
     if told_by == "cumulative lengths":
         cumulative = torch.tensor([0, *lengths]).cumsum(0).int()
         told |= {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}

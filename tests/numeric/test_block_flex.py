@@ -1,6 +1,4 @@
-"""FlexAttention from our own tables: its masks keep what the tables keep, and its kernel for the
-CPU, which has an output alone, attends to the same as block-gather. On a GPU: tests/gpu.
-"""
+"""FlexAttention from our own tables: its masks keep what the tables keep."""
 
 import _thread
 import threading
@@ -16,15 +14,9 @@ from closeness import assert_near, with_gradients
 from combinatorial import in_pairs
 from highwater.engine.activations.host import Kept
 from highwater.engine.attention import block_flex, branch_kernel, flex_tiles
+from highwater.engine.attention import block_flex as flex
 from highwater.engine.attention import branch_attention as branch_attention_module
 from highwater.engine.attention.block_attention import kept_in_recompute
-from highwater.engine.attention.block_flex import (
-    attend_mask,
-    attend_table_of,
-    block_mask,
-    kernel_of,
-    may_compile,
-)
 from highwater.engine.attention.block_gather import attend_by_gather
 from highwater.engine.attention.block_table import BlockTable, TilePairs, block_tables
 from highwater.engine.attention.branch_attention import Sharing, branch_attention
@@ -45,10 +37,9 @@ EVERY: tuple[PatternType, ...] = (
 
 
 def tables_of(pattern_type: PatternType, length: int, block: int = BLOCK) -> tuple[BlockTable, ...]:
-    ratio = None if "local" in pattern_type else 0.3
     pattern = SparsePatternConfig(
         pattern_type=pattern_type,
-        sparsity_ratio=ratio,
+        sparsity_ratio=None if "local" in pattern_type else 0.3,
         block_size=block,
         local_window_size=150,
         global_tokens=45,
@@ -72,7 +63,6 @@ def widened(mask: BlockMask, keys: int) -> BlockMask:
 
 
 def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
-    """Every line's entries of a mask's table."""
     return {
         (line, int(index))
         for line, count in enumerate(numbers[0, 0].tolist())
@@ -84,7 +74,7 @@ def entries(numbers: Tensor, indices: Tensor) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("length", [1, 40, 1000, 2113])
 def test_masks_keep_what_the_tables_keep(pattern_type, length):
     for table in tables_of(pattern_type, length):
-        mask = block_mask(table)
+        mask = flex.block_mask(table)
         part = entries(mask.kv_num_blocks, mask.kv_indices)
         full = entries(mask.full_kv_num_blocks, mask.full_kv_indices)
         assert not part & full
@@ -115,7 +105,7 @@ def test_masks_are_a_small_part_of_what_is_attended(pattern_type):
         pattern_type=pattern_type, sparsity_ratio="adaptive", block_size=256
     )
     (table,) = block_tables(pattern, length, CPU)
-    taken = sum(each.nbytes for each in block_mask(table).as_tuple() if torch.is_tensor(each))
+    taken = sum(each.nbytes for each in flex.block_mask(table).as_tuple() if torch.is_tensor(each))
     assert taken < 16 * 4 * table.columns.shape[1]
     assert taken < table.rows**2 * 4 / 12
     assert taken < 0.01 * length * 4 * 2 * 32 * 2, "two heads of 32, in 16 bits"
@@ -132,17 +122,17 @@ def test_the_kernel_attends_to_what_block_gather_does(pattern_type, groups):
     key, value = (torch.randn(2, length, 16) for _ in range(2))
     for table in tables_of(pattern_type, length):
         expected, _ = attend_by_gather(query, key, value, table, 0.3)
-        found = attend_mask(query, key, value, widened(block_mask(table), length), 0.3)
+        found = flex.attend_mask(query, key, value, widened(flex.block_mask(table), length), 0.3)
         assert (found - expected).norm() < 8 * torch.finfo(torch.float32).eps * expected.norm()
 
 
 def test_nothing_is_compiled_on_the_cpu_in_threads_or_for_content():
     query = torch.zeros(1, 4, 256, 16)
     pattern = SparsePatternConfig(block_size=128)
-    assert attend_table_of("auto", pattern, query, 2) is attend_by_gather
+    assert flex.attend_table_of("auto", pattern, query, 2) is attend_by_gather
     found: list[object] = []
     thread = threading.Thread(
-        target=lambda: found.append(attend_table_of("auto", pattern, query, 2))
+        target=lambda: found.append(flex.attend_table_of("auto", pattern, query, 2))
     )
     thread.start()
     thread.join()
@@ -155,7 +145,7 @@ def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not():
     done = threading.Event()
 
     def ask(name: str) -> None:
-        found[name] = may_compile()
+        found[name] = flex.may_compile()
         done.set()
 
     thread = threading.Thread(target=ask, args=("Python's",))
@@ -170,9 +160,9 @@ def test_threads_of_pytorchs_own_compile_and_those_that_python_started_do_not():
 
 def test_replicas_of_data_parallel_gather_in_every_pass():
     module = torch.nn.Module()
-    assert kernel_of(module, "auto") == "auto"
+    assert flex.kernel_of(module, "auto") == "auto"
     module._is_replica = True  # as torch.nn.parallel.replicate marks it
-    assert [kernel_of(module, each) for each in ("auto", "gather", "flex")] == [
+    assert [flex.kernel_of(module, each) for each in ("auto", "gather", "flex")] == [
         "gather",
         "gather",
         "flex",
@@ -248,7 +238,6 @@ def pattern_of(pattern_type: PatternType | None) -> SparsePatternConfig | None:
 
 
 def seen_in(mask: BlockMask) -> Tensor:
-    """What the tables and the function of a mask let each query see."""
     queries, keys = (torch.arange(length) for length in mask.seq_lengths)
     zero = torch.zeros((), dtype=torch.int64)
     by_token = mask.mask_mod(zero, zero, queries[:, None], keys)
@@ -260,7 +249,6 @@ def seen_in(mask: BlockMask) -> Tensor:
         (part, mask.kv_num_blocks, mask.kv_indices),
         (full, mask.full_kv_num_blocks, mask.full_kv_indices),
     ):
-        assert numbers is not None
         assert indices is not None
         for row, count in enumerate(numbers[0, 0].tolist()):
             kept[row, indices[0, 0, row, :count].long()] = True
@@ -364,8 +352,7 @@ def test_parts_have_their_part_of_the_gradients(
     found: list[list[Tensor]] = []
     for implementation in ("flex", "gather"):
         output, sums = attend_branches(*inputs, sharing=sharing, implementation=implementation)
-        finite = sums.masked_fill(sums == -torch.inf, 0.0)
-        found.append(with_gradients((output, finite), inputs))
+        found.append(with_gradients((output, sums.masked_fill(sums == -torch.inf, 0.0)), inputs))
     assert_near(*found, 1e-12)
 
 

@@ -1,6 +1,4 @@
-"""Block-sparse attention against a dense masked softmax in float64, whose masks are
-tests/references': output, log-sum-exp and every gradient, odd lengths and heads.
-"""
+"""Block-sparse attention against a dense masked softmax in float64, masks of tests/references."""
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from highwater.nouns.sparse_pattern import (
 from references.sparse_masks import dense, mask
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 BLOCK = 8
 CPU = torch.device("cpu")
 BY_RATIO: tuple[PatternType, ...] = ("dilated_sparse", "strided", "random")
@@ -33,7 +30,6 @@ LENGTHS = (1, 7, 8, 61, 128, 203)
 
 
 def config(pattern_type: PatternType, **settings: object) -> SparsePatternConfig:
-    """A pattern with small blocks, whose window and global tokens are no whole blocks."""
     sizes = {"block_size": BLOCK, "local_window_size": 19, "global_tokens": 11}
     return SparsePatternConfig(pattern_type=pattern_type, **{**sizes, **settings})
 
@@ -47,7 +43,6 @@ def tensors(length: int, heads: tuple[int, int], size: int = 5) -> list[Tensor]:
 
 
 def masked(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """By the mask of each key head."""
     groups = query.shape[1] // key.shape[1]
     return dense(query, key, value, seen.repeat_interleave(groups, dim=1), 0.4)
 
@@ -75,8 +70,7 @@ def test_any_dtype_is_as_exact_as_its_digits(dtype):
     ours = block_sparse_attention(*rounded, pattern=pattern, scaling=0.4)
     wide = [tensor.detach().double().requires_grad_() for tensor in rounded]
     expected, sums = masked(*wide, mask(pattern, *wide[:2]))
-    assert ours.output_BHSD.dtype == dtype
-    assert ours.log_sums_BHS.dtype == torch.float32
+    assert (ours.output_BHSD.dtype, ours.log_sums_BHS.dtype) == (dtype, torch.float32)
     found = with_gradients([ours.output_BHSD], rounded)
     wanted = with_gradients([expected], wide, rounded=dtype)
     near = 4 * torch.finfo(dtype).eps
@@ -150,8 +144,7 @@ def patterns(draw: st.DrawFn) -> SparsePatternConfig:
 def test_the_formula_counts_what_the_tables_keep(pattern, length):
     tables = block_tables(pattern, length, CPU)
     assert sparse_costs.kept_pairs(pattern, length) == sum(t.kept_pairs for t in tables)
-    share = sparse_costs.kept_share(pattern, length)
-    assert share == pytest.approx(kept_share(tables))
+    assert sparse_costs.kept_share(pattern, length) == pytest.approx(kept_share(tables))
 
 
 @given(length=st.integers(1, 200), size=st.integers(1, 20), ratio=st.floats(0.01, 1.0))

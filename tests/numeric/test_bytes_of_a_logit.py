@@ -53,7 +53,6 @@ def test_a_division_costs_the_same_without_entropy():
 
 @cache
 def measured() -> dict[str, float]:
-    """Bytes a logit of each spelling, from a process that has fake CUDA tensors."""
     done = SERVER.run(__file__, within_s=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -111,7 +110,6 @@ def loss_of(
 
 
 def bytes_a_logit(**spelling: Any) -> float:
-    """Most bytes alive at once besides weight and hidden states, for each logit."""
     sums = InplaceAccumulation()
     sums.learn(AllocationRecorder(sums))
     recorder = AllocationRecorder(sums)

@@ -1,6 +1,4 @@
-"""Windows and RoPE as every family's config can name them: the loss of the family's own class in
-transformers, or a refusal; a refusal wherever transformers fails.
-"""
+"""Windows and RoPE as every family's config can name them."""
 
 import json
 import sys
@@ -28,7 +26,6 @@ from highwater.trainers.emitted import fused_attention
 from tables import deep
 
 FAMILIES = sorted(TRAINED & {*CONFIG_MAPPING})
-"""Those that the installed transformers has."""
 ROUNDING = 5e-6
 """Of a loss in float32."""
 LENGTHS = (13, 7)
@@ -95,9 +92,7 @@ def of_each(kind: Callable[[str], object], families: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "family", of_each(windows, [each for each in FAMILIES if family_row(each).delta is None])
 )
-def test_switch_window_and_layer_types_are_read_as_the_class_reads_them_or_refused(
-    family, mesh, tmp_path
-):
+def test_switch_window_and_layer_types_are_as_the_class_has_them(family, mesh, tmp_path):
     """The window that is predicted is one that changes the loss."""
     # other kinds of layers would share keys with none of their kind
     tiny = "gemma4_text_dense" if family == "gemma4_text" else family

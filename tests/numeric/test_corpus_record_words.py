@@ -1,7 +1,4 @@
-"""What a record says, in whatever words, is what is trained: turns, prompts and masks that would be
-lost without a word are read, or refused by their name. Files of ``tests/data/own_data`` are those
-in which they were lost.
-"""
+"""What a record says, in whatever words, is what is trained."""
 
 import gzip
 import json
@@ -144,9 +141,7 @@ UNWRITTEN: list[tuple[str, list[dict[str, Any]], int, str]] = table("record_word
 
 
 @pytest.mark.parametrize(("template", "messages", "number", "field"), UNWRITTEN)
-def test_what_a_template_does_not_write_is_refused_by_message_and_field(
-    template, messages, number, field, tell
-):
+def test_what_a_template_does_not_write_is_refused(template, messages, number, field, tell):
     error = tell.refusal({"messages": messages}, template)
     assert error.problem.startswith("d.jsonl:1: ")
     assert f"`{field}" in error.problem
@@ -174,9 +169,14 @@ def test_a_call_whose_arguments_are_not_told_is_refused_and_not_without_any(call
         assert "message 2 of `messages`: `" in error.problem
 
 
-def test_a_call_in_a_role_and_another_in_a_field_are_refused(tell):
+def test_calls_and_tools_that_no_template_writes_are_refused(tell):
     message = {"role": "tool_call", "content": json.dumps(CALL["function"]), "tool_calls": [CALL]}
     assert "`tool_calls`" in tell.refusal({"messages": [ASKED, message]}, TOOLED).problem
+    tools = [{"name": "weather", "parameters": {}}]
+    for record in ({"messages": [ASKED, ANSWERED]}, {"prompt": [ASKED], "completion": [ANSWERED]}):
+        assert "`tools`" in tell.refusal({**record, "tools": tools}, CHATML).problem
+        assert '"name": "weather"' in tell({**record, "tools": json.dumps(tools)})[0][0]
+        assert tell({**record, "tools": ""}) == tell({**record, "tools": []}) == tell(record)
 
 
 def test_a_name_that_a_template_writes_is_trained_and_one_of_one_word_may_be_left_out(tell):
@@ -197,27 +197,15 @@ def test_thoughts_of_earlier_turns_are_trained_in_records_of_their_own(tell, tmp
     assert told[1][1] == f"It is 3.{END_TURN}\n{told[0][1]}"
 
 
-def test_tools_that_a_template_does_not_write_are_refused(tell):
-    tools = [{"name": "weather", "parameters": {}}]
-    for record in ({"messages": [ASKED, ANSWERED]}, {"prompt": [ASKED], "completion": [ANSWERED]}):
-        assert "`tools`" in tell.refusal({**record, "tools": tools}, CHATML).problem
-        assert '"name": "weather"' in tell({**record, "tools": json.dumps(tools)})[0][0]
-        assert tell({**record, "tools": ""}) == tell({**record, "tools": []}) == tell(record)
-
-
-def test_a_developer_is_the_system_where_a_template_knows_of_none(tell):
+def test_a_developer_is_the_system_and_an_unknown_role_is_refused(tell):
     record = {"messages": [{"role": "developer", "content": "Be kind."}, ASKED, ANSWERED]}
     assert "<|im_start|>system\nBe kind." in tell(record)[0][0]
     knowing = "{# developer #}" + TOOLED
     assert "<|im_start|>developer\nBe kind." in tell(record, knowing)[0][0]
-
-
-def test_an_unknown_role_is_refused_with_those_that_are_known(tell):
     for role in ("narrator", "Bard", "function"):
         turns = [{"from": "human", "value": "Hi"}, {"from": role, "value": "Yes"}]
-        error = tell.refusal({"conversations": turns}, TOOLED)
         assert f"message 2 of `conversations`: `from` is not a role that is known: '{role}'" in (
-            error.problem
+            tell.refusal({"conversations": turns}, TOOLED).problem
         )
 
 
@@ -231,8 +219,7 @@ def test_whatever_asks_is_the_prompt_of_a_conversation(record, prompt, tell):
     assert tell(record) == [(begun + TURN("assistant", "2"), f"2{END_TURN}\n")]
     name = next(iter(record))
     if "messages" not in record:
-        error = tell.refusal(record, None)
-        assert f"`{name}`" in error.problem
+        assert f"`{name}`" in tell.refusal(record, None).problem
 
 
 def test_two_systems_that_differ_are_refused(tell):
@@ -280,9 +267,7 @@ UNREAD: list[tuple[str, dict[str, Any], str]] = table("record_words", "unread")
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), UNREAD)
-def test_a_text_that_nobody_read_is_refused_and_the_hint_leaves_it_out(
-    objective, record, field, tell, tmp_path, monkeypatch
-):
+def test_an_unread_text_is_refused(objective, record, field, tell, tmp_path, monkeypatch):
     beside = {"id": "a-1", "source": "b", "Language": "en", "doc_id": "c", "turns": 2, "ok": True}
     beside |= {"tokenCount": 3, "weight": 1, "masked": False, "url": "https://a.b/c?d=e%20f"}
     given = {name: value for name, value in record.items() if name != field}
@@ -344,8 +329,7 @@ def test_a_turn_that_is_masked_is_not_trained(mask, template, tell):
 
 
 def test_a_masked_user_is_not_trained_with_everything_else(tell):
-    messages = [{**ASKED, "weight": 0}, ANSWERED]
-    ((_, trained),) = tell({"messages": messages}, trained="all")
+    ((_, trained),) = tell({"messages": [{**ASKED, "weight": 0}, ANSWERED]}, trained="all")
     assert trained == TURN("assistant", "It is 3.")
 
 
@@ -377,27 +361,20 @@ MASKED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("objective", "record", "field"), MASKED)
-def test_a_record_that_says_that_it_is_not_trained_is_refused(
-    objective, record, field, tell, tmp_path
-):
+def test_a_record_that_is_not_to_be_trained_is_refused(objective, record, field, tell, tmp_path):
     without = {name: value for name, value in record.items() if name != field}
     data = write_lines(tmp_path / "two.jsonl", [without, record])
     error = tell.refusal(data, TOOLED, objective=objective)
     assert error.problem.startswith(f"two.jsonl:2: `{field}` is ")
 
 
-def test_a_masked_record_is_refused_beside_a_function_that_gives_rewards(
-    tell, tmp_path, monkeypatch
-):
+def test_masks_that_cannot_be_are_refused(tell, tmp_path, monkeypatch):
     (tmp_path / "kind_judge.py").write_text("def one(**_):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     record = {"prompt": "p", "response": "b", "difficulty": 3, "hint": "c", "train": False}
     how = {"objective": "ppo", "reward": "kind_judge:one"}
     assert "`train` is " in tell.refusal(record, TOOLED, **how).problem
     assert len(tell({**record, "train": True}, **how)) == 1
-
-
-def test_a_response_of_a_pair_cannot_be_masked_in_part(tell):
     pair = {"chosen": [ASKED, {**ANSWERED, "weight": 0}], "rejected": [ASKED, ANSWERED]}
     assert "`weight`" in tell.refusal(pair, TOOLED, objective="dpo").hint
 

@@ -1,6 +1,4 @@
-"""Records become the tokens that transformers' own chat templates and TRL give, and what is trained
-is what the assistant says, exactly, or it is refused.
-"""
+"""Records become the tokens that transformers' own chat templates and TRL give."""
 
 from functools import partial
 from pathlib import Path
@@ -53,16 +51,13 @@ def plain(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_text_is_trained_whole_with_an_end_and_no_tokenizer_cuts_or_pads_it(chatml, tmp_path):
+def test_a_text_is_trained_whole_with_one_end_and_no_tokenizer_pads_it(chatml, tmp_path):
     text = "the cat sat on the mat and the dog ran after the cat over the hill"
     corpus = of_records(tmp_path, [{"text": text}], tokenizer=chatml)
     tokenizer = opened(chatml)
     expected = [*plain(tokenizer, text), tokenizer.eos_token_id]
     assert len(expected) > 16
     assert ids_of(corpus) == trained_of(corpus) == [expected]
-
-
-def test_a_text_that_ends_with_the_end_gets_no_other(chatml, tmp_path):
     texts = [{"text": f"the cat{END}"}, {"text": "the cat"}]
     corpus = of_records(tmp_path, texts, tokenizer=chatml)
     first, second = ids_of(corpus)
@@ -100,15 +95,12 @@ def test_marked_turns_are_those_of_transformers_own_mask(tmp_path):
     assert trained_of(corpus) == [trained]
 
 
-def test_turns_are_found_where_the_template_writes_the_last_one_otherwise(tmp_path):
+def test_turns_are_found_by_proof_or_by_the_hint(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", THINKING)
     corpus = of_records(tmp_path, [{"messages": CHAT}], tokenizer=directory)
     assert opened(directory).decode(trained_of(corpus)[0]) == (
         f"It is two.{END_TURN}\n<think>\n\n</think>\n\nBecause.{END_TURN}\n"
     )
-
-
-def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     data = write_lines(tmp_path / "d.jsonl", [{"messages": CHAT}])
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
@@ -122,8 +114,7 @@ def test_a_template_whose_turns_cannot_be_proven_is_refused_and_the_hint_works(t
 @pytest.mark.parametrize("name", ["completion", "response"])
 def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, tmp_path):
     texts = {"prompt": "What is one and one?", name: " It is two."}
-    messages = {"prompt": CHAT[:2], name: CHAT[2:3]}
-    data = write_lines(tmp_path / "d.jsonl", [texts, messages])
+    data = write_lines(tmp_path / "d.jsonl", [texts, {"prompt": CHAT[:2], name: CHAT[2:3]}])
     corpus = made(tmp_path, data, tokenizer=chatml)
     tokenizer = opened(chatml)
     assert [tokenizer.decode(ids) for ids in trained_of(corpus)] == [
@@ -135,9 +126,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained(name, chatml, 
     assert trained_of(everything) == ids_of(everything) == ids_of(corpus)
 
 
-def test_a_prompt_is_what_a_model_is_given_even_where_a_token_would_reach_out_of_it(
-    chatml, tmp_path
-):
+def test_a_prompt_is_what_a_model_is_given_though_a_token_reaches_out_of_it(chatml, tmp_path):
     corpus = of_records(tmp_path, [{"prompt": "over th", "completion": "e hill"}], tokenizer=chatml)
     tokenizer = opened(chatml)
     assert plain(tokenizer, "over the hill") != plain(tokenizer, "over th") + plain(
@@ -161,13 +150,10 @@ def test_a_tokenizer_that_adds_a_space_is_cut_where_its_tokens_end_or_refused(tm
     assert ids_of(everything)[0][:-1] == plain(tokenizer, "over the hill")
 
 
-def test_a_conversation_of_which_a_template_writes_nothing_is_refused(tmp_path):
+def test_what_a_template_does_not_write_or_begins_otherwise_is_refused(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", "{{ '' }}")
     with pytest.raises(UsageError, match=r"^d\.jsonl:2: .* `content` of message 1"):
         of_records(tmp_path, [{"text": "the cat"}, {"messages": CHAT[:2]}], tokenizer=directory)
-
-
-def test_a_prompt_that_is_no_beginning_of_its_answer_is_refused_in_pairs(tmp_path):
     directory = write_tokenizer(tmp_path / "tokenizer", COUNTING)
     pair = {"chosen": CHAT[:3], "rejected": [*CHAT[:2], CHAT[4]]}
     with pytest.raises(UsageError, match=r"^d\.jsonl:1: where message 3") as refused:
@@ -203,8 +189,7 @@ def test_a_pair_is_chosen_then_rejected_with_the_prompt_untrained(objective, cha
     assert told[:2] == [f" Because.{END}", f" It is two.{END}"]
     assert told[2:4] == [f"It is two.{END_TURN}\n", f"Why?{END_TURN}\n"]
     assert ids_of(corpus)[2:4] == ids_of(corpus)[4:6] == ids_of(corpus)[6:8]
-    assert corpus.units.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert corpus.summary.units == 4
+    assert (corpus.units.tolist(), corpus.summary.units) == ([0, 0, 1, 1, 2, 2, 3, 3], 4)
 
 
 def test_rollouts_in_one_record_or_in_several_are_the_same(chatml, tmp_path):
@@ -255,9 +240,7 @@ def test_sampled_ids_and_their_logprobs_are_kept_to_the_bit(chatml, tmp_path):
     prompt = plain(opened(chatml), "Why?")
     assert ids_of(corpus)[:2] == [[*prompt, 7, 8], [*prompt, 9]]
     assert trained_of(corpus)[:2] == [[7, 8], [9]]
-    logprobs = corpus.document(0).old_logprobs_L
-    assert logprobs is not None
-    assert logprobs[-2:].tolist() == [-0.5, -1.5]
+    assert corpus.document(0).old_logprobs_L[-2:].tolist() == [-0.5, -1.5]
     assert corpus.document(2).old_logprobs_L is None
     assert "1 prompt with a single response" in corpus.summary.notes[0]
     assert corpus.summary.notes[0].endswith("its advantage is its reward / (1 + 1e-6)")
@@ -273,17 +256,14 @@ def test_a_function_gives_the_rewards_and_ppo_has_units_of_one(chatml, tmp_path,
     corpus = of_records(
         tmp_path, records, tokenizer=chatml, objective="ppo", reward="judge_of_tests:shortness"
     )
-    assert corpus.document(0).reward == 0.5
-    assert corpus.units.tolist() == [0]
+    assert (corpus.document(0).reward, corpus.units.tolist()) == (0.5, [0])
 
 
 HOSTILE: list[tuple[str, dict[str, Any], str]] = table("record_rendering", "hostile")
 
 
 @pytest.mark.parametrize(("objective", "record", "problem"), HOSTILE)
-def test_a_record_that_cannot_be_trained_is_refused_by_its_line(
-    objective, record, problem, chatml, tmp_path
-):
+def test_what_cannot_be_trained_is_refused_by_line(objective, record, problem, chatml, tmp_path):
     with pytest.raises(UsageError) as refused:
         of_records(tmp_path, [record], tokenizer=chatml, objective=objective)
     assert refused.value.problem.startswith("d.jsonl:1: ")
@@ -310,9 +290,7 @@ def test_messages_without_a_template_and_a_foreign_tokenizer_are_refused(chatml,
         ("harsh_judge.py", "'harsh_judge.py' is not module:function", "rewards:length"),
     ],
 )
-def test_a_users_function_that_gives_no_reward_is_refused_by_its_name(
-    source, problem, hint, tmp_path, monkeypatch
-):
+def test_a_function_without_rewards_is_refused(source, problem, hint, tmp_path, monkeypatch):
     (tmp_path / "harsh_judge.py").write_text(
         "def judge(**_):\n    raise RuntimeError('no')\n"
         "def praise(**_):\n    return 'good'\n"
@@ -330,25 +308,18 @@ def rendered_by(processes: int, data: Path, tokenizer: Path) -> list[tuple[str, 
     (file,) = data_files([str(data)]).files
     render = partial(supervised, rendering, everything=False)
     return [
-        (
-            record.name,
-            [document.ids_L.tolist() for unit in units for document in unit.documents],
-        )
+        (record.name, [document.ids_L.tolist() for unit in units for document in unit.documents])
         for record, units in rendered(records(file), render, processes=processes)
     ]
 
 
 def test_any_number_of_processes_renders_the_same_in_the_same_order(chatml, tmp_path):
-    chats = [
-        {"messages": [*CHAT[:2], {"role": "assistant", "content": "a" * n}]} for n in range(99)
-    ]
-    data = write_lines(tmp_path / "d.jsonl", chats)
+    rows = [{"messages": [*CHAT[:2], {"role": "assistant", "content": "a" * n}]} for n in range(99)]
+    data = write_lines(tmp_path / "d.jsonl", rows)
     assert rendered_by(2, data, chatml) == rendered_by(1, data, chatml)
 
 
-def test_of_several_refusals_the_first_in_the_data_is_told_by_any_number_of_processes(
-    chatml, tmp_path
-):
+def test_of_several_refusals_the_first_is_told_by_any_number_of_processes(chatml, tmp_path):
     texts = [{"text": "the cat"}] * 70
     data = write_lines(tmp_path / "d.jsonl", [*texts, {"text": 7}, *texts, {"text": 8}])
     with data.open("a") as stream:

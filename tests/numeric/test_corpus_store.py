@@ -1,6 +1,4 @@
-"""A corpus is the same from every kind of file, whole or not there, and what cannot be read is
-refused by file and line.
-"""
+"""A corpus is the same from every kind of file, whole or not there."""
 
 import errno
 import gzip
@@ -50,8 +48,7 @@ def save_dataset(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def save_split(path: Path, rows: list[dict[str, Any]]) -> Path:
-    saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
-    saved.save_to_disk(str(path))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(path))
     return path
 
 
@@ -66,8 +63,7 @@ def save_folder(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def save_arrow(path: Path, rows: list[dict[str, Any]]) -> Path:
-    saved = save_dataset(path.with_name("saved"), rows)
-    shutil.copyfile(next(saved.glob("*.arrow")), path)
+    shutil.copyfile(next(save_dataset(path.with_name("saved"), rows).glob("*.arrow")), path)
     return path
 
 
@@ -127,15 +123,12 @@ def test_texts_beside_records_are_named_and_not_trained(tmp_path):
     assert "data/README.md" in corpus.summary.notes[0]
 
 
-def test_a_document_knows_its_file_and_line(tmp_path):
+def test_a_document_knows_its_file_and_line_and_files_of_one_name_are_whole(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text('\ufeff{"text": "a"}\n\n{"text": ""}\n{"text": "b"}', encoding="utf-8")
     corpus = made(tmp_path, path)
     assert [corpus.name_of(number) for number in range(2)] == ["d.jsonl:1", "d.jsonl:4"]
     assert corpus.summary.empty == 1
-
-
-def test_files_of_one_name_are_named_whole(tmp_path):
     paths = []
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
@@ -222,10 +215,8 @@ def test_the_same_order_is_made_once_and_another_is_another(tmp_path):
 
 
 def test_large_vocabularies_have_larger_ids(tmp_path):
-    records = [{"input_ids": [1, 99_999, 65_536]}]
-    data = write_lines(tmp_path / "d.jsonl", records)
-    corpus = made(tmp_path, data, vocab_size=100_000)
-    assert ids_of(corpus) == [[1, 99_999, 65_536]]
+    data = write_lines(tmp_path / "d.jsonl", [{"input_ids": [1, 99_999, 65_536]}])
+    assert ids_of(made(tmp_path, data, vocab_size=100_000)) == [[1, 99_999, 65_536]]
     small = made(tmp_path, write_lines(data, [{"input_ids": [1, 65_535]}]), vocab_size=65_536)
     assert ids_of(small) == [[1, 65_535]]
 
@@ -277,15 +268,12 @@ def test_a_damaged_corpus_is_not_opened_and_is_made_anew(name, harm, tmp_path):
     assert ids_of(again) == ids == [[1, 2, 3, 4]] * 3
 
 
-def test_a_corpus_of_before_there_were_checksums_is_made_anew(tmp_path):
+def test_only_what_the_manifest_names_is_mapped(tmp_path):
     data = write_lines(tmp_path / "d.jsonl", RECORDS)
     folder = Path(made(tmp_path, data).summary.directory)
     (folder / "manifest.json").unlink()
     write_a_large_id(folder / "ids.bin")
     assert max(map(max, ids_of(made(tmp_path, data)))) < BYTE_VOCABULARY
-
-
-def test_a_file_that_the_manifest_does_not_name_is_never_mapped(tmp_path):
     folder = Path(of_records(tmp_path, RECORDS).summary.directory)
     manifest = read_manifest(folder)
     write_manifest(folder, {name: of for name, of in manifest.files.items() if name != "ids.bin"})
@@ -325,10 +313,8 @@ def test_two_that_make_the_same_corpus_at_once_have_one(tmp_path):
 
     scratch = tmp_path / "slow"
     scratch.mkdir()
-    summary = tokenise(
-        order(data), tmp_path / "corpora", scratch=scratch, on_phase=another_is_faster
-    )
-    assert open_corpus(summary.directory).summary == summary
+    found = tokenise(order(data), tmp_path / "corpora", scratch=scratch, on_phase=another_is_faster)
+    assert open_corpus(found.directory).summary == found
 
 
 HOSTILE: list[tuple[str, bytes, str, str]] = [
@@ -359,9 +345,7 @@ HOSTILE: list[tuple[str, bytes, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "problem", "hint"), HOSTILE)
-def test_a_file_that_cannot_be_read_is_refused_by_name_and_line(
-    name, content, problem, hint, tmp_path
-):
+def test_an_unreadable_file_is_refused_by_name_and_line(name, content, problem, hint, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError) as refused:
@@ -409,9 +393,7 @@ def test_paths_that_hold_nothing_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "package"), [("d.parquet", "pyarrow"), ("saved", "datasets")])
-def test_a_package_that_is_missing_is_named_with_what_installs_it(
-    name, package, tmp_path, monkeypatch
-):
+def test_a_missing_package_is_named_with_what_installs_it(name, package, tmp_path, monkeypatch):
     path = KINDS[name](tmp_path / name, RECORDS)
     from highwater.engine.data import data_files as readers
 

@@ -1,6 +1,4 @@
-"""A damaged checkpoint is refused by the name of its file, with one that works in the hint; it
-never runs code. What is kept and removed of a run's checkpoints is what was written there.
-"""
+"""A damaged checkpoint is refused by the name of its file, with one that works in the hint."""
 
 import json
 import os
@@ -27,17 +25,10 @@ from run_folders import (
 )
 
 from highwater.engine.data.store import FileRecord, check_files, read_manifest, write_manifest
+from highwater.engine.training import shard_reader
 from highwater.engine.training.checkpoint import load_sharded, save_sharded
 from highwater.engine.training.export import _dtype_of
 from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
-from highwater.engine.training.shard_reader import (
-    FlatRange,
-    IndexedPiece,
-    IndexedTensor,
-    ShardIndex,
-    ShardReader,
-    read_index,
-)
 from highwater.engine.training.step import Training
 from highwater.engine.training.training_run import keep_lines_up_to
 from highwater.errors import UsageError
@@ -51,14 +42,12 @@ FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.jso
 def run(
     alone: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[int, list["torch.Tensor"]]]:
-    """A run's folder, and what was saved by step."""
     folder = tmp_path_factory.mktemp("run")
     return folder, dict(trained_and_saved(folder))
 
 
 @pytest.fixture(scope="module")
 def own(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training that loads them, one after the other."""
     return training(tmp_path_factory.mktemp("own") / "model")
 
 
@@ -89,18 +78,14 @@ def test_the_latest_and_the_best_are_kept_and_the_best_is_named(run, own):
     assert names(folder / "checkpoints") == {BEST, LATEST, "best.json"}
     best = json.loads((folder / "checkpoints" / "best.json").read_text())
     assert best == {"checkpoint": BEST, "step": 2, "loss": 1.0}
-    found = RunCheckpoints(folder).resume(own)
-    assert found == state(3)
+    assert RunCheckpoints(folder).resume(own) == state(3)
     assert are_equal(numbers_of(own), saved[3])
-    rates = {group["lr"] for group in own.optimizer.param_groups}
-    assert rates == {0.01}
+    assert {group["lr"] for group in own.optimizer.param_groups} == {0.01}
 
 
 @pytest.mark.parametrize("damage", [half, without_last_byte, flipped, garbage, Path.unlink])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before(
-    run, own, tmp_path, name, damage
-):
+def test_a_damaged_file_is_named_with_one_that_works(run, own, tmp_path, name, damage):
     checkpoints = copied(run[0], tmp_path / "run")
     damage(checkpoints / LATEST / name)
     of_run = RunCheckpoints(tmp_path / "run")
@@ -108,9 +93,7 @@ def test_a_damaged_file_is_named_and_the_hint_goes_on_from_the_checkpoint_before
         of_run.resume(own)
     assert refused.value.problem.startswith(f"{checkpoints / LATEST / name} is damaged: ")
     found = re.search(r"`--resume-from (\S+)`", refused.value.hint)
-    assert found is not None
-    resumed = of_run.resume(own, checkpoint=found[1])
-    assert resumed == state(2)
+    assert of_run.resume(own, checkpoint=found[1]) == state(2)
     assert are_equal(numbers_of(own), run[1][2])
     assert names(checkpoints) == {BEST, f"{LATEST}.set-aside", "best.json"}
     assert of_run.resume(own) == state(2), "the one that was set aside is out of the way"
@@ -233,9 +216,7 @@ class _Killed(BaseException):
 
 
 @pytest.mark.parametrize("renamed", ["index.json", "state.json", "manifest.json"])
-def test_a_save_that_is_killed_before_a_name_is_final_is_removed_by_the_next(
-    run, own, tmp_path, monkeypatch, renamed
-):
+def test_a_save_killed_before_its_name_is_removed(run, own, tmp_path, monkeypatch, renamed):
     checkpoints = copied(run[0], tmp_path / "run")
     of_run = RunCheckpoints(tmp_path / "run")
     of_run.resume(own)
@@ -262,7 +243,6 @@ def test_losses_over_other_evaluation_data_do_not_compare(run, own, tmp_path):
     of_run.resume(own)
     of_run.save(own, state(4, evaluation_loss=9.0, evaluation_digest="other"))
     best = of_run.best()
-    assert best is not None
     assert (best.step, best.loss) == (4, 9.0)
     assert names(of_run.folder) == {"step-000004", "best.json"}
 
@@ -293,25 +273,26 @@ def test_checkpoints_that_were_never_evaluated_leave_the_latest_alone(own, tmp_p
 
 
 def listed(folder: Path) -> None:
-    record = FileRecord(size_bytes=0, sha256="0" * 64)
-    write_manifest(folder, {"shard": record})
+    write_manifest(folder, {"shard": FileRecord(size_bytes=0, sha256="0" * 64)})
     check_files(folder, read_manifest(folder), ["shard"])
 
 
 def shards(folder: Path) -> None:
     import torch
 
-    piece = IndexedPiece(file="shard", start_bytes=0, length_bytes=9, offsets=(0,), sizes=(1,))
-    tensor = IndexedTensor(dtype="float32", shape=(1,), pieces=(piece,))
-    (folder / "index.json").write_text(to_json(ShardIndex(tensors={"a": tensor})))
-    with ShardReader(folder) as reader:
-        reader.fill("a", torch.zeros(1), FlatRange(0, 1))
+    piece = shard_reader.IndexedPiece(
+        file="shard", start_bytes=0, length_bytes=9, offsets=(0,), sizes=(1,)
+    )
+    tensor = shard_reader.IndexedTensor(dtype="float32", shape=(1,), pieces=(piece,))
+    (folder / "index.json").write_text(to_json(shard_reader.ShardIndex(tensors={"a": tensor})))
+    with shard_reader.ShardReader(folder) as reader:
+        reader.fill("a", torch.zeros(1), shard_reader.FlatRange(0, 1))
 
 
 READ: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a manifest": ("manifest.json", read_manifest),
     "a file that a manifest lists": ("shard", listed),
-    "an index": ("index.json", read_index),
+    "an index": ("index.json", shard_reader.read_index),
     "a file of shards": ("shard", shards),
     "a state": ("state.json", read_state),
     "what names the best": ("checkpoints/best.json", lambda folder: RunCheckpoints(folder).best()),

@@ -1,6 +1,4 @@
-"""Dilated attention against a dense softmax in float64 that counts how often a token meets a key:
-output, log-sum-exp and every gradient, odd lengths; the other convention against its definition.
-"""
+"""Dilated attention against a dense softmax in float64 that counts how often tokens meet keys."""
 
 import importlib
 import sys
@@ -18,7 +16,6 @@ from highwater.errors import UsageError
 from references.sparse_masks import dense, meetings
 
 TOLERANCE = 1e-10
-"""Norm-relative in float64."""
 BRANCHES = (((16,), (1,)), ((8, 16), (1, 2)), ((4, 16, 64), (1, 2, 4)), ((7, 20), (3, 5)))
 
 
@@ -121,14 +118,10 @@ def peer() -> type[nn.Module]:
 )
 def test_groups_are_those_of_the_package(peer, branches, heads, is_causal):
     torch.manual_seed(heads)
-    inputs = [
-        torch.randn(2, 64, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)
-    ]
-    ours = DilatedAttention(*branches, normalisation="groups")(*inputs, is_causal=is_causal)
-    theirs = peer(branches[0], branches[1])(*inputs, is_causal=is_causal)
-    assert_near(
-        with_gradients([ours], inputs), with_gradients([theirs], inputs), TOLERANCE, beside=1
-    )
+    qkv = [torch.randn(2, 64, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    ours = DilatedAttention(*branches, normalisation="groups")(*qkv, is_causal=is_causal)
+    theirs = peer(branches[0], branches[1])(*qkv, is_causal=is_causal)
+    assert_near(with_gradients([ours], qkv), with_gradients([theirs], qkv), TOLERANCE, beside=1)
 
 
 def test_a_softmax_over_all_branches_is_another_convention(peer):

@@ -1,6 +1,4 @@
-"""Rotary modules whose frequencies depend on the length: one after the other, each document has
-those that it has alone.
-"""
+"""Rotary modules whose frequencies depend on the length."""
 
 import json
 import time
@@ -13,14 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    Phi3Config,
-    PhimoeConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoConfig, LlamaConfig, Phi3Config, PhimoeConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
@@ -40,22 +31,20 @@ FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 
 LONG = SIZES | {"original_max_position_embeddings": 16, "pad_token_id": 0}
 
 
-def phi3(**rope: Any) -> PreTrainedConfig:
+def phi3(**rope: Any) -> Phi3Config:
     return Phi3Config(
-        **LONG,
-        rope_parameters={"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, **rope},
+        **LONG, rope_parameters={"rope_type": "longrope", **FACTORS, "rope_theta": 1e4, **rope}
     )
 
 
-def phimoe() -> PreTrainedConfig:
+def phimoe() -> PhimoeConfig:
     scales = {"short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": 16}
     return PhimoeConfig(
-        **LONG,
-        rope_parameters={"rope_type": "longrope", **FACTORS, **scales, "rope_theta": 1e4},
+        **LONG, rope_parameters={"rope_type": "longrope", **FACTORS, **scales, "rope_theta": 1e4}
     )
 
 
-def dynamic() -> PreTrainedConfig:
+def dynamic() -> LlamaConfig:
     rope = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}
     return LlamaConfig(**SIZES | {"max_position_embeddings": 16}, rope_parameters=rope)
 
@@ -72,21 +61,16 @@ def test_every_document_has_the_cosines_that_it_has_alone(around, kind, config):
     ours, x = around(kind(config)), torch.zeros(1, 1, dtype=torch.float64)
     for lengths in ((17, 16, 1, 40, 40, 15), (64,), (3, 16)):
         ours.parts = [Part(length, length) for length in lengths]
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        places = torch.cat([torch.arange(length) for length in lengths])[None]
         alone = [kind(config)(x, torch.arange(length)[None]) for length in lengths]
-        for got, expected in zip(
-            ours(x, position_ids=positions), zip(*alone, strict=True), strict=True
-        ):
-            assert torch.equal(got, torch.cat(expected, dim=1)), lengths
+        for got, wanted in zip(ours(x, position_ids=places), zip(*alone, strict=True), strict=True):
+            assert torch.equal(got, torch.cat(wanted, dim=1)), lengths
 
 
-def test_a_ranks_share_knows_the_whole_documents():
+def test_a_ranks_share_knows_whole_documents_and_none_of_before_stays():
     layout = SequenceLayout((5, 1, 6, 2), ulysses_degree=2)
     shares = [layout.share_of(rank).parts for rank in (0, 1)]
     assert shares == [(Part(5, 5), Part(1, 1), Part(6, 1)), (Part(6, 5), Part(2, 2))]
-
-
-def test_nothing_of_the_last_documents_is_left_in_the_module():
     rotary = Phi3RotaryEmbedding(phi3())
     before = {name: t.clone() for name, t in rotary.named_buffers()}
     ours = DocumentRope(rotary)
@@ -103,17 +87,14 @@ def test_yarn_that_is_asked_for_takes_the_place_of_a_models_own_scaling(tmp_path
         ("yarn", 64, "yarn"),
         ("yarn", 128, "yarn"),
     ):
-        config = read_config(str(tmp_path), length_tokens=length, rope=rope)
-        model = on_meta(config)
+        model = on_meta(read_config(str(tmp_path), length_tokens=length, rope=rope))
         assert bool(model.document_ropes) == (kind == "longrope")
         assert kind == "longrope" or model.backbone.rotary_emb.rope_type == kind
 
 
-def test_other_rope_is_left_alone():
+def test_other_rope_is_left_alone_or_refused():
     assert on_meta(Qwen3Config(**SIZES)).document_ropes == []
 
-
-def test_a_family_that_does_not_show_the_rope_that_its_config_asks_for_is_refused():
     class Silent(nn.Module):
         config = phi3()
 
@@ -237,10 +218,8 @@ def test_ranks_of_a_ring_hold_the_chunks_that_the_published_order_gives_them():
 def test_a_million_tokens_of_a_thousand_documents_are_cut_without_a_loop_over_them(record_property):
     layout = SequenceLayout((1049,) * 1000, ulysses_degree=2, ring_degree=3)
     began = time.perf_counter()
-    together = torch.from_numpy(
-        np.concatenate([layout.share_of(rank).positions_T for rank in range(6)])
-    )
-    restored = layout.restored(together)
+    row = torch.from_numpy(np.concatenate([layout.share_of(rank).positions_T for rank in range(6)]))
+    restored = layout.restored(row)
     took_s = time.perf_counter() - began
     record_property("counted", f"1,049,000 tokens of 1,000 documents, 6 ranks: {took_s:.2f} s")
     assert torch.equal(restored, torch.arange(1_049_000))

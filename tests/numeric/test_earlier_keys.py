@@ -52,7 +52,6 @@ def adapt(ours: Gemma4ForCausalLM, theirs: Gemma4ForCausalLM) -> None:
 
 
 def run(model: Gemma4ForCausalLM, ids_T: torch.Tensor, **how: Any) -> dict[str, torch.Tensor]:
-    """Last hidden states, and every gradient of the sum of their cubes."""
     hidden_1TE = model.model(input_ids=ids_T[None], use_cache=False, **how).last_hidden_state
     hidden_1TE.pow(3).sum().backward()
     gradients = {
@@ -71,16 +70,14 @@ def test_recomputed_or_not_gradients_are_the_classs_own_and_shared_keys_are_let_
     made: list[Any] = []
     usual = earlier_keys._earlier_keys
     monkeypatch.setattr(earlier_keys, "_earlier_keys", lambda: made.append(usual()) or made[-1])
-    attention = register("flash")
-    ours, theirs = model_of(attention.name), model_of("eager")
+    ours, theirs = model_of(register("flash").name), model_of("eager")
     hand_over_earlier_keys(ours)
     if has_adapters:
         adapt(ours, theirs)
     recomputed(ours.model.layers, recompute)
     ids_T = torch.randint(64, (sum(DOCUMENTS),), generator=torch.Generator().manual_seed(1))
     positions_1T = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    layout = SequenceLayout(DOCUMENTS)
-    found = run(ours, ids_T, position_ids=positions_1T, sequence_layout=layout)
+    found = run(ours, ids_T, position_ids=positions_1T, sequence_layout=SequenceLayout(DOCUMENTS))
 
     expected: dict[str, torch.Tensor] = {}
     parts = [run(theirs, part) for part in ids_T.split(DOCUMENTS)]

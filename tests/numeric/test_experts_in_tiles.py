@@ -1,21 +1,12 @@
-"""Experts in tiles of tokens against the families' own: output and every gradient, odd tokens,
-tiles that do not divide.
-"""
+"""Experts in tiles of tokens against the families' own."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    MixtralConfig,
-    PhimoeConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
 
 from closeness import assert_near, deviation, with_gradients
 from engine_models import forward, on_meta, packed
@@ -32,13 +23,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 """Norm-relative against the family's own in float64; in bfloat16 each product of matrices is
 rounded to 8 bits."""
 OF_TWO = SIZES | {"num_experts_per_tok": 2}
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**OF_TWO, moe_intermediate_size=24, num_experts=5),
-    "mixtral": MixtralConfig(**OF_TWO, num_local_experts=5),
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "qwen3_moe": transformers.Qwen3MoeConfig(**OF_TWO, moe_intermediate_size=24, num_experts=5),
+    "mixtral": transformers.MixtralConfig(**OF_TWO, num_local_experts=5),
 }
-OTHERS: dict[str, PreTrainedConfig] = {
-    "biases": GptOssConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
-    "float32 weights": PhimoeConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
+OTHERS: dict[str, transformers.PreTrainedConfig] = {
+    "biases": transformers.GptOssConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
+    "float32 weights": transformers.PhimoeConfig(**OF_TWO, num_local_experts=5, pad_token_id=0),
 }
 
 
@@ -48,7 +39,7 @@ def experts_of(model: nn.Module) -> Any:
 
 def of_family(name: str) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         {**CONFIGS, **OTHERS}[name], experts_implementation="eager"
     )
     with torch.no_grad():
@@ -75,7 +66,6 @@ def test_tiles_equal_the_familys_own(family, tokens, tiles, dtype):
 
 
 def gradients_of(module: Any, given: list[torch.Tensor], chosen: torch.Tensor) -> Any:
-    """Output and every gradient, in the dtype of the module."""
     dtype = next(module.parameters()).dtype
     x, weights = (each.detach().to(dtype).requires_grad_() for each in given)
     leaves = [x, weights, *module.parameters()]
@@ -127,9 +117,7 @@ def test_experts_that_compute_something_else_are_left_alone():
     assert model.config._experts_implementation != IMPLEMENTATION
 
 
-def test_only_what_experts_are_given_is_kept_and_recomputation_ends_before_the_products(
-    monkeypatch,
-):
+def test_only_what_experts_are_given_is_kept_and_products_are_not_recomputed(monkeypatch):
     products: list[int] = []
     plain = gate_kernels.product_
     monkeypatch.setattr(
@@ -176,6 +164,5 @@ def test_the_routers_loss_is_that_of_all_tokens_however_experts_go_in_tiles(fami
 def step_of(model: Decoder) -> list[torch.Tensor]:
     ids = torch.randint(64, (23,), generator=torch.Generator().manual_seed(0))
     statistics = forward(model, packed(ids[:9], ids[9:]))
-    assert statistics.router_loss is not None
     loss = statistics.router_loss - statistics.logprobs_N.sum()
     return [loss, statistics.router_loss, *torch.autograd.grad(loss, list(model.parameters()))]

@@ -64,7 +64,6 @@ def source(alone: None, tmp_path: Path) -> Path:
 
 
 def trained(source: Path, **settings: Any) -> Training:
-    """After a step that moves it far."""
     numbers = Hyperparameters(learning_rate=0.05)
     own = assembled(trial_in(source, loss="chunked", hyperparameters=numbers, **settings))
     ids = torch.tensor(IDS)
@@ -74,7 +73,6 @@ def trained(source: Path, **settings: Any) -> Training:
 
 
 def told(own: Training) -> "torch.Tensor":
-    """Log-probabilities of all tokens but the first, or the number of the last one."""
     ids, positions = torch.tensor(IDS), torch.arange(len(IDS))
     with torch.no_grad():
         if own.policy.gives_scalars:
@@ -83,7 +81,6 @@ def told(own: Training) -> "torch.Tensor":
 
 
 def read(model: Any) -> "torch.Tensor":
-    """The same of a model of transformers."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([IDS])).logits[0]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -98,8 +95,7 @@ def test_an_exported_model_loads_in_transformers_with_the_same_logits(source, tm
     written = export(own, out, source=source)
     assert written == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     assert [path.name for path in out.parent.iterdir()] == ["model"]
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert deviation(read(model), before) < FLOAT32
+    assert deviation(read(AutoModelForCausalLM.from_pretrained(out)), before) < FLOAT32
     assert deviation(read(AutoModelForCausalLM.from_pretrained(source)), before) > 0.01
     assert {name: (out / name).read_text() for name in BESIDE} == BESIDE
     assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
@@ -125,15 +121,12 @@ def test_a_reward_model_loads_as_a_sequence_classifier(source, tmp_path):
     assert deviation(read(model), told(own)) < FLOAT32
 
 
-def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_logits(
-    source, tmp_path
-):
+def test_adapters_load_in_peft_and_merged_ones_elsewhere_with_the_same_logits(source, tmp_path):
     peft = pytest.importorskip("peft", reason="adapters need the lora extra")
     own = trained(source, lora=4)
     export(own, tmp_path / "adapter", source=source)
     base = AutoModelForCausalLM.from_pretrained(source)
-    plain = read(base)
-    assert deviation(plain, told(own)) > 0.01
+    assert deviation(read(base), told(own)) > 0.01
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert deviation(read(model), told(own)) < FLOAT32
     assert (tmp_path / "adapter" / "tokenizer_config.json").is_file()
@@ -143,9 +136,7 @@ def test_adapters_load_in_peft_and_merged_ones_in_transformers_with_the_same_log
 
 
 @pytest.mark.parametrize("family", list(WRAPPED))
-def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byte(
-    family, alone, tmp_path
-):
+def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay(family, alone, tmp_path):
     save_tiny(family, tmp_path)
     source, out = tmp_path / family, tmp_path / "model"
     own = trained(source)
@@ -165,8 +156,7 @@ def test_a_text_model_is_saved_in_the_whole_whose_other_weights_stay_byte_by_byt
     model.set_experts_implementation("eager")  # the grouped product has no float64
     exact = read(model.double())
     assert deviation(exact, told(own)) < OF_THEIRS * deviation(exact, theirs)
-    again = trained(out)
-    assert again.policy.weights == "saved"
+    assert trained(out).policy.weights == "saved"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "qwen2_5_vl"])
@@ -196,9 +186,7 @@ def test_nothing_is_written_over_and_each_hint_works(source, tmp_path):
     for said in ("is there already", r"model\.partial is in the way"):
         with pytest.raises(UsageError, match=said) as refused:
             export(own, out, source=source)
-        found = re.search(r"`(mv .*)`", refused.value.hint)
-        assert found is not None
-        _, here, there = shlex.split(found[1])
+        _, here, there = shlex.split(re.search(r"`(mv .*)`", refused.value.hint)[1])
         Path(here).rename(there)
     export(own, out, source=source)
     assert {

@@ -1,6 +1,4 @@
-"""Fake tensors at less cost: whatever they differ in, an operator answers what PyTorch's own mode
-answers, also the second time.
-"""
+"""Fake tensors at less cost."""
 
 from collections.abc import Callable
 

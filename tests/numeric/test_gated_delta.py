@@ -1,6 +1,4 @@
-"""The gated delta rule by chunks against its definition, token by token in float64: outputs and
-every gradient, of rows of documents that begin and end anywhere in chunks and groups of them.
-"""
+"""The gated delta rule by chunks against its definition, token by token in float64."""
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ def ours(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> T
 def assert_as_defined(
     lengths: tuple[int, ...], *, decay: float = 1.0, heads: DeltaHeads = HEADS
 ) -> None:
-    """Output and every gradient."""
     leaves = inputs(sum(lengths), decay=decay, heads=heads)
     found, expected = (
         with_gradients([compute(leaves, lengths, heads)], leaves)
@@ -59,12 +56,9 @@ def test_states_that_stay_or_vanish_at_once_are_computed_alike(decay):
     assert_as_defined((200, 3), decay=decay)
 
 
-def test_heads_of_their_own_and_of_one_key_are_computed_alike():
+def test_heads_and_documents_are_computed_as_if_alone():
     for key_heads in (1, 4):
         assert_as_defined((70, 9), heads=HEADS._replace(key_heads=key_heads))
-
-
-def test_a_document_is_the_same_whatever_stands_before_it():
     leaves = inputs(130)
     alone = [each[61:] if number < 4 else each for number, each in enumerate(leaves)]
     packed = ours(leaves, (61, 69), HEADS)[61:]

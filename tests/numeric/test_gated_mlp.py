@@ -1,19 +1,11 @@
-"""The gated MLP in tiles against the families' own: output and every gradient, odd tokens, tiles
-that do not divide.
-"""
+"""The gated MLP in tiles against the families' own."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    Gemma2Config,
-    GemmaConfig,
-    LlamaConfig,
-    Phi3Config,
-    Qwen3Config,
-)
+from transformers import Gemma2Config, GemmaConfig, LlamaConfig, Phi3Config, Qwen3Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
@@ -27,7 +19,7 @@ from highwater.engine.kernels import norm as norm_kernels
 from highwater.engine.models.build import tile_mlps
 from highwater.engine.models.fused import gated_mlp
 from highwater.engine.models.fused.fused import RmsNorm, fuse_mlps
-from highwater.engine.models.fused.gated_mlp import GatedMlp, tile_rows
+from highwater.engine.models.fused.gated_mlp import GatedMlp
 from highwater.errors import ModelError
 from tiny_models import SIZES
 
@@ -84,10 +76,8 @@ def test_many_tiles_lose_nothing_that_one_would_keep():
 
 def test_an_mlp_of_another_activation_or_form_is_left_alone():
     gelu = Gemma2MLP(Gemma2Config(**_SIZES))
-    swapped = FAMILIES["qwen3"]()
-    swapped.forward = lambda x: swapped.down_proj(
-        swapped.act_fn(swapped.up_proj(x)) * swapped.gate_proj(x)
-    )
+    other = FAMILIES["qwen3"]()
+    other.forward = lambda x: other.down_proj(other.act_fn(other.up_proj(x)) * other.gate_proj(x))
 
     class Scaled(Qwen3MLP):
         def forward(self, x: "torch.Tensor") -> "torch.Tensor":
@@ -137,14 +127,6 @@ class _Block(nn.Module):
 
     def forward(self, x: "torch.Tensor") -> "torch.Tensor":
         return x + self.mlp(x)
-
-
-def test_a_tile_holds_what_its_bytes_allow():
-    tokens = torch.empty(10_000, 8)
-    rows = tile_rows(tokens, 96, tiles=None)
-    assert rows % 128 == 0
-    assert rows * 96 * 4 <= gated_mlp.TILE_BYTES["cpu"] < (rows + 128) * 96 * 4
-    assert tile_rows(tokens[:10], 96, tiles=3) == 4
 
 
 def test_no_token_gives_zero_gradients():

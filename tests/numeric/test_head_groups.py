@@ -1,22 +1,12 @@
-"""Attention in head groups against all heads at once: loss and every gradient, for families,
-adapters, packed weights, documents and kinds of recomputation.
-"""
+"""Attention in head groups against all heads at once."""
 
 from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
 
 from closeness import deviation
 from engine_models import forward, on_meta, packed, recomputed
@@ -47,15 +37,17 @@ _SHAPE = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "norms of heads": Qwen3Config(**_SHAPE, head_dim=16),
-    "biases": LlamaConfig(**_SHAPE, attention_bias=True),
-    "biases, windows in a layer": Qwen2Config(
+FAMILIES: dict[str, transformers.PreTrainedConfig] = {
+    "norms of heads": transformers.Qwen3Config(**_SHAPE, head_dim=16),
+    "biases": transformers.LlamaConfig(**_SHAPE, attention_bias=True),
+    "biases, windows in a layer": transformers.Qwen2Config(
         **_SHAPE, use_sliding_window=True, sliding_window=7, max_window_layers=1
     ),
-    "windows": MistralConfig(**_SHAPE, sliding_window=5),
-    "a head of keys for each of queries": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 8}),
-    "experts": Qwen3MoeConfig(
+    "windows": transformers.MistralConfig(**_SHAPE, sliding_window=5),
+    "a head of keys for each of queries": transformers.LlamaConfig(
+        **{**_SHAPE, "num_key_value_heads": 8}
+    ),
+    "experts": transformers.Qwen3MoeConfig(
         **_SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }
@@ -64,7 +56,7 @@ CPU = torch.device("cpu")
 
 
 def built(
-    config: PreTrainedConfig,
+    config: transformers.PreTrainedConfig,
     *,
     groups: int = 1,
     recompute: str = "layer",
@@ -91,7 +83,6 @@ def built(
 
 
 def trained(model: Decoder, lengths: tuple[int, ...]) -> dict[str, "torch.Tensor"]:
-    """Loss and every gradient, by the name of its parameter."""
     ids = torch.arange(sum(lengths)) * 7 % 64
     loss = -forward(model, packed(*ids.split(lengths))).logprobs_N.mean()
     loss.backward()
@@ -144,8 +135,7 @@ def test_in_bfloat16_groups_round_no_more_than_all_heads_at_once(family):
     exact = trained(built(FAMILIES[family], recompute="none"), ROWS["mixed"])
     off = []
     for groups in (1, 4):
-        model = built(FAMILIES[family], groups=groups)
-        found = trained(model.bfloat16(), ROWS["mixed"])
+        found = trained(built(FAMILIES[family], groups=groups).bfloat16(), ROWS["mixed"])
         off.append({name: float(deviation(found[name], exact[name])) for name in exact})
     plain, ours = off
     mean = sum(ours.values()) / sum(plain.values())
@@ -183,8 +173,8 @@ def test_queries_of_too_many_numbers_go_in_as_few_groups_as_kernels_take(monkeyp
 
 def test_layers_that_are_not_ours_do_not_go_in_groups():
     with pytest.raises(ModelError, match="smollm3 has an attention of its own in 1 of 4 layers"):
-        built(SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}), groups=2)
-    built(SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}))
+        built(transformers.SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}), groups=2)
+    built(transformers.SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}))
 
 
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])

@@ -1,6 +1,4 @@
-"""A family is trained only where its own forward pass is its head on its backbone's last hidden
-states, scaled and capped as its config is read; its table says the same.
-"""
+"""A family is trained only where its own forward pass is its head on its last hidden states."""
 
 import contextlib
 from collections.abc import Callable
@@ -9,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from engine_models import on_meta
@@ -27,8 +19,7 @@ from tables import table
 from tiny_models import SIZES
 
 
-def as_its_class(family: str, **fields: Any) -> PreTrainedModel:
-    """Two layers of a family as its class makes it."""
+def as_its_class(family: str, **fields: Any) -> Any:
     config = AutoConfig.for_model(family, **fields)
     for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
         if isinstance(getattr(config, name, None), int):
@@ -40,16 +31,15 @@ def as_its_class(family: str, **fields: Any) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def transform_of(model: PreTrainedModel) -> LogitTransform:
+def transform_of(model: Any) -> LogitTransform:
     return logit_transform_of(model.config.to_dict(), "its config")
 
 
-def is_proven(model: PreTrainedModel, transform: LogitTransform = PLAIN) -> bool:
+def is_proven(model: Any, transform: LogitTransform = PLAIN) -> bool:
     return not refused_by(model.config.model_type, prove_head, model, transform)
 
 
 def refused_by(family: str, check: Callable[..., None], *arguments: Any) -> bool:
-    """Whether a check refuses, by the family's name."""
     try:
         check(*arguments)
     except ModelError as refusal:
@@ -68,8 +58,7 @@ def test_a_family_that_trains_is_proven(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "fields", "said"),
-    table("head_proof", "the_proof_says_what_stands"),
+    ("family", "fields", "said"), table("head_proof", "the_proof_says_what_stands")
 )
 def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family, fields, said):
     with pytest.raises(ModelError) as refusal:
@@ -82,9 +71,7 @@ def test_the_proof_says_what_stands_beside_the_backbone_or_in_the_config(family,
     ("family", "field", "changes", "neutral"),
     table("head_proof", "a_factor_or_a_cap_is_proven_as_it_is_read"),
 )
-def test_a_factor_or_a_cap_is_proven_as_it_is_read_and_not_without_it(
-    family, field, changes, neutral
-):
+def test_a_factor_or_a_cap_is_proven_as_it_is_read_alone(family, field, changes, neutral):
     for value in (changes, neutral):
         model = as_its_class(family, **{field: value})
         transform = logit_transform_of({"model_type": family, field: value}, "config.json")
@@ -138,8 +125,7 @@ class Adding(Qwen3ForCausalLM):
         self.favourites = nn.Parameter(torch.zeros(1))
 
     def forward(self, **arguments: Any) -> CausalLMOutput:
-        out = super().forward(**arguments)
-        return CausalLMOutput(logits=out.logits + self.favourites)
+        return CausalLMOutput(logits=super().forward(**arguments).logits + self.favourites)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

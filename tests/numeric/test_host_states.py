@@ -1,6 +1,4 @@
-"""AdamW with moments in host memory, on one process: pieces of any size give AdamW's numbers bit by
-bit, and either's state goes on in the other.
-"""
+"""AdamW with moments in host memory, on one process."""
 
 from copy import deepcopy
 from typing import Any
@@ -44,14 +42,11 @@ def in_pieces(optimizer: torch.optim.Optimizer, piece: int) -> torch.optim.Optim
 
 
 def same(one: nn.Module, other: nn.Module, *optimizers: torch.optim.Optimizer) -> bool:
-    """Whether parameters, moments and steps are equal bit by bit."""
     ours, theirs = optimizers
     for mine, their in zip(one.parameters(), other.parameters(), strict=True):
-        pairs = [(mine, their)]
-        pairs += [
-            (ours.state[mine][name], theirs.state[their][name]) for name in ("step", *MOMENTS)
-        ]
-        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
+        both = [(mine, their)]
+        both += [(ours.state[mine][name], theirs.state[their][name]) for name in ("step", *MOMENTS)]
+        if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in both):
             return False
     return True
 
@@ -103,8 +98,7 @@ def test_a_parameter_without_a_gradient_is_passed_by():
 
 
 def test_groups_keep_their_numbers_over_a_load():
-    model = model_of(1, torch.float32)
-    optimizer = make_optimizer(model, NUMBERS, on_host=True)
+    optimizer = make_optimizer(model_of(1, torch.float32), NUMBERS, on_host=True)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["lr"] = 0.5
     optimizer.load_state_dict(saved)
@@ -159,7 +153,7 @@ def test_a_step_peaks_where_the_formula_says(specs, logs, name):
 
 
 @pytest.mark.parametrize("name", EVERYDAY)
-def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
+def test_what_lasts_has_no_moments_and_an_update_leaves_nothing(specs, logs, name):
     spec = specs[name]
     shape, shards = shape_of(spec), spec.layout.shard_degree
     expected = device_state_bytes(shape, spec.settings, device="cuda", shards=shards)
@@ -168,10 +162,6 @@ def test_what_lasts_on_the_gpu_has_no_moments(specs, logs, name):
     lasting = sum(alive_at(logs[name], "experience").values())
     # norms, a step for each parameter, and the rows that the last shard lacks
     assert lasting == pytest.approx(expected // shards, rel=0.01, abs=2**20)
-
-
-@pytest.mark.parametrize("name", EVERYDAY)
-def test_an_update_takes_its_buffers_and_leaves_nothing(specs, logs, name):
     spec = specs[name]
     shape, shards = shape_of(spec), spec.layout.shard_degree
     buffers = update_bytes(shape, spec.settings, shards=shards)

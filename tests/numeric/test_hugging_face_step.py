@@ -1,9 +1,6 @@
-"""Hugging Face's step: the closed form equals traces of the very step, and both are what GPUs
-reserved.
-"""
+"""Hugging Face's step: the closed form equals traces of the very step."""
 
 import json
-from pathlib import Path
 
 import pytest
 from traces import trace
@@ -17,11 +14,11 @@ from highwater.nouns.events import TraceOrder
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.trainers.hugging_face import footprint
+from places import RESULTS
 from tables import deep
 from tiny_models import write_model
 from trial_specs import trial_of
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SIZES = {
     "hidden_size": 1024,
     "intermediate_size": 3584,
@@ -83,9 +80,7 @@ def recorded(path: str, contender: str) -> tuple[str, int, int]:
         ("activations/step_131072.json", "liger-offload", "host"),
     ],
 )
-def test_what_a_gpu_reserved_for_peft_with_ligers_kernels_is_predicted(
-    path, contender, activations
-):
+def test_what_a_gpu_reserved_for_peft_with_liger_is_predicted(path, contender, activations):
     model, length, reserved = recorded(path, contender)
     settings = Settings(
         allocator="expandable", loss="chunked", lora=32, activations=activations, accumulates=False
@@ -139,8 +134,7 @@ def test_capacities_of_the_trainer_on_gpus_are_within_a_step_and_never_too_long(
     assert len(ends) == 4
     for tried in ends.values():
         predicted = max(length for length, is_predicted, _ in tried if is_predicted)
-        ran_out = min(length for length, _, fits in tried if not fits)
-        assert ran_out - predicted <= 4096
+        assert min(length for length, _, fits in tried if not fits) - predicted <= 4096
 
 
 def ask(model: str = "Llama-3.1-8B", gpus: str = "1xH100-80GB", **settings):
@@ -181,5 +175,4 @@ def test_layers_that_nobody_traced_are_refused_with_those_that_were(tmp_path):
 
 def test_a_report_of_logits_that_ran_out_is_predicted_to():
     """LLaMA-Factory's issue 5545: QLoRA, 51,974 tokens on one H100."""
-    found = ask(length=51_974, lora=16, lora_base="nf4", loss="full")
-    assert found.answer is None
+    assert ask(length=51_974, lora=16, lora_base="nf4", loss="full").answer is None

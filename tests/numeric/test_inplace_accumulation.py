@@ -1,6 +1,4 @@
-"""Gradients in a trace are added up where those of plain tensors are: in place or in a copy, sum by
-sum, on small graphs.
-"""
+"""Gradients in a trace are added up where those of plain tensors are."""
 
 import sys
 from functools import cache
@@ -56,13 +54,9 @@ def test_a_traced_sum_is_in_place_where_it_is_on_plain_tensors(name):
     assert as_traced()[name] == on_plain_tensors(name)
 
 
-def test_the_graphs_have_sums_of_both_kinds():
+def test_the_graphs_have_sums_of_both_kinds_and_no_formula_has_one():
     kinds = [kind for name in GRAPHS for kind in on_plain_tensors(name)]
     assert min(kinds.count("aten::add"), kinds.count("aten::add_")) > 5
-
-
-def test_a_sum_in_a_backward_formula_would_be_taken_for_the_engines_by_its_references():
-    """Else nobody has to ask who called."""
     changed = as_traced("inplace_accumulation._is_the_engines = lambda: True")
     assert [name for name, kinds in as_traced().items() if kinds != changed[name]] == [
         "added up in C++"

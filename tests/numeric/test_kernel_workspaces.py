@@ -27,9 +27,7 @@ H200, A100 = 132 * 2048, 108 * 2048
         (8192, 5120, 138_936_320, 160),
     ],
 )
-def test_blocks_that_share_a_column_take_what_was_recorded(
-    rows, columns, partial_bytes, semaphore_bytes
-):
+def test_blocks_that_share_a_column_are_counted(rows, columns, partial_bytes, semaphore_bytes):
     """Norms' weight gradients of Qwen3-0.6B, 1.7B, 4B and 14B;
     docs/results/lab/trinity_trials.py, torch 2.11.
     """
@@ -74,10 +72,8 @@ def test_flash_attention_takes_heads_of_whole_32s():
     query, key = (
         torch.empty(1, heads, 4096, 40, dtype=torch.bfloat16, device="meta") for heads in (4, 1)
     )
-    found = WORKSPACES[aten._scaled_dot_product_flash_attention_backward.default](
-        (None, query, key)
-    )
-    assert found == [4 * 4 * 4096, 4 * 4 * 4096 * 64, *[2 * 4 * 4096 * 40] * 2]
+    took = WORKSPACES[aten._scaled_dot_product_flash_attention_backward.default]((None, query, key))
+    assert took == [4 * 4 * 4096, 4 * 4 * 4096 * 64, *[2 * 4 * 4096 * 40] * 2]
 
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "speed"
@@ -120,17 +116,6 @@ def test_the_page_has_the_table_of_each_record(record):
     printed = table(json.loads(record.read_text())["kernels"]).splitlines()
     assert len(printed) == 2 + len(KINDS) + 2
     assert "\n".join(printed) in (RESULTS / "README.md").read_text()
-
-
-def test_kinds_add_up_to_all():
-    cells = [
-        line.split("|")
-        for line in table(
-            {"ours": {"nvjet_a": (1.0, 2), "Memcpy DtoD": (0.5, 3), "other": (0.25, 4)}}
-        ).splitlines()
-    ]
-    assert cells[-1][2:4] == [" 1.750 ", " 9 "]
-    assert sum(float(row[2]) for row in cells[2:-1]) == 1.75
 
 
 def test_there_are_records():

@@ -1,6 +1,4 @@
-"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart:
-lent, moved there, or left.
-"""
+"""Gradients that autograd hands from their stream to the one where FSDP1 took its vector apart."""
 
 from functools import cache
 from itertools import dropwhile
@@ -85,14 +83,8 @@ Life = tuple[str, int, str]
 ``lent`` until the GPU is done."""
 
 
-def test_a_gradient_that_is_handed_to_another_stream_is_free_when_the_gpu_is_done_there():
+def test_a_gradient_is_freed_or_lent_where_autograd_goes_on_with_it():
     assert gradients("apart") == [("aten.mul.Tensor", COMPUTE, "lent")] * 2
-
-
-def test_a_sum_of_gradients_is_made_where_autograd_goes_on_with_it_and_its_parts_are_lent():
-    """As H200s recorded of a tied embedding's two gradients
-    (docs/results/lab/trinity_trials.py).
-    """
     assert sorted(gradients("used twice")) == [
         ("aten.add.Tensor", SIDE, "freed"),
         *[("aten.mul.Tensor", COMPUTE, "lent")] * 3,
@@ -131,7 +123,6 @@ def test_parts_are_put_together_on_the_stream_where_they_were_taken_apart(name):
 
 
 def gradients(name: str) -> list[Life]:
-    """Of the parts, in the order in which they were allocated."""
     log = logs()[name]
     backward = list(dropwhile(lambda event: event != Enter("backward"), log.events))
     over = backward.index(Enter("over"))

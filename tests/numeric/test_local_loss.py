@@ -1,6 +1,4 @@
-"""The loss stays where the logits are: no allocation of ranks that share a sequence holds gathered
-ones, and the host waits for no number in a micro-batch.
-"""
+"""The loss stays where the logits are."""
 
 import json
 from pathlib import Path
@@ -85,8 +83,7 @@ def test_no_allocation_of_ranks_that_share_a_sequence_holds_gathered_logits(
     name, loss, shared, logs
 ):
     sequences = TRIALS[name].get("sequences_per_micro_batch", 1)
-    trained = TRAINED[shared, sequences]
-    own_bytes = 2 * VOCABULARY * trained
+    own_bytes = 2 * VOCABULARY * TRAINED[shared, sequences]
     gathered_bytes = 2 * VOCABULARY * sequences * (LENGTH - PROMPT_TOKENS)
     log = logs[f"{name}, {loss}, {shared}"]
     largest = max(event.bytes for event in log.events if isinstance(event, Allocate))

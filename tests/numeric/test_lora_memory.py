@@ -1,6 +1,4 @@
-"""LoRA, traced: a step's peak is where the formula says, and what lasts is the frozen model in
-bfloat16 and four numbers of float32 for each of an adapter's.
-"""
+"""LoRA, traced: a step's peak is where the formula says."""
 
 from typing import Any
 

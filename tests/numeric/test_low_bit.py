@@ -21,18 +21,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit
 from torchao.optim.subclass_8bit import OptimState8bit
-from transformers import (
-    LlamaConfig,
-    OlmoConfig,
-    Qwen2Config,
-    Qwen3MoeConfig,
-    Starcoder2Config,
-    Trainer,
-)
 
 from engine_models import on_meta
 from highwater.engine.models.fused.nf4 import Nf4Linear, Nf4Weight, halves, packed, scale_table
@@ -92,9 +85,7 @@ def gradients_of(model: nn.Module, scale: float = 1.0) -> list[Tensor]:
 
 
 def test_eight_bits_are_torchaos_own():
-    """Codes and scales bit by bit; parameters but for the corrections, which torchao has in
-    float32.
-    """
+    """Codes and scales bit by bit."""
     ours, theirs = weights(bias=True), weights(bias=True)
     optimizer = optimizer_of(ours, "adamw-8bit")
     judge = AdamW8bit(
@@ -162,7 +153,6 @@ def test_an_update_is_within_its_bound_of_adamws(name, scale):
 
 
 def errors(name: str, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """What the moments may be off by."""
     if name == "adamw-bf16":
         return 2**-7 * mean.abs(), 2**-7 * squares
     return 0.9 / 128 * largest_of_block(mean), 0.9 / 256 * largest_of_block(squares)
@@ -256,25 +246,25 @@ def test_what_was_alive_counts_codes_and_scales(name):
 
 
 FAMILIES = [
-    LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    Qwen2Config(**SIZES, tie_word_embeddings=True),
-    Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4),
-    Starcoder2Config(**SIZES, use_bias=True),
-    OlmoConfig(**SIZES),
+    transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4),
+    transformers.Starcoder2Config(**SIZES, use_bias=True),
+    transformers.OlmoConfig(**SIZES),
 ]
 
 
 @pytest.mark.parametrize("config", FAMILIES, ids=[config.model_type for config in FAMILIES])
 def test_what_decays_is_what_transformers_trainer_lets_decay(config):
     model = on_meta(config).to_empty(device="cpu")
-    decays = set(Trainer.get_decay_parameter_names(cast(Trainer, None), model))
+    decays = set(
+        transformers.Trainer.get_decay_parameter_names(cast(transformers.Trainer, None), model)
+    )
     optimizer = make_optimizer(model, Hyperparameters(weight_decay=0.3))
-    found = {
-        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
+    found = {id(p): one["weight_decay"] for one in optimizer.param_groups for p in one["params"]}
     wanted = {name: 0.3 if name in decays else 0.0 for name, _ in model.named_parameters()}
     assert {name: found[id(p)] for name, p in model.named_parameters()} == wanted
-    assert len(found) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert len(found) == sum(len(one["params"]) for one in optimizer.param_groups)
 
 
 def test_adamw_is_set_as_it_is_asked_for():
@@ -335,7 +325,6 @@ def test_a_packed_layer_has_the_gradient_of_its_input_and_keeps_nothing_whole():
     assert torch.equal(layer(x), plain(x)), "until it is packed it is what it was"
     layer.pack(scale_table(CPU))
     assert not [name for name, _ in layer.named_parameters() if name == "weight"]
-    assert layer.nf4 is not None
     whole = layer.nf4.whole()
     out = layer(x)
     torch.testing.assert_close(out, nn.functional.linear(x, whole, plain.bias))

@@ -1,9 +1,4 @@
-"""Memory-only attention allocates what attention over whole documents does: every block, in the
-same order, scratch included.
-
-Every allocation and release of PyTorch's CPU allocator is compared, those inside kernels too; and
-the live bytes that a dispatch mode sees, whose peak is the trial's.
-"""
+"""Memory-only attention allocates what attention over whole documents does."""
 
 import weakref
 from collections.abc import Callable
@@ -77,9 +72,6 @@ class LiveBytes(TorchDispatchMode):
 def step(
     lengths: tuple[int, ...], heads: tuple[int, int], *, in_pieces: bool, by_heads: bool
 ) -> Callable[[], None]:
-    """Forward and backward of one attention; ``by_heads`` lays out q, k and v head by head, as some
-    families do.
-    """
     tokens, size = sum(lengths), 16
 
     def make(count: int) -> Any:
@@ -102,10 +94,8 @@ def step(
 
 
 def allocations(run: Callable[[], None]) -> list[int]:
-    """Bytes taken (positive) and given back (negative), in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     return [
         size
@@ -136,14 +126,10 @@ def test_every_allocation_is_that_of_whole_documents(lengths, heads, by_heads):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("scores", [1, 2**14, 2**23])
 @pytest.mark.parametrize("lengths", [(301,), (300, 300), (200, 150)])
-def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_computes(
-    lengths, scores, window, monkeypatch
-):
+def test_capped_scores_take_the_most_in_rows_of_trials(lengths, scores, window, monkeypatch):
     """So does the tracer, whose steps compute no others."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", scores)
-    whole, few = (
-        live_bytes(capped_step(lengths, window, in_pieces=flag)) for flag in (False, True)
-    )
+    whole, few = (live_bytes(capped_step(lengths, window, in_pieces=cut)) for cut in (False, True))
     assert max(whole) == max(few)
     assert whole[-1] == few[-1]
     is_in_one = scores == 2**23
@@ -152,9 +138,7 @@ def test_capped_scores_take_the_most_in_the_rows_that_a_memory_only_trial_comput
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("lengths", [(350, 250), (50, 550), (400, 50, 30, 40, 80)])
-def test_packed_documents_of_capped_scores_take_no_more_than_one_as_long(
-    lengths, window, monkeypatch
-):
+def test_packed_documents_of_capped_scores_take_no_more_than_one(lengths, window, monkeypatch):
     """Within 2 %: rows at hand are a whole number, and few of such small sizes."""
     monkeypatch.setattr(working_sizes, "SCORES_AT_HAND", 2**14)
     packed, one = (

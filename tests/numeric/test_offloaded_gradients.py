@@ -1,6 +1,4 @@
-"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away, and their
-sums are what they were.
-"""
+"""Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away."""
 
 import weakref
 from collections.abc import Iterator
@@ -46,27 +44,25 @@ def test_sums_over_micro_batches_are_those_of_fsdp2_bit_by_bit(recompute, tmp_pa
         assert torch.equal(results[0][1][0], results[1][1][0])
     for each in (plain, offloaded):
         backward_of(each, micro_batches())
-    expected, found = gradients(plain), gradients(offloaded)
-    assert expected.keys() == found.keys()
-    assert all(
-        torch.equal(expected[name], found[name]) and expected[name].any() for name in expected
-    )
+    wanted, found = gradients(plain), gradients(offloaded)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) and wanted[name].any() for name in wanted)
 
 
 def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path):
     """Beside a gradient it would wait for every copy."""
     trained = training(tmp_path, offload=True)
-    lasting = {name: parameter.grad for name, parameter in trained.policy.named_parameters()}
+    lasting = {name: own.grad for name, own in trained.policy.named_parameters()}
     left, most = weakref.WeakKeyDictionary[Any, str](), []
 
-    def reduced(name: str, parameter: Any) -> None:
-        assert parameter.grad is not lasting[name]
-        left[parameter.grad] = name.partition("layers.")[2].partition(".")[0]
+    def reduced(name: str, own: Any) -> None:
+        assert own.grad is not lasting[name]
+        left[own.grad] = name.partition("layers.")[2].partition(".")[0]
         most.append(len(set(left.values())))
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: reduced(name, p))
-        for name, parameter in trained.policy.named_parameters()
+        own.register_post_accumulate_grad_hook(lambda p, name=name: reduced(name, p))
+        for name, own in trained.policy.named_parameters()
     ]
     backward_of(trained, micro_batches())
     assert len(most) == MICRO_BATCHES * len(hooks)
@@ -74,9 +70,7 @@ def test_fsdp2_finds_no_gradient_and_leaves_a_few_layers_at_a_time(tmp_path):
         "those whose copies may run, the one that is reduced, and the root"
     )
     assert not left
-    assert all(
-        parameter.grad is lasting[name] for name, parameter in trained.policy.named_parameters()
-    )
+    assert all(own.grad is lasting[name] for name, own in trained.policy.named_parameters())
 
 
 def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path):
@@ -97,9 +91,7 @@ def test_without_a_gradient_before_the_sum_is_in_memory_of_its_own(tmp_path):
 def test_after_a_pass_that_fails_there_are_gradients_again_and_another_can_begin(tmp_path):
     trained = training(tmp_path, offload=True)
     backward_of(trained, micro_batches())
-    layer = next(
-        module for name, module in trained.policy.named_modules() if name.endswith("layers.2")
-    )
+    layer = next(part for name, part in trained.policy.named_modules() if name.endswith("layers.2"))
     hook = layer.register_full_backward_hook(_out_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
         backward_of(trained, micro_batches())
@@ -139,15 +131,12 @@ def test_offloaded_gradients_are_clipped_as_others_are(size, is_clipped, tmp_pat
     for parameter in trained.policy.parameters():
         local_shard(parameter.grad).fill_(size)
     norm = float(clip(trained.policy, mesh=trained.mesh, max_norm=1.0))
-    expected = size / norm if is_clipped else size
+    wanted = size / norm if is_clipped else size
     for gradient in gradients(trained).values():
-        torch.testing.assert_close(
-            gradient, torch.full_like(gradient, expected), rtol=1e-4, atol=0.0
-        )
+        torch.testing.assert_close(gradient, torch.full_like(gradient, wanted), rtol=1e-4, atol=0.0)
 
 
 def training(tmp_path: Path, *, offload: bool, recompute: Any = "layer") -> Training:
-    """The same random weights every time."""
     directory = write_model(tmp_path / "model", SHAPE, tie_word_embeddings=False)
     mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
     how = {"loss": "chunked", "recompute": recompute, "offload": offload}

@@ -1,6 +1,4 @@
-"""What a quantity can be put together from instead, and over what, and what a caller may declare;
-the rest is refused by name.
-"""
+"""What a quantity can be put together from instead, and over what."""
 
 import json
 import math
@@ -28,15 +26,12 @@ from tables import table
 from trial_specs import trial_in
 
 
-def test_a_mean_is_divided_by_the_sum_that_is_asked_for(mesh):
+def test_a_mean_has_its_own_sum_and_what_was_reset_is_in_no_export(mesh):
     statistics = Statistics(mesh, None, denominators={"nll": "n_tokens"})
     for name, part in (("nll", 6.0), ("entropy", 6.0), ("n_valid_tokens", 3), ("n_tokens", 12)):
         statistics.add(name, part)
     numbers = statistics.export(most_documents=0)
     assert (numbers["nll"], numbers["entropy"]) == (0.5, 2.0)
-
-
-def test_what_was_reset_is_in_no_export(mesh):
     statistics = Statistics(mesh, None)
     statistics.add("n_tokens", 5)
     statistics.reset()
@@ -57,8 +52,7 @@ def test_a_name_that_nobody_declared_is_refused_with_those_that_are(mesh):
     with pytest.raises(UsageError, match="my_metric") as refusal:
         Statistics(mesh, None, quantities=own).add("my_metric", 1.0)
     assert "{'my_metric': Quantity(how='sum')}" in refusal.value.hint
-    listed = refusal.value.hint.partition("use one of ")[2].split(", ")
-    assert listed == [*QUANTITIES, "mine"]
+    assert refusal.value.hint.partition("use one of ")[2].split(", ") == [*QUANTITIES, "mine"]
 
 
 OVER = {"sum": None, "min": None, "max": None, "mean": "n_documents"}
@@ -66,7 +60,6 @@ OVER = {"sum": None, "min": None, "max": None, "mean": "n_documents"}
 
 
 def told(mesh: DeviceMesh, how: Any, *values: Any, is_count: bool = False) -> Any:
-    """What values of one quantity come to, in a step of two documents."""
     own = {"mine": Quantity(how=how, per=OVER[how], is_count=is_count)}
     statistics = Statistics(mesh, None, quantities=own)
     statistics.add("n_documents", 2)
@@ -187,12 +180,10 @@ def test_a_denominator_that_cannot_be_is_refused_with_all_that_can(mesh, per):
     listed = refusal.value.hint.removeprefix("use one of ").partition(", or")[0].split(", ")
     assert listed == ["n_tokens", "n_valid_tokens", "prompt_tokens", "n_documents", "sizes"]
     for name in listed:
-        statistics = Statistics(
-            mesh, None, quantities={**own, "mine": Quantity(how="mean", per=name)}
-        )
-        statistics.add("mine", 6)
-        statistics.add(name, 2)
-        assert statistics.export(most_documents=0)["mine"] == 3
+        made = Statistics(mesh, None, quantities={**own, "mine": Quantity(how="mean", per=name)})
+        made.add("mine", 6)
+        made.add(name, 2)
+        assert made.export(most_documents=0)["mine"] == 3
 
 
 @pytest.mark.parametrize(
@@ -229,12 +220,10 @@ def test_a_mean_without_its_denominator_is_refused_rather_than_told(mesh, added)
     ],
 )
 def test_what_cannot_be_declared_is_refused_by_name(mesh, name, declared):
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError) as error:
         Statistics(mesh, None, quantities={name: declared})
-    assert {name, declared.per, declared.group} & set(
-        refusal.value.problem.replace(":", "").split()
-    )
-    assert refusal.value.hint
+    assert {name, declared.per, declared.group} & set(error.value.problem.replace(":", "").split())
+    assert error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -263,8 +252,7 @@ def test_rates_are_of_the_documents_that_there_were(training, tmp_path):
     flops = sum(
         step_flops(shape, length_tokens=n, sequences=1, settings=Settings()) for n in LENGTHS
     )
-    assert line["tokens_per_s"] == sum(LENGTHS) / 0.25
-    assert line["model_flops"] == flops
+    assert (line["tokens_per_s"], line["model_flops"]) == (sum(LENGTHS) / 0.25, flops)
     assert line["mfu"] == pytest.approx(flops / 0.25 / (2 * H200_FLOPS_PER_S))
     assert line["peak_reserved_bytes"] == [123]
     assert "peak_data_segment_bytes" not in line

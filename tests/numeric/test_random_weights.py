@@ -1,6 +1,4 @@
-"""Random weights: the numbers at a place of a parameter, whatever part of it is drawn, into
-whatever memory.
-"""
+"""Random weights: the numbers at a place of a parameter, whatever part is drawn."""
 
 import pytest
 import torch
@@ -47,12 +45,9 @@ def test_any_rows_are_those_of_the_whole(first, last):
     assert torch.equal(rows.view(-1, WIDTH), drawn()[first:last])
 
 
-def test_a_narrow_copy_is_the_wide_one_rounded():
+def test_a_narrow_copy_is_the_wide_one_rounded_and_another_seed_or_name_another():
     assert torch.equal(drawn(dtype=torch.bfloat16), drawn().bfloat16())
     assert torch.equal(drawn(dtype=torch.float64), drawn().double())
-
-
-def test_another_seed_and_another_name_have_other_numbers():
     assert torch.equal(drawn(), drawn())
     assert not torch.equal(drawn(), drawn(seed=1))
     assert not torch.equal(drawn(), drawn("layers.1.weight"))

@@ -1,6 +1,4 @@
-"""Two hundred records as people have them, in thirty formats, are trained exactly as their public
-pages say, or refused by name. ``tests/data/records`` has what each has to come to.
-"""
+"""Two hundred records as people have them are trained as their public pages say, or refused."""
 
 import json
 import re
@@ -53,7 +51,6 @@ def runs_of(corpus: OpenCorpus, number: int, tokenizer: Any) -> Runs:
 
 
 def joined(*parts: tuple[bool, str]) -> Runs:
-    """Parts as runs: neighbours that are alike are one, and empty ones none."""
     filled = [part for part in parts if part[1]]
     return [
         (is_trained, "".join(text for _, text in run))
@@ -67,9 +64,7 @@ def rendered(messages: list[dict[str, Any]], tools: Any, tokenizer: Any, **how: 
 
 
 def conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Runs:
-    """What transformers makes of messages, the turns that are ``trained`` without what it begins
-    an answer with.
-    """
+    """What transformers makes of messages: turns ``trained`` without its beginning of an answer."""
     user = [{"role": "user", "content": "?"}]
     asked, begun = (rendered(user, tools, tokenizer, **how) for how in ({}, BEGUN))
     parts: list[tuple[bool, str]] = []
@@ -90,7 +85,6 @@ BEGUN = {"add_generation_prompt": True}
 
 
 def expected(case: Mapping[str, Any], tokenizer: Any) -> list[Runs]:
-    """The documents that a record has to come to."""
     given = case["expected"]
     tools = given.get("tools")
     if "chosen" in given and isinstance(given["chosen"], list):
@@ -154,8 +148,7 @@ def is_refused(case: Mapping[str, Any]) -> bool:
 
 
 def test_of_two_hundred_records_of_thirty_formats_most_are_read():
-    assert len(CASES) == 200
-    assert len({case["format"] for case in CASES}) == 30
+    assert (len(CASES), len({case["format"] for case in CASES})) == (200, 30)
     assert {case["must"] for case in CASES if case["id"] in REFUSED} == {"either"}
     assert Counter(map(is_refused, CASES)) == {False: 131, True: 69}
 

@@ -1,6 +1,4 @@
-"""The attention with fused norm and rotation against the families' own: every gradient, and who is
-left alone.
-"""
+"""The attention with fused norm and rotation against the families' own: every gradient."""
 
 import copy
 
@@ -179,7 +177,6 @@ def test_of_a_normed_projection_its_input_and_a_number_per_head_are_kept():
 def norm_and_rotation(
     x: "torch.Tensor", weight: "torch.Tensor | None", cosines: "torch.Tensor", sines: "torch.Tensor"
 ) -> "torch.Tensor":
-    """As the papers have them."""
     normed = x if weight is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
     first, second = normed.chunk(2, dim=-1)
     return normed * cosines[:, None] + torch.cat((-second, first), dim=-1) * sines[:, None]

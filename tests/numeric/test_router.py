@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DogeConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from closeness import assert_near
@@ -28,10 +20,10 @@ ROUNDING = 5e-6
 LENGTHS = (7, 1, 5, 11, 3, 9)
 _SIZES = SIZES | {"num_hidden_layers": 3, "num_experts_per_tok": 2, "output_router_logits": True}
 CONFIGS = {
-    "qwen3_moe": lambda **more: Qwen3MoeConfig(
+    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(
         **_SIZES | more, moe_intermediate_size=24, num_experts=5
     ),
-    "mixtral": lambda **more: MixtralConfig(**_SIZES | more, num_local_experts=5),
+    "mixtral": lambda **more: transformers.MixtralConfig(**_SIZES | more, num_local_experts=5),
 }
 
 
@@ -69,12 +61,9 @@ def test_padding_is_no_token_of_the_micro_batch():
     assert (len(last.input_ids_T), last.padding_tokens) == (2, 1)
     assert shard(pack([document(5)]), SequenceLayout((5,), 4), rank=3).padding_tokens == 2
     routers = model.routers
-    with_padding = pack([document(7), document(3)])
-    numbers_T = torch.tensor([0] * 7 + [1] * 3)
-    routers.begin(numbers_T, documents=1, is_padded=True)
-    model.hidden_states(
-        with_padding.input_ids_T, with_padding.position_ids_T, with_padding.document_lengths
-    )
+    padded = pack([document(7), document(3)])
+    routers.begin(torch.tensor([0] * 7 + [1] * 3), documents=1, is_padded=True)
+    model.hidden_states(padded.input_ids_T, padded.position_ids_T, padded.document_lengths)
     lost = routers.loss(None)
     assert lost.item() == pytest.approx(forward(model, whole).router_loss.item(), rel=1e-6)
 
@@ -84,7 +73,7 @@ def test_padding_is_no_token_of_the_micro_batch():
     [
         CONFIGS["qwen3_moe"](router_aux_loss_coef=0.0),
         CONFIGS["qwen3_moe"](output_router_logits=False),
-        Qwen3Config(**_SIZES),
+        transformers.Qwen3Config(**_SIZES),
     ],
     ids=["coefficient 0", "output_router_logits false", "no experts"],
 )
@@ -107,11 +96,13 @@ def test_a_family_follows_its_config_as_transformers_does_or_is_refused():
         "output_router_logits": True,
     }
     with torch.device("meta"):
-        deepseek = AutoModelForCausalLM.from_config(
-            DeepseekV3Config(**sizes, first_k_dense_replace=0)
+        other = transformers.AutoModelForCausalLM.from_config(
+            transformers.DeepseekV3Config(**sizes, first_k_dense_replace=0)
         )
-        doge = AutoModelForCausalLM.from_config(DogeConfig(**sizes, is_moe=True))
-    assert follow_routers(deepseek) is None, "transformers has the flag for it, and no loss"
+        doge = transformers.AutoModelForCausalLM.from_config(
+            transformers.DogeConfig(**sizes, is_moe=True)
+        )
+    assert follow_routers(other) is None, "transformers has the flag for it, and no loss"
     with pytest.raises(ModelError, match=r"doge .* auxiliary loss") as refused:
         follow_routers(doge)
     assert '"output_router_logits": false' in refused.value.hint
@@ -124,7 +115,7 @@ def document(length: int) -> Document:
     return Document(ids, ids, reward=length % 3 - 1.0)
 
 
-def built(config: PreTrainedConfig) -> Decoder:
+def built(config: transformers.PreTrainedConfig) -> Decoder:
     model = on_meta(config).to_empty(device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

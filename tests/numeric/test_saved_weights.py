@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from run_folders import Harmful
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,15 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine_models import on_meta
@@ -45,12 +37,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def saved(directory: Path, *, tied: bool = False) -> Path:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).save_pretrained(directory)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+    ).save_pretrained(directory)
     return directory
 
 
 def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
-    """Put tensors into the file, or take away those that are None."""
     held = {**load_file(directory / FILE), **tensors}
     save_file(
         {name: tensor for name, tensor in held.items() if tensor is not None},
@@ -60,7 +53,6 @@ def change(directory: Path, **tensors: "torch.Tensor | None") -> None:
 
 
 def filled(directory: Path, *, gives_scalars: bool = False) -> Decoder:
-    """Our model, whole, its values from the directory."""
     config = read_config(str(directory), length_tokens=64, rope="auto")
     model = on_meta(config, loss=None if gives_scalars else "full")
     with weights.opened(str(directory)) as files:
@@ -74,7 +66,7 @@ def assert_as_transformers_loads_it(directory: Path) -> Decoder:
     model = filled(directory)
     ours, theirs = (
         model.causal_lm,
-        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
     )
     expected = dict(theirs.named_parameters(remove_duplicate=False))
     found = dict(ours.named_parameters(remove_duplicate=False))
@@ -109,8 +101,7 @@ def test_a_tied_head_that_differs_in_the_files_is_trained_apart_as_transformers_
 
 def test_a_tied_head_that_the_files_hold_twice_or_under_the_heads_name_alone_stays_tied(tmp_path):
     saved(tmp_path, tied=True)
-    whole = load_file(tmp_path / FILE)[EMBEDDING]
-    change(tmp_path, **{HEAD: whole.clone()})
+    change(tmp_path, **{HEAD: load_file(tmp_path / FILE)[EMBEDDING].clone()})
     assert_as_transformers_loads_it(tmp_path)
     change(tmp_path, **{EMBEDDING: None})
     assert_as_transformers_loads_it(tmp_path)
@@ -130,7 +121,7 @@ def test_what_the_config_has_no_place_for_is_refused_by_name(name, tmp_path):
 
 def test_biases_that_the_config_has_are_read_as_the_hint_says(tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=True))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter)
@@ -169,7 +160,9 @@ def test_files_that_hold_nothing_of_the_model_are_refused(tmp_path):
 
 def test_more_experts_than_the_config_has_are_refused(tmp_path):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **moe)).save_pretrained(tmp_path)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **moe)).save_pretrained(
+        tmp_path
+    )
     assert_as_transformers_loads_it(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
@@ -200,9 +193,7 @@ def as_pickles(directory: Path, *, parts: int) -> None:
     names = [f"pytorch_model-{part + 1:05}-of-{parts:05}.bin" for part in range(parts)]
     where = {name: names[index % parts] for index, name in enumerate(held)}
     for name in names:
-        torch.save(
-            {key: tensor for key, tensor in held.items() if where[key] == name}, directory / name
-        )
+        torch.save({key: own for key, own in held.items() if where[key] == name}, directory / name)
     (directory / "pytorch_model.bin.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": where})
     )
@@ -247,9 +238,7 @@ EXPERTS, INPUTS, OUTPUTS = 3, 64, 12
 
 
 def packed() -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Blocks with every byte there is, and scales of weights as they are, of 0 and of very small
-    and large ones.
-    """
+    """Blocks with every byte there is."""
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(
         256, (EXPERTS, OUTPUTS, INPUTS // 32, 16), generator=generator, dtype=torch.uint8
@@ -286,10 +275,9 @@ def test_a_rank_reads_and_dequantises_its_own_experts(tmp_path):
     name = "model.layers.0.mlp.experts.down_proj"
     save_file({f"{name}_blocks": blocks, f"{name}_scales": scales}, tmp_path / FILE)
     own = torch.full((1, INPUTS, OUTPUTS), torch.nan)
-    mesh = init_device_mesh("cpu", (2,))
     whole = DTensor.from_local(
         own,
-        mesh,
+        init_device_mesh("cpu", (2,)),
         [Shard(0)],
         shape=torch.Size((EXPERTS, INPUTS, OUTPUTS)),
         stride=(INPUTS * OUTPUTS, OUTPUTS, 1),
@@ -349,7 +337,7 @@ SMALL: dict[str, Any] = {
 
 def directory_of(family: str, folder: Path) -> Path:
     """A directory with a small config alone, of as much of ``SMALL`` as the family knows."""
-    known = AutoConfig.for_model(family).to_dict()
+    known = transformers.AutoConfig.for_model(family).to_dict()
     config = {name: value for name, value in SMALL.items() if name in known}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": family, **config}))
@@ -368,7 +356,7 @@ def opened(source: Path, folder: Path, *, seed: int = 0) -> Path:
 def test_transformers_opens_it_whole(family, tmp_path):
     made = opened(directory_of(family, tmp_path / family), tmp_path)
     assert missing_files(made) == MissingFiles(weights=False, tokenizer=False)
-    model, info = AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)
     assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16, name
@@ -377,7 +365,7 @@ def test_transformers_opens_it_whole(family, tmp_path):
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)
 
 
-def test_it_is_made_once_and_another_seed_is_another(tmp_path):
+def test_it_is_made_once_for_each_seed_and_what_is_there_is_linked(tmp_path):
     source = directory_of("qwen3", tmp_path / "qwen3")
     first = opened(source, tmp_path)
     weights = first / "model.safetensors"
@@ -386,14 +374,11 @@ def test_it_is_made_once_and_another_seed_is_another(tmp_path):
     assert weights.stat().st_mtime_ns == made_at
     assert opened(source, tmp_path, seed=1) != first
     assert not list((tmp_path / "scratch").iterdir())
-
-
-def test_what_is_there_is_linked(tmp_path):
-    source = directory_of("qwen3", tmp_path / "qwen3")
+    source = directory_of("qwen3", tmp_path / "with words")
     write_tokenizer(source, vocab_size=50)
     made = opened(source, tmp_path)
     assert missing_files(source) == MissingFiles(weights=True, tokenizer=False)
-    assert len(AutoTokenizer.from_pretrained(made)) == 50
+    assert len(transformers.AutoTokenizer.from_pretrained(made)) == 50
     assert opened(made, tmp_path) == made
 
 
@@ -401,7 +386,7 @@ def test_what_is_there_is_linked(tmp_path):
 def test_texts_are_exactly_as_long_with_their_end(length, tmp_path):
     write_tokenizer(tmp_path, vocab_size=VOCABULARY)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = exact_texts(tokenizer, length_tokens=length, count=3, seed=0, end=tokenizer.eos_token)
     for text in texts:
         ids = tokenizer(text=text + tokenizer.eos_token)["input_ids"]

@@ -1,6 +1,4 @@
-"""The plan of a training: every document once an epoch, whatever the lengths, in rows that hold
-them.
-"""
+"""The plan of a training: every document once an epoch, in rows that hold them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -63,16 +61,14 @@ def test_an_epoch_has_every_document_once_in_rows_that_hold_them(lengths, rows, 
 @given(lengths=SIZES, seed=st.integers(0, 3))
 def test_rows_one_after_the_other_are_whole_epochs(lengths, seed):
     made = plan(lengths, list(range(len(lengths))), micro_batches=1, seed=seed)
-    ends = [made.steps_of(epochs) for epochs in range(4)]
-    for start, end in pairwise(ends):
+    for start, end in pairwise([made.steps_of(epochs) for epochs in range(4)]):
         found = sorted(chain(*(made.step(number)[0] for number in range(start + 1, end + 1))))
         assert found == list(range(len(lengths)))
 
 
 @given(lengths=PAIRS, seed=st.integers(0, 3))
 def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths, seed):
-    units = [number // 2 for number in range(len(lengths))]
-    made = plan(lengths, units, seed=seed)
+    made = plan(lengths, [number // 2 for number in range(len(lengths))], seed=seed)
     for row in rows_of(made, made.steps_of(1)):
         assert row[::2] == tuple(number - 1 for number in row[1::2])
         assert all(number % 2 == 0 for number in row[::2])
@@ -123,8 +119,7 @@ def test_a_plan_is_the_same_from_wherever_it_is_asked(lengths, seed, number):
     one, other = plan(lengths, units, seed=seed), plan(lengths, units, seed=seed)
     for before in range(1, number):
         one.step(before)
-    assert one.step(number) == other.step(number)
-    assert one.step(1) == other.step(1)
+    assert (one.step(number), one.step(1)) == (other.step(number), other.step(1))
 
 
 def test_a_plan_is_this_one_on_every_machine():
@@ -140,7 +135,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert one.step(1) != tuple((number,) for number in units)
 
 
-def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end():
+def test_rows_and_steps_are_nearly_full_and_short_documents_not_left_over():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 20_000).astype(int) + 2)
     made = StepPlan(lengths, np.arange(20_000), row_tokens=2048, micro_batches=16, seed=0)
     assert made.efficiency > 0.98
@@ -148,9 +143,6 @@ def test_rows_are_nearly_full_and_short_documents_are_not_kept_for_the_end():
     half = len(steps) // 2
     first, second = (lengths[list(chain(*part))].mean() for part in (steps[:half], steps[half:]))
     assert abs(first - second) < 0.1 * lengths.mean()
-
-
-def test_groups_fill_their_steps():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 8_000).astype(int) + 2)
     made = StepPlan(
         lengths, np.arange(8_000) // 8, row_tokens=2048, micro_batches=16, seed=0, spread_units=True

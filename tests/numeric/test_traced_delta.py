@@ -1,6 +1,4 @@
-"""The gated delta rule, traced: a full group of tokens and the last one stand for all of a row, and
-at once alive is what really is on the CPU.
-"""
+"""The gated delta rule, traced: a full group of tokens and the last one stand for all of a row."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""What is traced on this machine, replayed, beside what an H200 measured: the same trials, from
-docs/results/find.
-"""
+"""Traces of this machine, replayed, beside what an H200 measured (docs/results/find)."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -48,7 +46,6 @@ TRIALS = [
 def test_a_replayed_trace_has_the_peaks_that_were_measured(study, length):
     spec, result = trial(study, length)
     (rank,) = result.ranks
-    assert rank.budget is not None
     capacity = rank.budget.allocator_cap_bytes
     ours = replay(
         traced(spec), allocator=spec.settings.allocator, capacity_bytes=capacity, is_share=True
@@ -69,12 +66,10 @@ def test_ranks_that_share_a_sequence_are_traced_and_hold_less_the_more_they_are(
 
 
 def test_the_reference_systems_step_allocates_the_same_at_any_length_on_lines_over_its_tokens():
-    settings = Settings(
-        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
-    )
+    grpo = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
     logs: dict[int, EventLog] = {}
     for length in (4224, 4608, 8192, 139_264):
-        spec = msgspec.structs.replace(small(Layout()), settings=settings, length_tokens=length)
+        spec = msgspec.structs.replace(small(Layout()), settings=grpo, length_tokens=length)
         logs[2 * length] = traced(spec, trainer="trinity")
     # Refuses a length between that is not on the line through two and under the longest's ceiling.
     lines = scaled_trace(logs)
@@ -94,10 +89,8 @@ def test_the_reference_system_waits_in_every_layer_and_before_an_update(gpus, la
     """In a backward pass of several ranks the gradient of the layer before is held: the host waits
     for another stream. Alone it is free at the wait, as H200s recorded.
     """
-    settings = Settings(
-        strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2
-    )
-    spec = msgspec.structs.replace(small(Layout(gpus=gpus)), settings=settings, length_tokens=4096)
+    grpo = Settings(strategy="fsdp", objective="grpo", entropy="full", sequences_per_micro_batch=2)
+    spec = msgspec.structs.replace(small(Layout(gpus=gpus)), settings=grpo, length_tokens=4096)
     held: dict[str, set[int]] = {}
     for phase, given_back in given_back_by_phase(traced(spec, trainer="trinity")):
         held.setdefault(phase, set()).add(given_back)
@@ -112,7 +105,6 @@ def small(layout: Layout, **settings: Any) -> TrialSpec:
 
 
 def check(ours: Replayed, measured: RankMemory) -> None:
-    assert measured.peak_allocated_bytes is not None
     assert measured.peak_allocated_bytes > 11 * GIB
     assert ours.peak_allocated_bytes == measured.peak_allocated_bytes
     assert ours.peak_reserved_bytes == pytest.approx(
@@ -137,14 +129,12 @@ def given_back_by_phase(log: EventLog) -> Iterator[tuple[str, int]]:
 
 @cache
 def traced(spec: TrialSpec, trainer: TrainerName = "highwater") -> EventLog:
-    """What its first rank allocates and frees."""
     here = msgspec.structs.replace(spec, model_directory=load_model(spec.model_name).directory)
     with TemporaryDirectory() as folder:
         return trace(TraceOrder(spec=here, trainer=trainer), Path(folder, "trace"))
 
 
 def trial(study: str, length: int) -> tuple[TrialSpec, TrialResult]:
-    """One of a search on an H200."""
     trials = highwater.open_study(STUDIES / f"{study}.jsonl").trials
     ((spec, result),) = [
         (trial.spec, trial.result)

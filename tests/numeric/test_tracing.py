@@ -1,6 +1,4 @@
-"""Traces in processes of their own: made once, kept, and made again when what is traced has changed
-or the file is damaged.
-"""
+"""Traces in processes of their own: made once, kept."""
 
 import json
 import os
@@ -39,9 +37,7 @@ def trial(**changes) -> TrialSpec:
     return trial_of("tiny", **changes)
 
 
-def test_a_trace_is_kept_for_whoever_asks_the_same_and_a_damaged_one_is_made_again(
-    tmp_path, monkeypatch
-):
+def test_a_trace_is_kept_for_whoever_asks_and_a_damaged_one_made_again(tmp_path, monkeypatch):
     made: list[TrialSpec] = []
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
     first = tracer(trial())
@@ -90,9 +86,7 @@ def test_the_tracer_imports_nothing_that_its_key_does_not_name(tmp_path):
     assert not rooms & {"cli", "pages", "api", "search", "recommendation", "trials", "memory"}
 
 
-def test_trials_that_allocate_the_same_have_one_trace_also_when_they_are_asked_at_once(
-    tmp_path, monkeypatch
-):
+def test_trials_that_allocate_the_same_have_one_trace_when_asked_at_once(tmp_path, monkeypatch):
     made: list[TrialSpec] = []
     tracer = CachedTracer(tmp_path, kernel="cudnn", on_trace=made.append)
 
@@ -165,7 +159,6 @@ def test_traces_learn_from_own_trials_each_traced_once(tmp_path, monkeypatch):
     taught = predicted()
     assert heard == [(2, 2)]
     assert [spec.length_tokens for spec in made[:2]] in ([32_768, 65_536], [65_536, 32_768])
-    assert taught.calibration is not None
     assert taught.calibration.own_trials >= 1
     (factors,) = taught.calibration.factors
     assert factors.upper > 1.1, "twice what was predicted, of one trial at least"

@@ -1,6 +1,4 @@
-"""Trainer, the engine in a loop of one's own: what it takes, what it refuses by name, what it
-leaves behind; and the example, on one process and on two.
-"""
+"""Trainer, the engine in a loop of one's own."""
 
 import resource
 from collections.abc import Iterator
@@ -80,8 +78,7 @@ def test_what_a_step_cannot_be_of_is_refused_and_trains_nothing(trainer):
         with pytest.raises(UsageError, match=said) as raised:
             trainer.step(rows)
         assert "`--" not in raised.value.hint, "hints speak in keywords"
-    assert trainer.evaluate(ROWS) == before
-    assert trainer.steps_done == 0
+    assert (trainer.evaluate(ROWS), trainer.steps_done) == (before, 0)
 
 
 def test_a_trainer_of_single_micro_batches_takes_one(model):
@@ -93,8 +90,7 @@ def test_a_trainer_of_single_micro_batches_takes_one(model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
-    table("trainer", "keywords_are_refused_by_name_before_anything"),
+    ("settings", "said"), table("trainer", "keywords_are_refused_by_name_before_anything")
 )
 def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, model):
     with pytest.raises(HighwaterError, match=said) as raised:
@@ -104,7 +100,7 @@ def test_keywords_are_refused_by_name_before_anything_is_built(settings, said, m
     assert not dist.is_initialized()
 
 
-def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(model, tmp_path):
+def test_a_trainers_keywords_are_those_of_a_trials_step(model, tmp_path):
     settings = {"loss": "chunked", "offload": True, "objective": "grpo", "kl_estimator": "k3"}
     settings |= {"memory": "8GiB", "device": "cpu", "micro_batches": 3}
     asked = request_from(
@@ -112,9 +108,6 @@ def test_the_step_is_that_of_the_trial_that_the_same_keywords_try(model, tmp_pat
     )
     with Trainer(model, length=8, **settings) as trainer:
         assert trainer.spec == prepare_trial(asked, 8)
-
-
-def test_only_what_a_step_has_is_a_keyword():
     assert {"ulysses", "ring", "copies", "loss", "lora", "dpo_beta", "memory"} <= set(KEYWORDS)
     assert not {"model", "gpus", "steps", "runner", "save_hf", "study", "headroom"} & set(KEYWORDS)
 
@@ -133,9 +126,7 @@ def test_only_what_a_step_has_is_a_keyword():
     ],
 )
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "ppo", "rw"])
-def test_a_trainer_takes_the_profiler_that_trials_take(
-    objective, asked, meant, model, tmp_path, monkeypatch
-):
+def test_it_takes_the_profiler_of_trials(objective, asked, meant, model, tmp_path, monkeypatch):
     """On a machine that seems to have a GPU; what is recorded on one is in tests/gpu."""
     gpu = SimpleNamespace(total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -156,9 +147,7 @@ def test_a_trainer_takes_the_profiler_that_trials_take(
 def recorded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Trainer, list[str]]]:
-    """A Trainer on the CPU that records its steps 0 and 2, and what PyTorch is told to record: what
-    a snapshot holds is in tests/gpu.
-    """
+    """A Trainer on the CPU that records its steps 0 and 2, and what PyTorch is told to record."""
     told: list[str] = []
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "_record_memory_history", lambda what, **_: told.append(what))
@@ -401,7 +390,6 @@ def test_a_trial_past_its_budget_says_who_took_it(reserved_mib, why):
     said = past_budget(
         RankMemory(device_used_bytes=1012 * MIB, peak_reserved_bytes=reserved_mib * MIB), BUDGET
     )
-    assert said is not None
     assert why in said
     assert "1000.0 MiB allowed" in said
 

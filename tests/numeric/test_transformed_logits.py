@@ -1,6 +1,4 @@
-"""A family's loss, with its factor or its cap, and every gradient: against its own class in
-transformers, around one backbone; and the proof of the row kernels that runs before a model does.
-"""
+"""A family's loss, with its factor or its cap, and every gradient."""
 
 import sys
 from pathlib import Path
@@ -58,9 +56,8 @@ def test_a_familys_loss_and_every_gradient_are_its_own_classs(family, how, dtype
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, ids[1:])
     wanted = torch.autograd.grad(expected, list(model.parameters()))
-    hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
     statistics = token_statistics(
-        hidden,
+        model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1],
         model.get_output_embeddings().weight,
         ids[1:],
         loss="full" if how == "full" else "chunked",
@@ -77,7 +74,6 @@ def test_a_familys_loss_and_every_gradient_are_its_own_classs(family, how, dtype
 
 
 def tiny(family: str, dtype: "torch.dtype") -> Any:
-    """Two layers of a family as its class makes them, in whose logits its field tells."""
     kind = CONFIG_MAPPING[family]
     known = set(kind().to_dict())
     sizes = {name: value for name, value in TINY.items() if name in known}

@@ -1,6 +1,4 @@
-"""Attention with heads wider than fused kernels take: rows of queries at a time, in float64 equal
-to the textbook formula in output and every gradient; in bfloat16 as near as its rounding.
-"""
+"""Attention with heads wider than fused kernels take."""
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from highwater.engine.attention.wide_block import WideBlock
 
 SIZE, HEADS, KEYS = 320, 4, 2
 TOLERANCE = 1e-2
-"""Norm-relative, in bfloat16."""
 
 
 def heads_of(tokens: int, dtype: torch.dtype) -> list["torch.Tensor"]:
@@ -26,15 +23,11 @@ def heads_of(tokens: int, dtype: torch.dtype) -> list["torch.Tensor"]:
 @pytest.mark.parametrize("scores", [2**26, 700, 1])
 @pytest.mark.parametrize("scaling", [1.0, 0.25])
 @pytest.mark.parametrize("lengths", [(37,), (11, 11, 1, 29)])
-def test_packed_documents_equal_the_formula_whatever_rows_are_at_hand(
-    lengths, scaling, scores, monkeypatch
-):
+def test_packed_documents_equal_the_formula_in_any_rows(lengths, scaling, scores, monkeypatch):
     monkeypatch.setattr(wide_block, "SCORES_AT_HAND", scores)
     own = [t.requires_grad_() for t in heads_of(sum(lengths), torch.float64)]
-    documents = Documents(
-        lengths=lengths, pattern=Pattern(scaling=scaling, is_wide=True), kernel="flash"
-    )
-    output = attend_in_pattern(*own, documents=documents).output_BSHD[0]
+    row = Documents(lengths=lengths, pattern=Pattern(scaling=scaling, is_wide=True), kernel="flash")
+    output = attend_in_pattern(*own, documents=row).output_BSHD[0]
     rows = [tensor[0].transpose(0, 1) for tensor in own]
     expected = reference_attention(*rows, document_lengths=lengths, scaling=scaling)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).double()

@@ -1,6 +1,4 @@
-"""Attention within a window and beside sinks against a mask built by hand, in float64: output,
-log-sum-exp and every gradient, odd lengths, packed documents, grouped heads.
-"""
+"""Attention within a window and beside sinks against a mask built by hand, in float64."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +20,6 @@ from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.nouns import layout as working_sizes
 
 TOLERANCE = 1e-12
-"""Norm-relative in float64: only the order of summation differs."""
 SCALING = 0.3
 PACKINGS = [(33,), (7, 7, 7), (5, 5, 1, 13), (1, 1), (64, 3, 3)]
 CASES = list(zip(PACKINGS, [(4, 4), (4, 2), (6, 1), (7, 1), (4, 2)], strict=True))
@@ -38,9 +35,7 @@ def by_hand(
     sinks_H: "torch.Tensor | None" = None,
     cap: float | None = None,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Output HSD and log-sum-exp HS: softmax over one mask of the whole row, a loop per token; a
-    sink is one more column, without a value.
-    """
+    """Output HSD and log-sum-exp HS: softmax over one mask of the whole row, a loop per token."""
     tokens = sum(lengths)
     reads = torch.zeros(tokens, tokens, dtype=torch.bool)
     start = 0
@@ -82,11 +77,9 @@ def assert_as_by_hand(
     pattern = Pattern(scaling=SCALING, window_tokens=window, sinks_H=sinks_H, soft_cap=cap)
     documents = Documents(lengths=lengths, pattern=pattern, kernel="flash")
     output, log_sums = attend_in_pattern(*(t[None] for t in own), documents=documents)
-    expected, expected_sums = by_hand(
-        *own, lengths=lengths, window=window, sinks_H=sinks_H, cap=cap
-    )
+    expected, wanted_sums = by_hand(*own, lengths=lengths, window=window, sinks_H=sinks_H, cap=cap)
     assert deviation(output[0].transpose(0, 1), expected) < TOLERANCE
-    assert deviation(log_sums[0], expected_sums) < TOLERANCE
+    assert deviation(log_sums[0], wanted_sums) < TOLERANCE
     leaves = own if sinks_H is None else [*own, sinks_H]
     _, *found = with_gradients([output[0].transpose(0, 1)], leaves)
     _, *wanted = with_gradients([expected], leaves)
@@ -168,9 +161,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("lengths", [(20, 20, 4), (4, 20)])
-def test_a_layer_that_keeps_its_attention_computes_it_once_and_changes_nothing(
-    lengths, monkeypatch
-):
+def test_a_layer_that_keeps_its_attention_computes_it_once(lengths, monkeypatch):
     passes: list[tuple[int, ...]] = []
     forward = PlainBlock.forward
 

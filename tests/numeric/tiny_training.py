@@ -13,7 +13,6 @@ from tiny_models import config_of, write_model
 
 
 def trained(folder: Path, objective: Any) -> Training:
-    """In the group that this process is in; ``folder`` gets the config."""
     write_model(folder, config_of("tiny"), vocab_size=64)
     mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
 

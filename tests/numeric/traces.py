@@ -23,14 +23,11 @@ RING = {"gpus": 2, "ring_degree": 2}
 
 
 def trial(directory: Path, config: Mapping[str, Any], **fields: Any) -> TrialSpec:
-    """On one GPU, vanilla, unless ``fields`` say otherwise."""
     return trial_of(write_model(directory, config), **fields)
 
 
 class Traces(dict[str, EventLog]):
-    """What the fullest rank of each trial allocates and frees, by the trial's name: traced when it
-    is asked for, since of cases that take turns most are not.
-    """
+    """What the fullest rank of each trial allocates and frees, by the trial's name."""
 
     def __init__(self, trials: Mapping[str, TrialSpec], folder: Path) -> None:
         super().__init__()
@@ -73,7 +70,6 @@ def trace(order: TraceOrder, path: Path) -> EventLog:
 
 
 def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
-    """Bytes by kind, as this phase begins for the first time."""
     born, alive = "setup", dict[int, tuple[Kind, int]]()
     for event in log.events:
         match event:
@@ -97,7 +93,6 @@ def alive_at(log: EventLog, phase: str) -> Counter[Kind]:
 
 
 def requested_bytes(log: EventLog) -> dict[str, int]:
-    """The most that is asked for at once, by phase: no rounding, no allocator."""
     most: Counter[str] = Counter()
     phase, alive, total = "setup", dict[int, int](), 0
     for event in log.events:

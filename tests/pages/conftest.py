@@ -1,6 +1,4 @@
-"""Pages in a headless Chromium: without one, or without what drives it, these tests fail. Each
-opens a file and nothing else.
-"""
+"""Pages in a headless Chromium: without one, or without what drives it, these tests fail."""
 
 import os
 import shutil
@@ -15,7 +13,6 @@ from highwater import guide, write_guide
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "pages"
-"""Where screenshots are written, to be looked at."""
 STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-card-full.jsonl"
 TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
 WIDTHS = {"phone": 390, "desktop": 1280}
@@ -60,9 +57,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Opened]:
-    """Opens pages; in the end nothing may have been said to the console, and nothing asked of
-    anybody but the file itself.
-    """
+    """Opens pages; in the end nothing may have been said to the console."""
     troubles: list[str] = []
     contexts: list[Any] = []
 
@@ -102,7 +97,6 @@ def opened(browser: Any) -> Iterator[Opened]:
 
 
 def serious(page: Any) -> list[str]:
-    """What axe-core finds, with the element and why."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page).response["violations"]
@@ -135,7 +129,6 @@ Factory = pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def mixed(tmp_path_factory: Factory) -> Path:
-    """A guide from a study, others' table and predictions."""
     gpus = ["1xH200-141GB", "4xH200-141GB"]
     made = guide(STUDY, TABLE, predict=["Qwen3-0.6B", "Qwen3-8B"], gpus=gpus)
     return write_guide(tmp_path_factory.mktemp("pages") / "mixed.html", made)

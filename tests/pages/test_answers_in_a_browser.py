@@ -1,6 +1,4 @@
-"""The page that answers without a server, opened from a disk: its answers are those of ``predict``,
-and it is read on a phone, by keyboard and by screen reader.
-"""
+"""The page that answers without a server, opened from a disk."""
 
 import json
 import shlex
@@ -42,7 +40,6 @@ def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(page):
-    """The page, once it has unpacked its answers."""
     page.locator("#choosing").wait_for()
     return page
 
@@ -64,7 +61,6 @@ def test_what_is_shown_is_what_predict_says(answering, opened, asked):
         assert said.inner_text().startswith(f"No: {asked[0]} does not train at 4,096 tokens")
         assert not page.locator("#answer-configuration").is_visible()
         return
-    assert answer.step is not None
     assert answer.capacity_tokens == json.loads(done.stdout)["length_tokens"]
     assert f"{answer.risk}, {format_bytes(answer.headroom_bytes)} of each GPU left" in (
         said.inner_text()
@@ -104,9 +100,8 @@ def test_everything_is_asked_and_copied_by_keyboard(answering, opened):
         if name == "copy-configuration":
             page.keyboard.press("Enter")
             break
-    choices = [f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")]
     assert [name for name in reached if name] == [
-        *choices,
+        *[f"choose-{name}" for name in ("model", "gpu", "gpus", "basis", "length")],
         "choose-configuration",
         "copy-configuration",
     ]

@@ -1,6 +1,4 @@
-"""The chooser in a browser: for every combination that it offers it shows what ``recommend`` and
-``emit`` print.
-"""
+"""The chooser in a browser: every combination shows what ``recommend`` and ``emit`` print."""
 
 import json
 import os
@@ -17,7 +15,6 @@ CHOICES = ("model", "gpu", "gpus", "basis")
 
 
 def printed(*words: str) -> str:
-    """What the command line prints."""
     here = {**os.environ, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [sys.executable, "-m", "highwater", *words],
@@ -43,7 +40,6 @@ def lengths(page: Any) -> list[int]:
 
 
 def ask(page: Any, length: int | str) -> None:
-    """Type a length, as a person does."""
     page.locator("#choose-length").fill(str(length))
 
 
@@ -70,7 +66,6 @@ def combinations(page: Any, *names: str) -> Iterator[dict[str, str]]:
 
 
 def recommended(*words: str) -> dict[str, Any]:
-    """What ``recommend --json`` prints, but the candidates."""
     answer = json.loads(printed("recommend", *words, "--json"))
     del answer["candidates"]
     return answer
@@ -130,9 +125,7 @@ def test_any_length_is_answered_by_the_next_longer_one_and_names_its_command(sma
     assert (flag, length) == ("--length", "15000")
 
 
-def test_what_is_no_length_changes_nothing_and_a_longer_one_than_any_names_the_command(
-    small, opened
-):
+def test_what_is_no_length_changes_nothing_and_a_longer_one_names_the_command(small, opened):
     page = opened(small)
     before, answer = page.locator("#choose-length").input_value(), said(page)
     ask(page, "long")

@@ -1,6 +1,4 @@
-"""A guide's page says of 60 combinations what ``predict`` and ``guide --json`` say of them, and
-nothing on it contradicts anything else on it.
-"""
+"""A guide's page says of 60 combinations what ``predict`` and ``guide --json`` say of them."""
 
 import re
 from collections.abc import Iterator
@@ -29,8 +27,6 @@ TRAININGS: dict[str, dict[str, Any]] = {"all": {}, "LoRA": {"lora": 16}}
 
 
 class Place(NamedTuple):
-    """A combination of the chooser."""
-
     model: str
     kind: str
     gpus: int
@@ -41,7 +37,6 @@ class Place(NamedTuple):
         return predict(self.model, gpus=where, **TRAININGS[self.training], **more)
 
     def chosen_on(self, page: Any) -> None:
-        """Choose it, one list after the other, as a person does."""
         for name, value in (("model", self.model), ("gpu", self.kind), ("gpus", str(self.gpus))):
             page.locator(f"#choose-{name}").select_option(value)
         bases = page.locator("#choose-basis option").all_inner_texts()
@@ -95,9 +90,7 @@ def test_every_combination_is_answered_as_predict_answers_it(predictions, writte
             assert other_words(said(page)) == {}
 
 
-def test_every_row_of_a_table_is_the_simplest_that_is_predicted_and_one_of_the_json(
-    predictions, made, written, opened
-):
+def test_every_row_is_the_simplest_predicted_and_of_the_json(predictions, made, written, opened):
     rows = iter(guide_rows(made))
     shown = tables(opened(written))
     for table, (columns, *lines) in zip(made.tables, shown, strict=True):
@@ -118,9 +111,7 @@ def test_every_row_of_a_table_is_the_simplest_that_is_predicted_and_one_of_the_j
 
 
 def simplest_of(prediction: Prediction, tokens: int) -> tuple[str, Cell | None]:
-    """What a table has to say of a length, and the simplest cell that fits it: ``?`` where a
-    simpler one, whose prediction ends before, may fit.
-    """
+    """What a table has to say of a length, and the simplest cell that fits it."""
     cells = sorted(prediction.cells, key=lambda each: simplicity(each.cell))
     is_open = False
     for each in cells:
@@ -131,7 +122,6 @@ def simplest_of(prediction: Prediction, tokens: int) -> tuple[str, Cell | None]:
 
 
 def tables(page: Any) -> list[list[list[str]]]:
-    """The tables of lengths, each as its lines of texts."""
     every = page.evaluate(
         """() => [...document.querySelectorAll("main table")].map((table) =>
           [...table.rows].map((row) => [...row.cells].map((cell) => cell.textContent.trim())))"""
@@ -161,15 +151,13 @@ def test_no_neighbour_with_less_is_said_to_train_longer(predictions, written, op
 
 
 def bars(page: Any) -> Iterator[tuple[str, int]]:
-    """The longest length by what a bar is labelled."""
     for text in page.locator(".bars li > span:first-child").all_inner_texts():
         label, _, length = text.rpartition(": ")
         yield label, int(re.sub(r"\D", "", length) or 0)
 
 
 def test_the_whole_page_has_one_word_for_each_setting(written, opened):
-    page = opened(written)
-    text = page.evaluate(
+    text = opened(written).evaluate(
         """() => {
           for (const each of document.querySelectorAll("details")) each.open = true;
           for (const each of document.querySelectorAll("pre")) each.remove();

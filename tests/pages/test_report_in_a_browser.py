@@ -1,6 +1,4 @@
-"""Pages of a report and of a memory profile as people read them: at every width, in the dark and on
-paper, whoever wrote the study.
-"""
+"""Pages of a report and of a memory profile as people read them."""
 
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from highwater.pages.profile import profile_page
 
 pytestmark = pytest.mark.pages
 OFFLOADED = STUDY.with_name("edge-4b-1-chunked-offload.jsonl")
-"""Not finished, with memory-only trials."""
 
 
 @pytest.fixture(scope="module", params=[STUDY, OFFLOADED], ids=lambda path: path.stem)
@@ -24,9 +21,7 @@ def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", list(WIDTHS))
-def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
-    reported, opened, screen, scheme
-):
+def test_a_report_has_no_serious_finding_nor_scrolls_sideways(reported, opened, screen, scheme):
     page = opened(reported, width=WIDTHS[screen], scheme=scheme)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{reported.stem}-{screen}-{scheme}.png", full_page=True)
@@ -35,9 +30,7 @@ def test_a_report_has_no_serious_finding_and_never_scrolls_sideways(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_first_screen_of_a_phone_has_the_answer_and_every_bar_is_whole(
-    reported, opened, scheme
-):
+def test_a_phones_first_screen_has_the_answer_and_whole_bars(reported, opened, scheme):
     page = opened(reported, width=WIDTHS["phone"], scheme=scheme)
     box = page.locator("#answer-said").bounding_box()
     assert box["y"] + box["height"] <= 844

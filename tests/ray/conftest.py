@@ -33,9 +33,7 @@ AGENTS_S = 60
 
 @pytest.fixture(scope="module")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The mark of all that a module's tests start, in an environment without GPUs, which finds
-    ``faulty_batches``; of that nothing is left.
-    """
+    """The mark of all that a module's tests start, without GPUs; of that nothing is left."""
     mark, folder = uuid.uuid4().hex, tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
@@ -55,7 +53,6 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def nodes(mark: str) -> Iterator[LocalCluster]:
-    """Three nodes of one CPU each, besides the head."""
     with local_cluster("1", "1", "1") as cluster:
         yield cluster
 
@@ -75,7 +72,6 @@ def processes_of_trials(mark: str) -> list[str]:
 
 
 def commands_under(mark: str) -> dict[int, str]:
-    """The commands of all that was started under the mark, by process id."""
     found: dict[int, str] = {}
     for pid in marked(mark):
         with suppress(OSError):  # ended meanwhile
@@ -146,7 +142,6 @@ def holder_of_the_trial(mark: str) -> psutil.Process:
 
 
 def node_of(holder: psutil.Process) -> psutil.Process:
-    """What Ray runs on the node of such a process."""
     node = holder.parent()
     assert node is not None
     return node

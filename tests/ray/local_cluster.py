@@ -35,13 +35,10 @@ _HEALTH = {
 
 @dataclass
 class LocalCluster:
-    """A running cluster."""
-
     process: subprocess.Popen[str]
     address: str
 
     def add(self, node: str) -> None:
-        """Add a node."""
         _pipe(self.process.stdin).write(f"{node}\n")
         _pipe(self.process.stdin).flush()
         _pipe(self.process.stdout).readline()
@@ -49,7 +46,6 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(*nodes: str) -> Iterator[LocalCluster]:
-    """A cluster with such nodes."""
     process = subprocess.Popen(
         [sys.executable, __file__, *nodes],
         stdin=subprocess.PIPE,

@@ -1,6 +1,4 @@
-"""``highwater find --runner ray`` as a user types it: on three nodes, killed in mid-trial, told to
-stop, resumed.
-"""
+"""``highwater find --runner ray`` as a user types it."""
 
 import json
 import shlex

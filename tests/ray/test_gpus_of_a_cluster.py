@@ -56,9 +56,7 @@ def trial(number: int, gpus: int, **changes: object) -> TrialSpec:
     return QUESTION.trial(cell, 4096 + number)
 
 
-def test_each_trial_has_gpus_of_its_own_on_one_node_and_small_ones_share_it(
-    runner: RayRunner,
-) -> None:
+def test_each_trial_has_gpus_of_its_own_and_small_ones_share_a_node(runner: RayRunner) -> None:
     futures, held = [], []
     for number, gpus in enumerate((1, 1, 2, 4)):
         spec = trial(number, gpus)
@@ -71,15 +69,12 @@ def test_each_trial_has_gpus_of_its_own_on_one_node_and_small_ones_share_it(
     for future in futures:
         node, _, gpus = future.result(timeout=ENDS_S).reason.partition(":")
         taken[node].append(tuple(gpus.split(",")))
-    sizes = sorted(sorted(map(len, gpus)) for gpus in taken.values())
-    assert sizes == [[1, 1, 2], [4]]
+    assert sorted(sorted(map(len, gpus)) for gpus in taken.values()) == [[1, 1, 2], [4]]
     for gpus in taken.values():
         assert sorted(gpu for each in gpus for gpu in each) == ["0", "1", "2", "3"]
 
 
-def test_states_in_host_memory_have_a_node_to_themselves_and_no_more_gpus_than_they_take(
-    runner: RayRunner,
-) -> None:
+def test_states_in_host_memory_have_a_node_to_themselves(runner: RayRunner) -> None:
     Path(os.environ["FAULTS"], GO).touch()
     result = runner.submit(Launch(spec=trial(0, 2, offload="states"))).result(timeout=ENDS_S)
     assert len(result.reason.partition(":")[2].split(",")) == 2

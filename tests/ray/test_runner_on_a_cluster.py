@@ -1,6 +1,4 @@
-"""The runner of a Ray cluster: what every runner does, and what becomes of a trial whose process is
-killed, that has to wait, or for which there is no node.
-"""
+"""The runner of a Ray cluster: what every runner does."""
 
 import os
 import signal
@@ -59,9 +57,7 @@ class TestRayRunner(RunnerContract):
         return trial(self.model, 56, "faulty_batches:hanging")
 
 
-def test_a_trial_whose_process_is_killed_says_nothing_and_is_tried_on_another_node(
-    runner: RayRunner, model: Path, pause: Path, mark: str
-) -> None:
+def test_a_killed_trial_is_moved(runner: RayRunner, model: Path, pause: Path, mark: str) -> None:
     spec, found = paused(model, pause), []
     for attempt in (1, 2):
         future = runner.submit(Launch(spec=spec, attempt=attempt))
@@ -77,9 +73,7 @@ def test_a_trial_whose_process_is_killed_says_nothing_and_is_tried_on_another_no
     assert found[0] != found[1]
 
 
-def test_a_trial_waits_for_what_others_have_of_the_cluster(
-    runner: RayRunner, nodes: LocalCluster, model: Path
-) -> None:
+def test_a_trial_waits_for_the_cluster(runner: RayRunner, nodes: LocalCluster, model: Path) -> None:
     told: list[str] = []
     words = (sys.executable, "-c", _HOLD_ALL_NODES, nodes.address)
     pipe = subprocess.PIPE
@@ -103,15 +97,13 @@ def test_a_trial_too_large_for_every_node_is_refused(runner: RayRunner, model: P
 def test_when_the_process_that_drives_ray_dies_the_trial_ends_and_the_search_hears_of_it(
     nodes: LocalCluster, model: Path, pause: Path, mark: str, tmp_path: Path
 ) -> None:
-    own = runner_on(nodes, model, tmp_path)
-    future = own.submit(Launch(spec=paused(model, pause)))
+    future = runner_on(nodes, model, tmp_path).submit(Launch(spec=paused(model, pause)))
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
     # The youngest is the job itself, not its reaper.
     drivers = (
         pid for pid, words in commands_under(mark).items() if "highwater.trials.ray_runner" in words
     )
-    driver = max(drivers, key=lambda pid: psutil.Process(pid).create_time())
-    os.kill(driver, signal.SIGKILL)
+    os.kill(max(drivers, key=lambda pid: psutil.Process(pid).create_time()), signal.SIGKILL)
     with pytest.raises(MachineError, match="connection to the Ray cluster was lost"):
         future.result(timeout=GONE_S)
     assert wait_until(lambda: processes_of_trials(mark) == [], within_s=GONE_S)
@@ -127,8 +119,7 @@ def test_a_trial_whose_node_is_killed_says_nothing_and_is_tried_on_another(
     spec = paused(model, pause)
     future = runner.submit(Launch(spec=spec))
     assert wait_until(pause.with_name("hangs").exists, within_s=ENDS_S)
-    node = node_of(holder_of_the_trial(mark))
-    node.kill()
+    node_of(holder_of_the_trial(mark)).kill()
     result = future.result(timeout=LOST_S)
     assert result.outcome is Outcome.CRASHED
     assert not result.outcome.tells

@@ -1,6 +1,4 @@
-"""Advantages: of a group's documents, and of tokens by generalised advantage estimation, whitened
-over the step.
-"""
+"""Advantages of a group's documents, and of tokens by generalised advantage estimation."""
 
 from collections import defaultdict
 

@@ -1,6 +1,4 @@
-"""One thread: the models are tiny, and threads that wait for each other take fifty times as
-long.
-"""
+"""One thread: threads of tiny models that wait for each other take fifty times as long."""
 
 from collections.abc import Iterator
 

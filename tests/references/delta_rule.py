@@ -11,7 +11,6 @@ TAPS, EPSILON = 4, 1e-6
 
 
 def inputs(tokens: int, *, decay: float = 1.0, heads: DeltaHeads = HEADS) -> list[Tensor]:
-    """Random leaves; the state is scaled by exp(-decay) or so each token."""
     generator = torch.Generator().manual_seed(tokens)
 
     def numbers(*shape: int) -> Tensor:
@@ -60,7 +59,5 @@ def defined(leaves: list[Tensor], heads: DeltaHeads) -> Tensor:
 
 
 def by_documents(leaves: list[Tensor], lengths: tuple[int, ...], heads: DeltaHeads) -> Tensor:
-    """Every document alone."""
-    cut = [each.split(lengths) for each in leaves[:4]]
-    documents = zip(*cut, strict=True)
+    documents = zip(*[each.split(lengths) for each in leaves[:4]], strict=True)
     return torch.cat([defined([*document, *leaves[4:]], heads) for document in documents])

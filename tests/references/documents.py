@@ -32,8 +32,7 @@ class Document:
         """Positions of trained tokens; the first token of a document is predicted by nothing, so it
         is never one.
         """
-        positions = torch.arange(1, len(self.ids))
-        return positions[self.labels[1:] != IGNORED]
+        return torch.arange(1, len(self.ids))[self.labels[1:] != IGNORED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +65,7 @@ def predictions(model: nn.Module, document: Document, *, router: bool = False) -
 
 
 def scores(model: nn.Module, document: Document) -> Tensor:
-    """Score of every token of a document by a backbone with a head of one output, shape
-    (tokens,).
-    """
+    """Score of every token of a document by a backbone with a head of one output, (tokens,)."""
     with float32_casts_lifted():
         hidden = model.model(input_ids=document.ids[None], use_cache=False).last_hidden_state
         return model.score(hidden)[0, :, 0]

@@ -1,6 +1,4 @@
-"""The loss of a whole step for each objective, as one differentiable number: documents run alone,
-sums over all of them.
-"""
+"""The loss of a whole step for each objective, as one differentiable number."""
 
 from dataclasses import dataclass
 

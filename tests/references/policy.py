@@ -1,6 +1,4 @@
-"""Losses of single tokens: the clipped policy's, the critic's, and estimates of the divergence from
-a reference model.
-"""
+"""Losses of single tokens: the clipped policy's, the critic's; estimates of the divergence."""
 
 import torch
 from torch import Tensor
@@ -43,8 +41,6 @@ def divergence(logprobs: Tensor, reference_logprobs: Tensor, *, estimator: str) 
 def clipped_value(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.5
 ) -> Tensor:
-    """The larger squared error of a value and of the value held within ``clip`` of what it was, of
-    each token.
-    """
+    """The larger squared error of a value and of the value held within ``clip`` of what it was."""
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     return torch.maximum((values - returns) ** 2, (held - returns) ** 2)

@@ -1,6 +1,4 @@
-"""The routers' auxiliary loss: how far the load of experts is from even, of one document and of a
-step.
-"""
+"""The routers' auxiliary loss."""
 
 import torch
 from torch import Tensor

@@ -6,7 +6,6 @@ import torch
 from references.advantages import generalised, standardised_in_groups, whitened
 
 EXACT = 1e-14
-"""Relative: a few roundings of float64."""
 
 
 def test_a_group_is_standardised_by_its_unbiased_deviation_wherever_its_documents_stand():

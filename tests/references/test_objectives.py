@@ -1,6 +1,4 @@
-"""Losses of a whole step against Hugging Face's own and against what must follow from the
-definitions.
-"""
+"""Losses of a whole step against Hugging Face's own and what follows from the definitions."""
 
 import math
 
@@ -202,7 +200,6 @@ def test_whitened_on_policy_the_loss_is_zero_and_its_gradient_is_not():
 def test_the_critic_is_moved_by_half_the_squared_error_to_its_returns():
     critic, step = scoring_model(dense(), seed=2), documents([8], reward=[1.5])
     _, loss = proximal(language_model(dense()), critic, step)
-    assert loss is not None
     values = scores(critic, step[0])[2:7]  # tokens 3 to 7, each scored one token earlier
     later, after, returns = 0.0, 0.0, []
     for index, value in reversed(list(enumerate(values.tolist()))):

@@ -1,6 +1,4 @@
-"""Losses of single tokens against numbers worked out by hand, identities of the papers, and where
-their gradients vanish.
-"""
+"""Losses of single tokens against numbers worked out by hand, identities of the papers."""
 
 import math
 
@@ -18,7 +16,6 @@ def of_log_ratio(log_ratio: float, advantage: float) -> tuple[float, float]:
         logprob, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
     )
     loss.sum().backward()
-    assert logprob.grad is not None
     return loss.item(), logprob.grad.item()
 
 
@@ -135,5 +132,4 @@ def test_the_value_loss_worked_out_by_hand():
     loss = clipped_value(values, old, returns)
     assert loss.tolist() == [4.0, 2.25, 0.25]
     loss.sum().backward()
-    assert values.grad is not None
     assert values.grad.tolist() == [-4.0, 0.0, 0.0]

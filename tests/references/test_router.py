@@ -1,6 +1,4 @@
-"""The routers' loss against transformers' own and against loads whose value is known; a model whose
-casts are lifted is float64 throughout.
-"""
+"""The routers' loss against transformers' own and against loads whose value is known."""
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from references.tiny import dense, documents, language_model, with_experts
 from references.wide import float32_casts_lifted
 
 IN_FLOAT32 = 2e-6
-"""Relative: transformers' function sums in float32."""
 
 
 def test_an_even_router_costs_the_number_of_experts_a_token():

@@ -1,17 +1,10 @@
-"""Tiny Hugging Face models in float64, dense and with experts, as language models and with a score
-head.
-"""
+"""Tiny Hugging Face models in float64, dense and with experts, language models and score heads."""
 
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
 
 from references.documents import Document
 from references.wide import float32_casts_lifted
@@ -28,23 +21,23 @@ SIZES: dict[str, Any] = {
 }
 
 
-def dense() -> LlamaConfig:
-    return LlamaConfig(**SIZES)
+def dense() -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(**SIZES)
 
 
-def with_experts() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
+def with_experts() -> transformers.Qwen3MoeConfig:
+    return transformers.Qwen3MoeConfig(
         **SIZES, head_dim=8, moe_intermediate_size=12, num_experts=6, num_experts_per_tok=2
     )
 
 
 def language_model(config: Any, *, seed: int = 0) -> nn.Module:
-    return _built(AutoModelForCausalLM, config, seed)
+    return _built(transformers.AutoModelForCausalLM, config, seed)
 
 
 def scoring_model(config: Any, *, seed: int = 0) -> nn.Module:
     config.num_labels = 1
-    return _built(AutoModelForSequenceClassification, config, seed)
+    return _built(transformers.AutoModelForSequenceClassification, config, seed)
 
 
 def _built(of: Any, config: Any, seed: int) -> nn.Module:

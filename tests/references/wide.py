@@ -1,6 +1,4 @@
-"""Float64 throughout: transformers' code that casts to float32 inside computes in float64
-instead.
-"""
+"""Float64 throughout: transformers' casts to float32 compute in float64 instead."""
 
 import sys
 from collections.abc import Callable

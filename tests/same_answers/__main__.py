@@ -33,7 +33,6 @@ PROCESSES = 2
 
 
 def run() -> int:
-    """Answer all questions; compare where asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--against", type=Path)
@@ -87,7 +86,6 @@ def answers(folder: Path, runs: Path, only: str) -> Iterator[tuple[str, Any]]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Print what is answered otherwise; returns 1 where anything is."""
     other = sorted(name for name in before | after if before.get(name) != after.get(name))
     for question in other:
         if question not in after or question not in before:

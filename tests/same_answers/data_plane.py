@@ -1,6 +1,4 @@
-"""What is asked of the data plane in Python, by one process, which imports torch once: tokens of
-every kind of record, the Trainer in a loop of one's own, public names.
-"""
+"""What is asked of the data plane in Python, by one process, which imports torch once."""
 
 import gzip
 import importlib
@@ -64,7 +62,6 @@ def private(name: str) -> Any:
 
 
 def corpus(data: Path, place: Path, tokenizer: Path | None, objective: str, **how: Any) -> Path:
-    """The folder with the tokens of some data."""
     order = private("CorpusOrder")(
         data=(str(data.absolute()),),
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -82,7 +79,6 @@ def corpus(data: Path, place: Path, tokenizer: Path | None, objective: str, **ho
 
 
 def tokens(directory: Path, place: Path) -> dict[str, Any]:
-    """Ids, and which of them are trained; of everything in the folder what it holds."""
     numbers = {
         name: array(kind, (directory / f"{name}.bin").read_bytes())
         for name, kind in (("ids", "H"), ("trained", "B"))
@@ -92,9 +88,7 @@ def tokens(directory: Path, place: Path) -> dict[str, Any]:
 
 
 def formats(place: Path) -> Iterator[Asked]:
-    """Yield a name, its data, a template and an objective for each record of tests/data, each file
-    of people's own data, and each other format.
-    """
+    """Yield a name, its data, a template and an objective for each record and format."""
     for line in (DATA / "records/records.jsonl").read_text("utf-8").splitlines():
         case = json.loads(line)
         data = place / f"{case['id']}.json{'' if isinstance(case['record'], list) else 'l'}"
@@ -154,7 +148,6 @@ def tokenizer(folder: Path, template: str | None) -> Path:
 
 
 def loop(place: Path, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Two steps of a Trainer, what it evaluates, and what it saves."""
     from highwater.engine import Trainer
 
     rows = [[[(3 * at + row) % 512 for at in range(100)]] for row in range(2)]

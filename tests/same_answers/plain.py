@@ -81,7 +81,6 @@ def structure(value: Any) -> Any:
 
 
 def document(said: str) -> Any:
-    """JSON, lines of JSON, or the text that it is."""
     for read in (json.loads, lambda lines: [json.loads(line) for line in lines.splitlines()]):
         try:
             return structure(read(said))

@@ -1,6 +1,4 @@
-"""Questions that take torch: real trials and trainings of a tiny model on the CPU, each in
-processes of its own, and all that one process can answer in Python (``data_plane``).
-"""
+"""Questions that take torch."""
 
 import json
 import shlex
@@ -127,7 +125,6 @@ def tried(name: str, words: list[str], place: Path) -> Answers:
 
 
 def data_plane(folder: Path, runs: Path) -> Answers:
-    """What one process answers that imports torch once."""
     place, out = folder / "data-plane", folder / "data-plane.json"
     place.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("data_plane.py")), str(out)]

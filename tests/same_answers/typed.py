@@ -1,6 +1,4 @@
-"""Questions that are typed and answered without torch, in this process; and what is asked in
-Python: public names, keys of recorded studies.
-"""
+"""Questions that are typed and answered without torch, in this process."""
 
 import importlib
 import inspect
@@ -176,7 +174,6 @@ def answers(folder: Path, only: str) -> Iterator[tuple[str, Any]]:
 
 
 def typed_answer(words: list[str], place: Path) -> dict[str, Any]:
-    """What one command prints, and how it ends."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), patch.object(sys, "argv", words):
         try:
@@ -207,7 +204,6 @@ def flags(told: str) -> dict[str, list[str]]:
 
 
 def run(program: str) -> Any:
-    """Run a program as its users do: `python -m highwater`, or what pyproject.toml installs."""
     if program == "highwater":
         return runpy.run_module("highwater", run_name="__main__", alter_sys=True)
     scripts = tomllib.loads(Path("pyproject.toml").read_text())["project"]["scripts"]

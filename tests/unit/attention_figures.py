@@ -3,20 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from highwater.nouns.attention_bench import (
-    AttentionBench,
-    BenchCheck,
-    BenchMachine,
-    BenchOrder,
-    BenchResult,
-    BenchRow,
-    Direction,
-    Mode,
-    NotRun,
-)
+from highwater.nouns import attention_bench as nouns
 from highwater.units import GIB, MIB
 
-BOTH: tuple[Direction, ...] = ("forward", "forward+backward")
+BOTH: tuple[nouns.Direction, ...] = ("forward", "forward+backward")
 
 
 def row(
@@ -25,11 +15,11 @@ def row(
     time_s: float | None = None,
     peak: int | None = None,
     *,
-    result: BenchResult = "fits",
-    mode: Mode = "single",
-    direction: Direction = "forward",
+    result: nouns.BenchResult = "fits",
+    mode: nouns.Mode = "single",
+    direction: nouns.Direction = "forward",
     **more: Any,
-) -> BenchRow:
+) -> nouns.BenchRow:
     """A case; without a time one that did not fit."""
     if time_s is not None:
         after_qkv, reserved = (peak or 0) // 3, (peak or 0) + MIB
@@ -38,18 +28,18 @@ def row(
         kept_share = 0.05 if "sparse" in implementation else 1.0
         more = {"time_s": time_s, "passes": 3, "kept_share": kept_share, **peaks, **more}
     case = {"implementation": implementation, "mode": mode, "direction": direction}
-    return BenchRow(**case, length_tokens=length, result=result, **more)
+    return nouns.BenchRow(**case, length_tokens=length, result=result, **more)
 
 
 def bench(
-    rows: Iterable[BenchRow],
+    rows: Iterable[nouns.BenchRow],
     *,
-    checks: tuple[BenchCheck, ...] = (),
-    not_run: tuple[NotRun, ...] = (),
-    machine: BenchMachine | None = None,
+    checks: tuple[nouns.BenchCheck, ...] = (),
+    not_run: tuple[nouns.NotRun, ...] = (),
+    machine: nouns.BenchMachine | None = None,
     is_whole: bool = True,
     **order: Any,
-) -> AttentionBench:
+) -> nouns.AttentionBench:
     """A benchmark on one GPU of 80 GiB, or as ``order`` says."""
     rows = tuple(rows)
     directions = tuple(each for each in BOTH if any(row.direction == each for row in rows))
@@ -61,16 +51,15 @@ def bench(
         "command": ("highwater", "bench", "attention"),
     }
     made |= {"checks": checks, "rows": rows, "not_run": not_run, "is_whole": is_whole}
-    return AttentionBench(
+    return nouns.AttentionBench(
         **made,
-        order=BenchOrder(**asked),
+        order=nouns.BenchOrder(**asked),
         machine=machine or card("NVIDIA H100 80GB HBM3", 79 * GIB),
     )
 
 
-def card(name: str, total: int) -> BenchMachine:
-    """A GPU."""
-    return BenchMachine(
+def card(name: str, total: int) -> nouns.BenchMachine:
+    return nouns.BenchMachine(
         device_name=name,
         memory_total_bytes=total,
         outside_bytes=512 * MIB,
@@ -81,8 +70,7 @@ def card(name: str, total: int) -> BenchMachine:
 
 def measured(
     implementation: str, lengths: Iterable[int], *, token_s: float, token_bytes: int, **more: Any
-) -> list[BenchRow]:
-    """Cases whose time and peak are linear in the length."""
+) -> list[nouns.BenchRow]:
     return [
         row(implementation, length, token_s * length, token_bytes * length, **more)
         for length in lengths

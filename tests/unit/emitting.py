@@ -26,8 +26,7 @@ FILES = {
 }  # fmt: skip
 """Each target's file, of which VERSION is of the package that it was recorded from."""
 OF_OURS = ("trl", "accelerate", "axolotl", "llamafactory", "ms-swift")
-"""Targets whose configuration is made of our engine's recommendations here, which have settings
-that theirs have not: a prediction of its own has words for everything."""
+"""Targets whose configurations are of our engine's recommendations here."""
 _LISTS = ("ulysses", "ring", "copies")
 _KINDS = {
     "int": (int,),

@@ -1,6 +1,4 @@
-"""HTML as tests of pages read it: elements, attributes, texts and rows; what is not well formed
-fails. And the rows of tables in Markdown.
-"""
+"""HTML as tests of pages read it: elements, attributes, texts and rows."""
 
 import re
 from html.parser import HTMLParser

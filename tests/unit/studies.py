@@ -1,6 +1,4 @@
-"""Studies that tests of reports share: real ones, and ones with outcomes and texts that a test asks
-for.
-"""
+"""Studies that tests of reports share: real ones, and ones with what a test asks for."""
 
 import os
 import re
@@ -13,10 +11,9 @@ from highwater.nouns.study import STUDY_SCHEMA_VERSION, RecordedTrial, Study
 from highwater.nouns.trial import Failure, LogEnd, Outcome, TrialResult
 from highwater.pages.study_report import StudyReport, assembled
 from highwater.store.journal import read_study
-from places import question_of
+from places import FOUND, question_of
 from trial_specs import rank_that_used
 
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 REAL = sorted(FOUND.glob("*.jsonl"))
 HOSTILE = (
     '"><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 '
@@ -31,7 +28,6 @@ CELL = QUESTION.cells[0]
 
 
 def real_report(name: str) -> StudyReport:
-    """The report of a study of docs/results/find."""
     return report_of(read_study(FOUND / f"{name}.jsonl"))
 
 
@@ -59,16 +55,13 @@ def trial(
 
 
 def study_of(*trials: RecordedTrial, **changes: object) -> Study:
-    """A study without an answer yet."""
     return msgspec.structs.replace(
         Study(path="study.jsonl", question=QUESTION, trials=trials), **changes
     )
 
 
 def hostile_study() -> Study:
-    """A real study, every text of which somebody else has written; what names settings is left as
-    it is.
-    """
+    """A real study, every text of which somebody else has written."""
     texts = (
         *("name", "model_name", "directory", "model_directory", "device_name", "reason", "text"),
         *("phase", "log_path", "path", "hint", "command", "versions", "notes", "torch"),
@@ -84,8 +77,7 @@ def hostile_study() -> Study:
     fields = change(msgspec.to_builtins(read_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")), "")
     assert isinstance(fields, dict)
     fields["notes"] = [HOSTILE]
-    answers = fields["answers"]
-    answers[0]["contradictions"] = [HOSTILE]
+    fields["answers"][0]["contradictions"] = [HOSTILE]
     return msgspec.convert(fields, Study)
 
 

@@ -1,6 +1,4 @@
-"""A trial that accelerate launches: the command as it is typed and started, what its file says over
-the user's own, and what is refused.
-"""
+"""A trial that accelerate launches."""
 
 import json
 from pathlib import Path
@@ -13,7 +11,7 @@ import yaml
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model
-from highwater.nouns.foreign_request import launched_command, program_of
+from highwater.nouns.foreign_request import program_of
 from highwater.nouns.plan import plan
 from highwater.nouns.request import Request, request_from
 from highwater.nouns.settings import Settings
@@ -49,21 +47,7 @@ def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> Tria
 
 
 def written(spec: TrialSpec, **base: Any) -> TrialFiles:
-    shape = load_model(spec.model_directory).shape
-    return launcher_file(spec, shape, base, source="own.yaml")
-
-
-@pytest.mark.parametrize(
-    ("typed", "program", "words"),
-    [
-        ("train.py {length}", "accelerate", ("train.py", "{length}")),
-        ("accelerate launch train.py", "accelerate", ("train.py",)),
-        ("/a/bin/accelerate launch train.py x", "/a/bin/accelerate", ("train.py", "x")),
-        ("-m package --len 3", "accelerate", ("-m", "package", "--len", "3")),
-    ],
-)
-def test_a_command_is_a_script_or_the_whole_launch(typed, program, words):
-    assert launched_command(tuple(typed.split())) == (program, words)
+    return launcher_file(spec, load_model(spec.model_directory).shape, base, source="own.yaml")
 
 
 @pytest.mark.parametrize(
@@ -136,19 +120,15 @@ def test_a_setting_that_is_named_is_the_trials():
     assert found.config["fsdp_config"]["fsdp_offload_params"] is True
 
 
-def test_fsdp1_in_the_users_file_is_told():
+def test_fsdp1_and_other_ways_to_share_in_the_users_file_are_told():
     theirs = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": False}
     found = written(trial(), distributed_type="FSDP", fsdp_config=theirs)
     assert found.config["fsdp_config"]["fsdp_version"] == 2
     assert any("--strategy fsdp`" in note for note in found.notes)
     assert not written(trial(strategy="fsdp"), fsdp_config=theirs).notes
-
-
-def test_another_way_to_share_states_stays():
     found = written(trial(layout={"gpus": 2}), **DDP)
     assert found.config["distributed_type"] == "MULTI_GPU"
-    assert found.config["mixed_precision"] == "fp16"
-    assert found.config["num_processes"] == 2
+    assert (found.config["mixed_precision"], found.config["num_processes"]) == ("fp16", 2)
     assert "fsdp_config" not in found.config
     assert found.notes == ("states are shared by own.yaml's MULTI_GPU, not by FSDP",)
 
@@ -210,8 +190,7 @@ def test_a_directory_that_is_whole_is_opened_as_it_is(tmp_path, monkeypatch):
     (whole / "config.json").write_bytes(shape.read_bytes())
     (whole / "tokenizer.json").write_text("{}")
     header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
-    content = len(header).to_bytes(8, "little") + header + b"\0\0"
-    (whole / "model.safetensors").write_bytes(content)
+    (whole / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     words, _ = prepared(tmp_path, model=str(whole))
     assert str(whole) in words
     assert not (tmp_path / "cache").exists()
@@ -227,9 +206,7 @@ def test_notes_say_what_is_trained_and_who_recomputes():
     assert check_foreign([by_itself.trial(by_itself.cells[0], 8192)]) == ()
 
 
-def test_a_script_or_a_program_that_is_not_here_is_told_before_the_first_trial(
-    tmp_path, monkeypatch
-):
+def test_a_script_or_a_program_that_is_not_here_is_told_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "accelerate"
     program.write_text("#!/bin/sh\n")

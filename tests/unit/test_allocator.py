@@ -1,11 +1,8 @@
-"""The simulated caching allocator: what PyTorch's code says of small cases, and what holds of any
-sequence.
-"""
+"""The simulated caching allocator: what PyTorch's code says of small cases."""
 
 import gzip
 import json
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -23,7 +20,7 @@ from highwater.memory.trace.allocator import (
 from highwater.memory.trace.replay import replay
 from highwater.nouns.events import EventLog
 from highwater.units import GIB, KIB, MIB
-from places import script
+from places import RESULTS, script
 
 SIZES = st.one_of(
     st.integers(1, 2 * MIB),
@@ -36,9 +33,7 @@ KINDS = [pytest.param(False, id="native"), pytest.param(True, id="expandable")]
 
 
 def follow(allocator: CachingAllocator, steps: list[tuple[int, int, int]]) -> list[int]:
-    """Take the steps; returns the handles that are alive at the end. Raises CapacityError. Checks
-    what holds at every step.
-    """
+    """Take the steps; returns the handles that are alive at the end. Raises CapacityError."""
     alive: list[int] = []
     asked: dict[int, int] = {}
     for size, which, stream in steps:
@@ -58,8 +53,7 @@ def test_a_native_block_is_split_only_where_more_than_a_mebibyte_is_left(asked, 
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(12 * MIB))
     allocator.allocate(asked)
-    assert allocator.allocated_bytes == allocated
-    assert allocator.reserved_bytes == 12 * MIB
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, 12 * MIB)
 
 
 def test_blocks_of_another_stream_are_not_taken():
@@ -72,8 +66,7 @@ def test_blocks_of_another_stream_are_not_taken():
 def test_a_split_native_segment_cannot_be_given_back_and_free_pages_can():
     for is_expandable in (False, True):
         allocator = CachingAllocator(is_expandable=is_expandable, capacity_bytes=100 * MIB)
-        large = allocator.allocate(60 * MIB)
-        allocator.free(large)
+        allocator.free(allocator.allocate(60 * MIB))
         allocator.allocate(2 * MIB)  # cut out of what was the large one's
         if is_expandable:
             allocator.allocate(80 * MIB)
@@ -181,7 +174,7 @@ def test_memory_that_runs_short_waits_for_what_other_streams_use(is_expandable):
     assert not allocator.is_held(lent)
 
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "results" / "lab" / "histories.py"
+SCRIPT = RESULTS / "lab" / "histories.py"
 TOLD = json.loads(gzip.decompress(SCRIPT.with_suffix(".json.gz").read_bytes()))
 SEQUENCES = [pytest.param(name, case, id=name) for name, case in TOLD["random"].items()]
 TRIALS = [pytest.param(name, case, id=name) for name, case in TOLD["trials"].items()]
@@ -201,8 +194,7 @@ def merge_expandable(self, block, neighbour, merge=CachingAllocator._merge):
 
 def test_the_histories_hold_what_is_to_be_agreed_upon():
     real = [histories.recorded(case) for case in TOLD["random"].values()]
-    assert len(real) == 16
-    assert len(TRIALS) == 6
+    assert (len(real), len(TRIALS)) == (16, 6)
     assert all(len(each.reserved) == 3000 for each in real)
     assert sum(each.retries for each in real) == 53
     ran_out = [case["out_of_memory"] for case in TOLD["random"].values()]
@@ -213,10 +205,8 @@ def test_the_histories_hold_what_is_to_be_agreed_upon():
 @pytest.mark.parametrize(("name", "case"), SEQUENCES)
 def test_reserved_and_allocated_bytes_are_the_real_ones_after_every_step(name, case):
     ours, real = histories.simulated(name, case), histories.recorded(case)
-    assert ours.reserved == real.reserved
-    assert ours.allocated == real.allocated
-    assert ours.ran_out == real.ran_out
-    assert ours.retries == real.retries
+    assert (ours.reserved, ours.allocated) == (real.reserved, real.allocated)
+    assert (ours.ran_out, ours.retries) == (real.ran_out, real.retries)
 
 
 @pytest.mark.parametrize(("name", "case"), TRIALS)

@@ -1,10 +1,7 @@
-"""The sentence that an answer begins with, whose every number is the answer's; and ``find`` and
-``predict`` answer one question alike.
-"""
+"""The sentence that an answer begins with, whose every number is the answer's."""
 
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,7 +29,7 @@ from highwater.pages.table import TextTable, plain_table
 from highwater.store.journal import read_study
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import format_bytes, format_seconds, format_tokens
-from places import question_of
+from places import FOUND, RESULTS, ROOT, question_of
 from tables import deep, table
 from trial_specs import answer_of, study_found
 
@@ -46,7 +43,6 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
     assert f"{format_bytes(best.headroom_bytes)} of each GPU left" in said
-    assert best.step is not None
     assert f" {format_seconds(best.step.time_s)} a step, " in said.partition("longest")[2]
     on_gpu = max(c.capacity_tokens for c in found.cells if not c.cell.settings.uses_host)
     assert said.endswith(f" On the GPUs alone: {format_tokens(on_gpu)}.")
@@ -71,9 +67,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
         ("Qwen3-4B", "H100", {"trainer": "trl", "objective": "grpo", "rollout": "vllm"}),
     ],
 )
-def test_the_first_line_is_a_sentence_of_thirty_words_and_the_rest_has_lines_of_its_own(
-    model, gpus, asked
-):
+def test_the_first_line_is_a_sentence_and_the_rest_has_lines_of_its_own(model, gpus, asked):
     said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
     first, *rest = in_lines(said).splitlines()
     assert len(first.split()) <= 30
@@ -102,19 +96,15 @@ def test_settings_are_said_in_words(asked, words):
     assert words in prediction_answer(found)
 
 
-def test_nothing_is_called_safe_that_leaves_less_than_was_asked_for():
+def test_safe_is_what_leaves_the_margin_and_was_not_measured():
     asked = {"length": "150k", "headroom": "30GiB", "offload": False}
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", **asked)
     fits = [row[2] for row in prediction_table(found, is_whole=True).rows]
     for cell, said in zip(found.cells, fits, strict=True):
         assert (said == "safe") == bool(cell.capacity_tokens)
     assert prediction_answer(found).startswith("No: ") == ("safe" not in fits)
-
-
-def test_what_trials_measured_is_neither_safe_nor_tight():
-    study = Path(__file__).parents[2] / "docs/results/find/qwen3-4b-card-full.jsonl"
+    study = ROOT / "docs/results/find/qwen3-4b-card-full.jsonl"
     found = recommend("Qwen3-4B", gpus="1xH200-141GB", length="128k", studies=[study])
-    assert found.chosen is not None
     assert (found.chosen.source, found.chosen.risk) == ("measured", None)
     said = recommendation_answer(found)
     assert said.startswith("Yes: ")
@@ -130,24 +120,19 @@ def answered(**changes: Any) -> Study:
     return Study(question=QUESTION, answers=(answer_of(CELL, **usual | changes),))
 
 
-def test_what_was_trained_comes_first_with_what_is_left_how_fast_and_what_ran_out():
-    said = study_answer(answered())
-    assert said == (
+def test_what_was_trained_comes_first_and_is_all_that_is_said_to_be():
+    assert study_answer(answered()) == (
         "Qwen3-0.6B trains up to 65,536 tokens on 1 x simulated GPU with 80.00 GiB, measured, with "
         "expandable segments, a chunked loss and YaRN. 3.00 GiB of each GPU is left; "
         "12,346 tokens/s; 69,632 ran out of memory."
     )
-
-
-def test_what_memory_holds_is_never_said_to_be_trained():
     proof = MemoryOnlyFit(length_tokens=131_072, peak_reserved_bytes=2**36, headroom_bytes=2**30)
     said = study_answer(answered(memory_only=proof, fails=135_168))
     assert said.startswith("Memory holds Qwen3-0.6B at 131,072 tokens on ")
     assert "by memory-only trials" in said
     assert "; trained in full was 65,536, at 12,346 tokens/s." in said
     assert "1.00 GiB of each GPU is left; 135,168 ran out of memory." in said
-    untrained = study_answer(answered(memory_only=proof, fits=None))
-    assert "no length was trained in full" in untrained
+    assert "no length was trained in full" in study_answer(answered(memory_only=proof, fits=None))
 
 
 @pytest.mark.parametrize(
@@ -182,11 +167,8 @@ def test_every_figure_of_a_recorded_study_is_one_of_its_own(path):
     assert format_tokens(longest) in said
 
 
-STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
-
-
-def test_a_search_that_was_ended_at_its_edge_knows_both_sides_of_it():
-    study = highwater.open_study(STUDIES / "edge-4b-1-chunked-offload.jsonl")
+def test_a_search_ended_at_its_edge_knows_both_sides_and_at_its_ceiling_one():
+    study = highwater.open_study(FOUND / "edge-4b-1-chunked-offload.jsonl")
     assert not study.answers
     in_full, memory_only = study_capacities(study)
     assert (in_full.capacity_tokens, memory_only.capacity_tokens) == (8_192, 286_720)
@@ -194,15 +176,12 @@ def test_a_search_that_was_ended_at_its_edge_knows_both_sides_of_it():
     assert memory_only.fits(286_720)
     assert memory_only.fits(290_000) is None
     assert memory_only.fits(294_912) is False
-
-
-def test_a_search_that_ended_at_its_ceiling_knows_of_no_length_that_does_not_fit():
-    (found,) = study_capacities(highwater.open_study(STUDIES / "qwen3-0.6b-79gib-chunked.jsonl"))
+    (found,) = study_capacities(highwater.open_study(FOUND / "qwen3-0.6b-79gib-chunked.jsonl"))
     assert (found.capacity_tokens, found.does_not_fit_tokens) == (262_144, None)
 
 
 def test_a_length_whose_own_trial_ran_out_of_memory_does_not_fit_whatever_longer_ones_did():
-    study = highwater.open_study(STUDIES / "qwen3-0.6b-79gib-full.jsonl")
+    study = highwater.open_study(FOUND / "qwen3-0.6b-79gib-full.jsonl")
     ended = [each for each in study.trials if each.result is not None]
     failed = next(each for each in ended if each.result.outcome is Outcome.OUT_OF_MEMORY)
     at_8192 = msgspec.structs.replace(failed.spec, length_tokens=8192)
@@ -234,9 +213,7 @@ def test_with_a_token_budget_nobody_knows_of_lengths_that_pack_more_than_what_fi
     assert any("may pack more tokens" in note for note in answer_table(study).footnotes)
 
 
-AGREEMENT = runpy.run_path(
-    str(Path(__file__).parents[2] / "docs" / "results" / "questions" / "agreement.py")
-)
+AGREEMENT = runpy.run_path(str(RESULTS / "questions" / "agreement.py"))
 """The recorded questions: what may be asked, and what the text of an answer says."""
 NAMED = (
     *({"ulysses": [1]}, {"loss": "chunked"}, {"loss": "full"}, {"offload": True}, {"ring": [2]}),
@@ -294,9 +271,7 @@ def check_texts_alike(found: str, predicted: str) -> None:
     objective=st.sampled_from(AGREEMENT["OBJECTIVES"]),
     more=st.sampled_from([{}, *NAMED]),
 )
-def test_a_dry_run_and_a_prediction_agree_on_every_number_that_both_print(
-    model, memory, gpus, lora, objective, more
-):
+def test_a_dry_run_and_a_prediction_agree_on_numbers(model, memory, gpus, lora, objective, more):
     named = {"objective": objective, **({} if lora is None else {"lora": lora}), **more}
     try:
         prediction = highwater.predict(model, gpus=gpus, gpu_memory=memory, **named)
@@ -328,8 +303,7 @@ def test_one_trial_of_a_dry_run_says_what_is_predicted_of_its_length(model, gpus
         rung["allocator"] = "expandable"
     on = {"gpus": [gpus], "device": "cuda", "memory": "80GiB", "dry_run": True}
     trial = highwater.run_trial(model, length, **on, **rung)
-    prediction = highwater.predict(model, gpus=gpus, gpu_memory="80GiB", length=length, **rung)
-    (cell,) = prediction.cells
+    (cell,) = highwater.predict(model, gpus=gpus, gpu_memory="80GiB", length=length, **rung).cells
     assert (trial.outcome is Outcome.FIT) == (cell.capacity_tokens > 0 or cell.risk == "tight")
     if trial.outcome is Outcome.FIT:
         assert trial.headroom_bytes == cell.headroom_bytes
@@ -356,7 +330,7 @@ def test_a_search_that_names_a_setting_tries_the_ends_of_what_is_left(named):
     check_alike(study, prediction)
 
 
-def test_a_search_of_several_degrees_tries_the_ends_of_each():
+def test_a_search_of_several_degrees_tries_the_ends_of_each_or_the_grid_as_named():
     ends = set()
     for ulysses in (1, 2):
         one = highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[ulysses])
@@ -364,9 +338,6 @@ def test_a_search_of_several_degrees_tries_the_ends_of_each():
     study = found("Qwen3-8B", "80GiB", 2, ulysses=[1, 2])
     assert {*study.question.cells} == ends
     check_alike(study, highwater.predict("Qwen3-8B", gpus=2, gpu_memory="80GiB", ulysses=[1, 2]))
-
-
-def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
     every = {"allocator": "native", "loss": "full", "offload": False, "activations": "gpu"}
     study = found("Qwen3-8B", "80GiB", 2, **every, ulysses=[1, 2])
     assert [cell.layout.ulysses_degree for cell in study.question.cells] == [1, 2]
@@ -376,8 +347,7 @@ def test_a_search_that_leaves_nothing_open_has_the_grid_as_it_is_named():
 def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_path):
     file = str(tmp_path / "study.jsonl")
     began = found("Qwen3-8B", "80GiB", 2, ulysses=[1], study=file)
-    again = found("Qwen3-8B", "80GiB", 2, study=file)
-    assert again.question.cells == began.question.cells
+    assert found("Qwen3-8B", "80GiB", 2, study=file).question.cells == began.question.cells
     with pytest.raises(HighwaterError):
         found("Qwen3-8B", "80GiB", 2, lora=8, study=file)
 
@@ -386,12 +356,9 @@ def test_a_study_is_gone_on_with_as_it_began_and_another_question_is_not(tmp_pat
     ("model", "gpus"),
     [("Qwen3-8B", "4xA100-80GB"), ("Llama-3.1-8B", "2xH100-80GB"), ("Qwen3-0.6B", "8xH200-141GB")],
 )
-def test_the_simplest_settings_of_the_native_length_come_first_and_are_the_first_that_train_it(
-    model, gpus
-):
+def test_the_simplest_settings_of_the_native_length_are_the_first_that_train_it(model, gpus):
     prediction = highwater.predict(model, gpus=gpus)
     simplest, native = prediction.native, prediction.native_length_tokens
-    assert simplest is not None
     assert simplest.capacity_tokens == native
     assert prediction_answer(prediction).startswith(f"{model} trains its native {native:,} tokens")
     for each in prediction.cells:
@@ -415,9 +382,7 @@ def test_no_native_length_is_said_to_train_where_none_does():
         ("8xA100-80GB", {"max_length": 40_960}, False, None),
     ],
 )
-def test_the_longest_is_marked_where_the_search_ends_it_and_says_how_far_yarn_stretches(
-    gpus, named, is_least, factor
-):
+def test_the_longest_is_marked_and_says_how_far_yarn_stretches(gpus, named, is_least, factor):
     prediction = highwater.predict("Qwen3-8B", gpus=gpus, **named)
     said = prediction_answer(prediction)
     assert ("The longest is ≥" in said) == is_least

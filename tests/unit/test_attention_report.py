@@ -1,6 +1,4 @@
-"""The report of a benchmark of attentions: tables and one line a use case follow from the figures,
-and nothing is told of what was not measured.
-"""
+"""The report of a benchmark of attentions."""
 
 import itertools
 import json
@@ -13,22 +11,10 @@ from attention_figures import BOTH, bench, measured, row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.nouns.attention_bench import (
-    LEAST_TOKENS,
-    AttentionBench,
-    BenchCheck,
-    BenchOrder,
-    NotRun,
-)
+from highwater.nouns import attention_bench as nouns
 from highwater.nouns.codec import to_json
 from highwater.nouns.trial import Device
-from highwater.pages.attention import (
-    attention_markdown,
-    bench_document,
-    longest_table,
-    predicted_table,
-    report_sections,
-)
+from highwater.pages import attention
 from highwater.pages.table import TextTable
 from highwater.recommendation.attention_summary import attention_summary, memory_fit
 from highwater.units import GIB, KIB, MIB
@@ -41,14 +27,13 @@ SECTIONS = [
 ]
 
 
-def tables(found: AttentionBench, section: str) -> list[TextTable]:
-    """The tables of a section."""
-    (those,) = [each.tables for each in report_sections(found) if each.title == section]
+def tables(found: nouns.AttentionBench, section: str) -> list[TextTable]:
+    (those,) = [each.tables for each in attention.report_sections(found) if each.title == section]
     return list(those)
 
 
-def answer(found: AttentionBench) -> str:
-    return bench_document(found).answer
+def answer(found: nouns.AttentionBench) -> str:
+    return attention.bench_document(found).answer
 
 
 def held(name: str = "dense", lengths: tuple[int, ...] = LENGTHS, token: int = 1024, **row: Any):
@@ -56,7 +41,7 @@ def held(name: str = "dense", lengths: tuple[int, ...] = LENGTHS, token: int = 1
     return measured(name, lengths, **{"token_s": 1e-6, "token_bytes": token, **row})
 
 
-def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
+def compared(*, sparse_s: float, sparse_longest: int) -> nouns.AttentionBench:
     """Dense attention to 65,536 tokens and a block-sparse one beside it."""
     lengths = tuple(each for each in (8192, *LENGTHS, 262_144) if each <= sparse_longest)
     ran_out = {"result": "ran out of memory", "reason": "CUDA out of memory"}
@@ -65,22 +50,16 @@ def compared(*, sparse_s: float, sparse_longest: int) -> AttentionBench:
     return bench([*dense, *sparse, row("block_sparse_5", 2 * lengths[-1], **ran_out)])
 
 
-def test_the_answer_is_the_longest_of_all_and_that_of_dense_attention():
+def test_the_answer_is_the_longest_of_all_and_costs_are_compared():
     sparse = "block_sparse_5 holds 262,144 tokens, forward, in 26.21 ms; dense 65,536 in 65.54 ms"
     assert answer(compared(sparse_s=1e-7, sparse_longest=262_144)) == sparse
     dense = "dense holds 65,536 tokens, forward, in 65.54 ms"
     assert answer(compared(sparse_s=4e-6, sparse_longest=32_768)) == dense
     nothing = bench([row("dense", 16_384, result="ran out of memory")])
     assert answer(nothing) == "no attention held any length, forward"
-
-
-def test_ratios_are_times_of_dense_attention_at_the_same_length():
     (table,) = tables(compared(sparse_s=1e-7, sparse_longest=262_144), "Ratio to dense")
     assert table.columns == ("implementation", "16,384", "32,768", "65,536")
     assert table.rows == (("block_sparse_5", "10", "10", "10"),)
-
-
-def test_memory_that_grows_with_the_square_has_bytes_per_pair():
     for power, factor, (token, pair) in ((1, 4096, ("4,096", "0")), (2, 4, ("0", "4"))):
         rows = [row("dense", length, 0.1, factor * length**power) for length in LENGTHS]
         table = tables(bench(rows), "Other GPUs, predicted")[-1]
@@ -91,7 +70,7 @@ def test_memory_that_grows_with_the_square_has_bytes_per_pair():
 def test_a_red_attention_is_told_and_has_no_number_anywhere():
     reason = "not equal to the reference, to 3e-02: output 4.1e-01 off"
     off = {"differences": {"output": 0.41}, "tolerance": 0.03, "reason": reason}
-    check = BenchCheck(implementation="dilated", mode="single", length_tokens=515, **off)
+    check = nouns.BenchCheck(implementation="dilated", mode="single", length_tokens=515, **off)
     red = row("dilated", None, result="red", reason=reason)
     found = bench([*held(), red], checks=(check,))
     (checks,) = tables(found, "Correctness")
@@ -101,13 +80,11 @@ def test_a_red_attention_is_told_and_has_no_number_anywhere():
         assert all(each.implementation != "dilated" for each in figures)
     (longest,) = [each for each in summary.longest if each.implementation == "dilated"]
     assert (longest.fits_tokens, longest.why, longest.row) == (None, "red", None)
-    lines = attention_markdown(found).splitlines()
-    told = next(line for line in lines if line.startswith("| dilated "))
-    assert re.findall(r"\d", told) == []
+    lines = attention.attention_markdown(found).splitlines()
+    assert re.findall(r"\d", next(line for line in lines if line.startswith("| dilated "))) == []
 
 
-def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> AttentionBench:
-    """Two GPUs, of which DataParallel makes so much, and a ring."""
+def parallel(gain: float, *, ends: bool = False, token_bytes: int = 1024) -> nouns.AttentionBench:
     two: dict[str, Any] = {"mode": "data parallel", "batch": 2, "gpus": 2}
     both = [row("dense", n, 2e-6 * n / gain, token_bytes * n, **two) for n in LENGTHS]
     ring = held("ring", (*LENGTHS, 262_144), token_bytes // 2, token_s=0.6e-6, mode="ring", gpus=2)
@@ -147,7 +124,9 @@ def test_nothing_is_advised_of_what_was_not_measured():
     found = bench(held(lengths=(1024, 2048, 4096)))
     cases = attention_summary(found).use_cases
     assert {(case.exact, case.sparse) for case in cases} == {(None, None)}
-    (lines,) = [each.lines for each in report_sections(found) if each.title == "What to use"]
+    (lines,) = [
+        each.lines for each in attention.report_sections(found) if each.title == "What to use"
+    ]
     assert len(lines) == 4, "one line a use case"
     assert all("none measured holds them" in line for line in lines)
 
@@ -161,7 +140,7 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled():
     assert reserved <= a100.memory_bytes - 512 * MIB < 1.125 * reserved
     assert not a100.is_least
     assert "V100" not in {each.gpu for each in summary.predicted}, "nobody has read its memory"
-    table = predicted_table(found, summary, "forward")
+    table = attention.predicted_table(found, summary, "forward")
     assert table.title.startswith("predicted: ")
     assert table.footnotes[0].startswith("predicted from peaks on NVIDIA H100 80GB HBM3; nothing ")
 
@@ -169,7 +148,7 @@ def test_other_gpus_are_predicted_by_the_formula_and_labelled():
 def test_nothing_is_predicted_far_past_what_was_measured():
     short = held("block_sparse_5", (512, 1024, 2048), 64)
     found = bench([*held(token=64 * KIB), *short], device="cpu")
-    table = predicted_table(found, attention_summary(found), "forward")
+    table = attention.predicted_table(found, attention_summary(found), "forward")
     assert table.columns[2:] == ("dense", "block_sparse_5", "DataParallel")
     assert {row[3] for row in table.rows} == {f"≥ {64 * 2048:,}"}
     assert not [row for row in table.rows if "≥" in row[2]]
@@ -179,22 +158,22 @@ def test_nothing_is_predicted_far_past_what_was_measured():
 @pytest.mark.parametrize("lengths", [(512, 1024), (512, 1024, 2048), (4096,), (256, 131_072)])
 def test_where_too_little_was_measured_a_report_says_so_and_has_no_row_of_least_lengths(lengths):
     found = bench(held(lengths=lengths, token=64))
-    assert predicted_table(found, attention_summary(found), "forward").rows == ()
-    sections = {section.title: section for section in report_sections(found)}
+    assert attention.predicted_table(found, attention_summary(found), "forward").rows == ()
+    sections = {section.title: section for section in attention.report_sections(found)}
     (said,) = sections["Other GPUs, predicted"].lines
     assert said.startswith("too little was measured ")
-    assert "| ≥" not in attention_markdown(found).partition("## Other GPUs")[2]
+    assert "| ≥" not in attention.attention_markdown(found).partition("## Other GPUs")[2]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_the_report_has_all_its_sections_in_order_however_much_was_measured(count):
     forward, both = (held(lengths=LENGTHS[:count], direction=each) for each in BOTH)
-    alone = NotRun(implementation="ring", mode="ring", reason="it takes two GPUs")
+    alone = nouns.NotRun(implementation="ring", mode="ring", reason="it takes two GPUs")
     found = bench([*forward, *both], not_run=(alone,))
-    markdown = attention_markdown(found)
+    markdown = attention.attention_markdown(found)
     assert re.findall(r"^## (.*)$", markdown, re.MULTILINE) == SECTIONS
     assert "2026-02-03T04:05:06" in markdown
-    notes = longest_table(found, attention_summary(found)).footnotes
+    notes = attention.longest_table(found, attention_summary(found)).footnotes
     assert "not run: ring: it takes two GPUs" in notes
 
 
@@ -217,7 +196,7 @@ def test_every_measured_figure_is_in_the_tables():
 
 
 def test_the_document_has_rows_and_what_follows_from_them_with_units_in_its_keys():
-    document = json.loads(to_json(bench_document(parallel(1.8))))
+    document = json.loads(to_json(attention.bench_document(parallel(1.8))))
     rows, summary = document["rows"], document["summary"]
     assert document["schema_version"] == 1
     keys = {(row["implementation"], row["mode"], row["length_tokens"]) for row in rows}
@@ -234,8 +213,7 @@ STARTS: dict[Device, int] = {"cpu": 512, "cuda": 4096}
 def searched(
     device: Device, most: int, fits: Callable[[int], bool], *, named: tuple[int, ...] = ()
 ) -> dict[int, bool]:
-    """Whether each length fits, in the order in which they were tried."""
-    order = BenchOrder(device=device, implementations=("dense",), lengths=named)
+    order = nouns.BenchOrder(device=device, implementations=("dense",), lengths=named)
     tried: dict[int, bool] = {}
     while (length := order.next_length(tried, most=most)) is not None:
         assert length not in tried, "no length is tried twice"
@@ -243,7 +221,9 @@ def searched(
     return tried
 
 
-@given(longest=st.integers(LEAST_TOKENS, LONGEST - 1), device=st.sampled_from(["cpu", "cuda"]))
+@given(
+    longest=st.integers(nouns.LEAST_TOKENS, LONGEST - 1), device=st.sampled_from(["cpu", "cuda"])
+)
 def test_what_memory_holds_is_found_to_an_eighth_of_its_doubling(longest, device):
     tried = searched(device, LONGEST, lambda length: length <= longest)
     longest_fit = max(length for length, fits in tried.items() if fits)
@@ -270,7 +250,6 @@ LENGTHS_ATTENTION_FIT = (4096, 8192, 16_384, 32_768, 49_152)
 def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
     lengths = LENGTHS_ATTENTION_FIT[:cut]
     fit = memory_fit([(length, overhead + token * length) for length in lengths])
-    assert fit is not None
     assert fit.bytes_per_token == pytest.approx(token, rel=1e-3)
     assert fit.overhead_bytes == pytest.approx(overhead, rel=1e-3, abs=KIB)
     assert fit.bytes_per_pair == 0
@@ -279,22 +258,13 @@ def test_a_linear_memory_is_found_again_with_its_overhead(overhead, token, cut):
 
 
 def fitted(peak: Callable[[int], int]):
-    """The law through such peaks."""
     fit = memory_fit([(length, peak(length)) for length in LENGTHS_ATTENTION_FIT])
     assert fit is not None
     return fit
 
 
-def test_a_square_is_only_there_where_a_line_does_not_do():
-    square = fitted(lambda length: 8 * length**2 + 1000 * length)
-    assert square.bytes_per_pair == pytest.approx(8, rel=1e-3)
-    assert square.bytes_per_token == pytest.approx(1000, rel=1e-2)
-    assert fitted(lambda length: 1000 * length + (length % 3) * 4096).bytes_per_pair == 0
-
-
 def test_no_term_is_below_zero_where_peaks_bend_the_other_way():
     fit = memory_fit([(1000, 5000), (2000, 7000), (4000, 9000), (8000, 10_000)])
-    assert fit is not None
     assert min(fit.overhead_bytes, fit.bytes_per_token, fit.bytes_per_pair) >= 0
     assert fit.largest_error > 0.05, "it says how far off it is"
 

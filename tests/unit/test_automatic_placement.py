@@ -1,6 +1,4 @@
-"""``--activations auto``: of one trial or training the fastest placement that fits, as trying both
-on paper says; of a prediction or a search both.
-"""
+"""``--activations auto``: the fastest placement that fits, as trying both on paper says."""
 
 import json
 import random
@@ -117,10 +115,8 @@ def test_a_training_takes_what_fits_and_goes_on_with_it(memory, placement, tmp_p
     named = {"model": "Qwen3-4B", "memory": memory, "loss": "chunked", "activations": "auto"}
     request = request_from(named, keywords=True)
     assert named_settings(request) == ("loss",), "auto names no placement"
-    asked = msgspec.structs.replace(ASKED, length=65_536)
-    chosen = chosen_trial(request, asked, machine).spec
-    assert chosen.settings.activations == placement
-    assert chosen.settings.loss == "chunked"
+    chosen = chosen_trial(request, msgspec.structs.replace(ASKED, length=65_536), machine).spec
+    assert (chosen.settings.activations, chosen.settings.loss) == (placement, "chunked")
     assert '"auto"' not in to_json(chosen.settings).replace('"rope":"auto"', "")
 
 

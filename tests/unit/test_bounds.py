@@ -1,6 +1,4 @@
-"""Sizes: no number, file or device that a user can name hangs a command or eats the machine; each
-is refused with a hint.
-"""
+"""Sizes: no number, file or device that a user can name hangs a command or eats the machine."""
 
 import os
 import random
@@ -61,8 +59,7 @@ def test_a_number_that_nobody_means_is_refused_at_once(words, capsys, tmp_path, 
 def test_the_finest_grid_that_is_read_is_searched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finest = ("--start-length", "2", "--resolution", "1", "--max-length", str(MOST_LENGTHS))
-    assert main((*DRY, *finest)) == 0
-    assert main((*DRY, *finest, "--token-budget", "64k")) == 0
+    assert (main((*DRY, *finest)), main((*DRY, *finest, "--token-budget", "64k"))) == (0, 0)
 
 
 @given(
@@ -159,9 +156,7 @@ def _odd(kind: str, folder: Path) -> Path:
         *("report", "profile", "guide", "guide.csv", "guide.json", "predict --constants", "model"),
     ],
 )
-def test_a_file_without_an_end_is_refused_wherever_one_is_named(
-    command, kind, capsys, tmp_path, monkeypatch
-):
+def test_a_file_without_an_end_is_refused_anywhere(command, kind, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = _odd(kind, tmp_path)
     name, _, suffix = command.partition(".")
@@ -218,9 +213,7 @@ def test_a_table_with_a_number_that_nobody_means_is_refused_at_once(row, tmp_pat
 
 
 def _mutated(text: str, draw: random.Random, pieces: tuple[str, ...]) -> str:
-    """Text with one or two pieces of it replaced, doubled, cut out, or followed by something
-    odd.
-    """
+    """Text with a piece or two of it replaced, doubled, cut out, or followed by something odd."""
     for _ in range(draw.randint(1, 2)):
         at = draw.randrange(len(text) + 1)
         end = min(len(text), at + draw.randrange(12))

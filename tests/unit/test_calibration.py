@@ -1,6 +1,4 @@
-"""Intervals: the stated share of exchangeable residuals is covered, by counting; constants of a
-machine are refused without a GPU and stand in the place of those that come along.
-"""
+"""Intervals: the stated share of exchangeable residuals is covered, by counting."""
 
 import json
 from collections.abc import Callable
@@ -56,12 +54,10 @@ from highwater.pages.prediction_tables import prediction_table
 from highwater.recommendation.user_measurements import own_constants
 from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
-from places import script
+from places import FOUND, RESULTS, ROOT, script
 from trial_specs import rank_that_used
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs" / "results"
-STUDY = RESULTS / "find" / "qwen3-0.6b-79gib-full.jsonl"
+STUDY = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 SHARES = st.floats(0.5, 2)
 COVERAGES = st.sampled_from([0.5, 0.6, 0.75, 0.8, 0.9, 0.95, 0.99])
 
@@ -89,9 +85,7 @@ def test_whichever_trial_comes_last_the_stated_share_of_them_is_covered(residual
 
 
 @given(st.lists(SHARES, min_size=1, max_size=60), COVERAGES, COVERAGES)
-def test_an_interval_never_shrinks_with_the_coverage_and_holds_the_prediction(
-    residuals, one, other
-):
+def test_an_interval_never_shrinks_with_coverage_and_holds_it(residuals, one, other):
     narrow, wide = (learned(residuals, coverage) for coverage in sorted((one, other)))
     assert wide.lower <= narrow.lower <= 1 <= narrow.upper <= wide.upper
     assert narrow.lower >= 0
@@ -121,19 +115,13 @@ def test_the_largest_prediction_that_fits_is_the_one_whose_upper_end_does(residu
     assert interval(most, factors).high_bytes <= room_bytes < interval(most + 1, factors).high_bytes
 
 
-def test_what_is_shipped_is_what_the_committed_results_say():
+def test_what_is_shipped_is_what_the_results_say_and_holds_every_trial():
     shipped = ROOT / "src" / "highwater" / "memory" / "interval" / "residuals.json"
     assert shipped.read_text() == script(RESULTS / "predict" / "residuals.py").text()
-
-
-def test_no_trial_that_is_held_out_is_shipped():
     rows = json.loads((RESULTS / "predict" / "traced.json").read_text())
     bundled = {each.trial for each in bundled_residuals()}
     assert bundled <= {key.rpartition("/")[2] for key, row in rows.items() if not row["held_out"]}
     assert len(bundled) >= 18
-
-
-def test_the_intervals_hold_every_trial_that_they_were_learned_from():
     by_kind: dict[tuple[str, str], list[float]] = {}
     for each in bundled_residuals():
         by_kind.setdefault((each.method, each.allocator), []).append(each.factor)
@@ -145,9 +133,6 @@ def test_the_intervals_hold_every_trial_that_they_were_learned_from():
 
 
 def another_gpu(folder: Path, share: float, **changes: str) -> Path:
-    """The study of trials that took this share of what an H200 measured, and more where they ran
-    out.
-    """
     path = folder / "mine.jsonl"
     lines = [json.loads(line) for line in STUDY.read_text().splitlines()]
     for line in lines:
@@ -167,8 +152,6 @@ def predicted(*studies: Path, **asked: Any) -> Prediction:
 def test_own_trials_move_the_interval(tmp_path):
     asked = {"allocator": "expandable", "loss": "full", "offload": False}
     alone, taught = predicted(**asked), predicted(another_gpu(tmp_path, 1.1), **asked)
-    assert alone.calibration is not None
-    assert taught.calibration is not None
     assert taught.calibration.own_trials == 1
     assert taught.calibration.device_names == ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
     (before,), (after,) = alone.calibration.factors, taught.calibration.factors
@@ -195,7 +178,6 @@ def test_enough_own_trials_make_the_coverage_by_counting():
     measured = range(near.predicted_bytes, near.predicted_bytes + 40)
     own = [msgspec.structs.replace(near, measured_bytes=each) for each in measured]
     found = calibrate(study.question, "formula", bundled=bundled, own=own).of("expandable")
-    assert found is not None
     assert not found.is_widened
     assert found.upper < max(each.factor for each in bundled if each.method == "formula")
 
@@ -207,9 +189,7 @@ def ran_out(given_bytes: int) -> TrialResult:
 
 def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
     spec = highwater.open_study(STUDY).trials[0].spec
-    missed = residual(spec, ran_out(80 * GIB), "formula", 78 * GIB)
-    assert missed is not None
-    assert missed.factor == 80 / 78
+    assert residual(spec, ran_out(80 * GIB), "formula", 78 * GIB).factor == 80 / 78
     assert residual(spec, ran_out(80 * GIB), "formula", 81 * GIB) is None
 
 
@@ -218,7 +198,7 @@ def test_a_trial_that_ran_out_counts_where_it_was_predicted_to_fit():
     [
         (lambda folder: another_gpu(folder, 1.0, highwater="0.0.1"), "is of highwater 0.0.1: this"),
         (lambda folder: simulated(folder), "is of simulated trials"),
-        (lambda folder: RESULTS / "find" / "README.md", "is not a study"),
+        (lambda folder: FOUND / "README.md", "is not a study"),
         (lambda folder: folder / "none.jsonl", "cannot be read"),
         (lambda folder: emptied(folder), "has no trial that says how much memory it used"),
     ],
@@ -239,14 +219,13 @@ def simulated(folder: Path) -> Path:
 
 
 def emptied(folder: Path) -> Path:
-    """A study whose search was killed in its first trial."""
     path, lines = folder / "emptied.jsonl", STUDY.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"trial_finished"' not in line))
     return path
 
 
 def test_both_sides_of_each_edge_are_traced_before_anything_else_and_no_more_than_the_most():
-    study = highwater.open_study(RESULTS / "find" / "grpo-0.6b-1.jsonl")
+    study = highwater.open_study(FOUND / "grpo-0.6b-1.jsonl")
 
     def chosen(question: Question) -> list[tuple[str, int]]:
         specs = (each.spec for each in worth_tracing(study, question))
@@ -278,19 +257,16 @@ def test_a_traced_trial_is_measured_against_its_replay_in_the_memory_that_it_was
 
     fit, failed = first(Outcome.FIT), first(Outcome.OUT_OF_MEMORY)
     found = taught(*fit, 50)
-    assert found is not None
     assert found.method == "trace"
     assert found.measured_bytes == fit[1].ranks[0].memory.device_used_bytes
     assert found.predicted_bytes == 50 * GIB + CONTEXT_BYTES["cuda"]
     assert taught(*fit, 100) is None, "the replay runs out"
     assert taught(*failed, 100) is None
     missed, budget = taught(*failed, 50), failed[1].ranks[0].budget
-    assert missed is not None
-    assert budget is not None
     assert missed.measured_bytes == budget.budget_bytes > missed.predicted_bytes
 
 
-H200 = ROOT / "docs" / "results" / "predict" / "constants-h200.json"
+H200 = RESULTS / "predict" / "constants-h200.json"
 CARD = Cluster(gpus=1, device_name="H200-141GB", device_bytes=140 * GIB)
 
 
@@ -323,7 +299,6 @@ def test_the_table_has_a_row_for_each_thing_and_a_column_for_each_count():
 
 
 def changed(change: Callable[[dict[str, Any]], object], folder: Path) -> Path:
-    """What was printed on H200s, changed."""
     document = json.loads(H200.read_text())
     change(document)
     path = folder / "constants.json"
@@ -332,14 +307,12 @@ def changed(change: Callable[[dict[str, Any]], object], folder: Path) -> Path:
 
 
 def grow(document: dict[str, Any]) -> None:
-    """The context of one GPU."""
     document["constants"][0]["readings"][0]["outside_bytes"] += 20 * GIB
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
-    document = json.loads(H200.read_text())
-    every = from_builtins(document["constants"], tuple[Constants, ...])
+    every = from_builtins(json.loads(H200.read_text())["constants"], tuple[Constants, ...])
     (read,) = (each for each in every if each.gpus == gpus)
     asked = {"gpus": f"{gpus}xH200-141GB", "ulysses": [gpus]}
     prediction = highwater.predict("Qwen3-8B", constants=H200, **asked)
@@ -354,7 +327,6 @@ def test_own_constants_are_in_the_place_of_those_that_come_along(gpus):
         assert bool(pinned) == cell.cell.settings.uses_host
         assert all(outside.pop(name) > 0 for name in pinned)
         assert outside == {name: size for name, size in own.items() if size}
-    assert prediction.memory_limit.constants is not None
     assert prediction.memory_limit.constants.device_name == "NVIDIA H200"
     assert from_json(to_json(prediction), Prediction) == prediction
 
@@ -399,7 +371,6 @@ def test_a_replay_has_the_workspaces_that_cublas_was_seen_to_take():
     for constants, workspaces in ((None, 64 * MIB), (machine_constants((seen,)), 40 * MIB)):
         limit = MemoryLimit(device_bytes=40 * GIB, constants=constants)
         (found,) = predict_traced(question, limit, empty)
-        assert found.replayed is not None
         assert found.replayed.peak_allocated_bytes == workspaces
 
 

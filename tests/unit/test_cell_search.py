@@ -45,7 +45,6 @@ def events_of(question: Question, law: Law) -> list[SearchEvent]:
 
 
 def tried_in(events: list[SearchEvent]) -> dict[int, Outcome]:
-    """The outcome of each length that was tried."""
     ended = [event for event in events if isinstance(event, TrialFinished)]
     return {event.spec.length_tokens: event.result.outcome for event in ended}
 
@@ -55,9 +54,7 @@ def answers_of(question: Question, law: Law) -> list[CellAnswer]:
 
 
 def in_turn(outcomes: dict[int, list[Outcome]], otherwise: Law) -> Law:
-    """A law that answers some lengths (thousands of tokens) from a list, launch by launch, before
-    it is lawful.
-    """
+    """A law that answers some lengths (thousands of tokens) from a list before it is lawful."""
     left = {index * STEP: list(told) for index, told in outcomes.items()}
 
     def law(spec: TrialSpec) -> int | Outcome:
@@ -92,7 +89,6 @@ def test_every_answer_is_a_pair_of_trials_one_that_fit_and_the_next_that_did_not
 
 
 def bound(index: int) -> float:
-    """Trials that a capacity at this index of the grid may take without a hint."""
     return 2 * math.log2(index) + 2 if index else 1
 
 
@@ -109,12 +105,8 @@ CELLS = tuple(
     st.floats(1e-3, 1e15),
     st.integers(1, 400),
 )
-def test_whatever_is_learned_a_monotone_law_takes_the_bounds_trials_and_the_price_of_a_hint(
-    capacities, fixed_bytes, bytes_per_token, memory_gib
-):
-    """Every cell has a capacity of its own, which has nothing to do with the guess or with the
-    other cells.
-    """
+def test_a_monotone_law_takes_few_trials(capacities, fixed_bytes, bytes_per_token, memory_gib):
+    """Every cell has a capacity of its own, unlike the guess's or the other cells'."""
     known = dict(zip(CELLS, capacities, strict=True))
 
     def law(spec: TrialSpec) -> Outcome:
@@ -171,12 +163,8 @@ def test_each_trial_is_announced_then_finished_and_the_answer_comes_last():
     proof=st.sampled_from([{"proof": "full"}, {"proof": "memory", "timeout_s": 300.0}]),
     expected=st.none() | st.integers(0, GRID_SIZE * STEP),
 )
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
-    budget, held, sharded, method, proof, expected
-):
-    """Shorter lengths fill it: they take more memory than one that leaves almost half of it
-    empty.
-    """
+def test_a_token_budget_hides_no_length_that_fits(budget, held, sharded, method, proof, expected):
+    """Shorter lengths fill it, and take more memory than one that leaves almost half empty."""
     layout = Layout(gpus=sharded, ulysses_degree=sharded)
     cell = Cell(layout=layout, settings=Settings(token_budget_tokens=budget))
     question = ask(cells=(cell,), method=method, **proof)
@@ -193,9 +181,7 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_that_fits(
     held=st.integers(1, 2 * GRID_SIZE),
     max_index=st.integers(GRID_SIZE, 8 * GRID_SIZE),
 )
-def test_a_linear_start_carried_to_where_a_token_budget_packs_it_more_than_once_costs_few_trials(
-    budget, held, max_index
-):
+def test_a_linear_start_that_a_token_budget_packs_again_costs_few_trials(budget, held, max_index):
     """What fits depends on the tokens of a GPU alone: a start that fills the budget there says
     nothing of longer ones.
     """
@@ -281,14 +267,11 @@ def test_the_margin_asks_for_the_longest_length_with_that_headroom(margin_mib):
         assert answer.peak_reserved_bytes == answer.capacity_tokens * MIB
 
 
-def test_a_fit_without_the_margin_says_so():
+def test_a_fit_without_the_margin_says_so_and_unmeasured_headroom_is_none():
     budget = CONTEXT_BYTES["cuda"] + 40 * STEP * MIB
     question = ask(memory_budget_bytes=budget, margin_bytes=2 * GIB)
     [answer] = answers_of(question, lambda spec: spec.length_tokens * MIB)
     assert re.findall(r"[\d,.]+ \w+", answer.reason) == ["38,000 tokens", "1.95 GiB", "2.00 GiB"]
-
-
-def test_headroom_that_nobody_measured_is_no_margin():
     [answer] = answers_of(ask(margin_bytes=GIB), fits_up_to(9 * STEP))
     assert answer.capacity_tokens == 0
     assert "could not be measured" in answer.reason
@@ -317,9 +300,7 @@ def seven_too(spec: TrialSpec) -> int | Outcome:
         (seven_too, seven_too, 1, 7000, ["6,000", "7,000"]),
     ],
 )
-def test_what_a_repeat_or_a_fit_above_the_edge_contradicts_is_said(
-    first, repeats, confirm, fits, said
-):
+def test_what_a_repeat_or_a_longer_fit_contradicts_is_said(first, repeats, confirm, fits, said):
     runner = Repeats(first, repeats)
     (answer,) = answers_among(search_cells(ask(confirm=confirm), runner))
     assert (answer.capacity_tokens, answer.does_not_fit_tokens) == (fits, fits + STEP)

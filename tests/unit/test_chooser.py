@@ -1,6 +1,4 @@
-"""Pages: each needs nothing else and can be read by anyone; and the chooser of a guide's page, in
-which what is embedded is what ``recommend`` and ``emit`` say, for every combination.
-"""
+"""Pages: each needs nothing else and can be read by anyone."""
 
 import json
 import pickle
@@ -42,14 +40,13 @@ from highwater.trainers.trinity import trinity
 from highwater.trainers.verl import verl
 from highwater.trials.simulated import SimulatedRunner
 from highwater.units import GIB, MIB
-from places import question_of
+from places import DATA, FOUND, question_of
 from tables import deep
 from tiny_models import written_model
 from write_snapshots import MAIN, Program
 
-ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "tests" / "data" / "published_capacity_a100_80gb.csv"
-STUDY = ROOT / "docs" / "results" / "find" / "qwen3-0.6b-79gib-full.jsonl"
+TABLE = DATA / "published_capacity_a100_80gb.csv"
+STUDY = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 A_BIG_GUIDE = {
     "predict": ["Qwen3-0.6B", *deep("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B")],
     "gpus": ["1xH20-96GB", "8xH20-96GB", *deep("2xH20-96GB", "4xH20-96GB")],
@@ -105,7 +102,6 @@ def embedded(made: Guide) -> Embedded:
 
 
 def as_printed(found: Recommendation) -> dict[str, Any]:
-    """What ``recommend --json`` prints, without the candidates."""
     return {
         name: value
         for name, value in json.loads(msgspec.json.encode(found)).items()
@@ -114,7 +110,6 @@ def as_printed(found: Recommendation) -> dict[str, Any]:
 
 
 def as_typed(words: str) -> Recommendation:
-    """What the command answers that the page names."""
     program, *rest = shlex.split(words)
     assert program == "highwater"
     return found_for(parse(rest))
@@ -126,8 +121,7 @@ def assert_says_what_was_found(page: Embedded, answer: Any, found: Recommendatio
         (table.title, table.columns, table.rows, table.footnotes)
         for table in recommendation_tables(found)
     ]
-    told = [page.read(parts) for *parts, _ in answer["tables"]]
-    assert told == json.loads(json.dumps(tables))
+    assert [page.read(parts) for *parts, _ in answer["tables"]] == json.loads(json.dumps(tables))
     assert page.values[answer["said"]] == recommendation_answer(found)
     assert page.values[answer["label"]] == (found.chosen.label if found.chosen else "")
 
@@ -233,16 +227,13 @@ def test_what_others_published_is_answered_by_their_table_cell_for_cell():
             assert ("expandable" in entry) == (settings["allocator"] == "expandable")
             assert ("states on host" in entry) == settings["offload"]
             assert ("Ulysses" in entry) == (degree > 1)
-            yarn = page.found(answer)["yarn"]
-            assert (yarn is not None) == (answer["length"] > 40960)
+            assert (page.found(answer)["yarn"] is not None) == (answer["length"] > 40960)
             assert "published, by others" in page.configurations(answer)["trinity"]
     told = {(place["model"], place["gpus"]) for place in page.places}
     assert told == {(row["model"], row["gpus"]) for row in rows}
 
 
-def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what_nobody_knows(
-    tmp_path,
-):
+def test_where_nothing_published_fits_the_fewest_gpus_that_do_and_the_unknown_are_named(tmp_path):
     path = tmp_path / "t.csv"
     rows = ("vanilla,1,1,Qwen3-8B,4096", "env,1,1,Qwen3-8B,", "vanilla,2,1,Qwen3-8B,8192")
     path.write_text("\n".join((HEADING, *(f"A100-80GB,{row}" for row in rows))))
@@ -257,8 +248,7 @@ def test_where_nothing_published_fits_the_fewest_gpus_that_do_are_named_and_what
 
 
 def test_the_chooser_opens_with_the_longest_length_that_fits(tmp_path):
-    made = guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"])
-    page = embedded(made)
+    page = embedded(guide(TABLE, STUDY, predict=["Qwen3-8B"], gpus=["4xH200-141GB"]))
     for place in page.places:
         answers = {each["length"]: page.found(each)["chosen"] for each in place["answers"]}
         fitting = {length: each for length, each in answers.items() if each is not None}

@@ -1,6 +1,4 @@
-"""The judge: exit status, signals, reports and log together give the one outcome; text alone never
-does.
-"""
+"""The judge: exit status, signals, reports and log together give the one outcome."""
 
 import errno
 import math
@@ -85,17 +83,14 @@ SAID = (
     *ABORTS,
     *HOST_ABORTS,
 )
-"""What may stand in a log."""
 
 
 def spec_of(*, device: Device = "cuda", gpus: int = 1) -> TrialSpec:
-    """A trial of 2 steps."""
     spec = QUESTION.trial(QUESTION.cells[0], 4096)
     return msgspec.structs.replace(spec, device=device, layout=Layout(gpus=gpus))
 
 
 def report(rank: int = 0, *, losses: tuple[float, ...] = (6.0, 5.9), **failure: Any) -> RankReport:
-    """What a rank wrote; with a failure's fields, one that failed."""
     failed = Failure(**{"kind": "error", "phase": "forward", **failure}) if failure else None
     return RankReport(rank=rank, losses=losses, failure=failed)
 
@@ -294,9 +289,7 @@ def test_memory_that_ran_out_in_one_rank_is_the_reason_for_all(rank, kind, silen
         *((device, 1, 1, Outcome.CRASHED) for device in ("cpu", "cuda")),
     ],
 )
-def test_a_sigkill_is_memory_only_where_the_kernel_says_that_it_killed(
-    device, status, kills, outcome
-):
+def test_a_sigkill_is_memory_only_where_the_kernel_killed(device, status, kills, outcome):
     left = ending(exit_code=137, exits=ended(rank_0=status), kernel_kills=kills)
     assert classify(spec_of(device=device), left).outcome is outcome
 
@@ -332,9 +325,7 @@ _endings = st.builds(
 
 
 @given(ending=_endings, device=st.sampled_from(["cpu", "cuda"]))
-def test_every_ending_has_one_outcome_with_a_reason_and_a_fit_needs_everything_to_be_right(
-    ending, device
-):
+def test_every_ending_has_one_outcome_with_a_reason_and_a_fit_needs_all_right(ending, device):
     outcome, reason = classify(spec_of(device=device, gpus=4), ending)
     assert reason
     assert not re.search(r"[\r\n]", reason)
@@ -400,9 +391,7 @@ def test_where_nobody_counts_no_kill_is_proven(tmp_path):
         ("4:memory:/a\n", V1, {"a/memory.limit_in_bytes": "1024\n"}, 1024),
     ],
 )
-def test_the_limit_is_the_least_of_the_group_and_those_around_it(
-    tmp_path, groups, mount, limits, found
-):
+def test_the_limit_is_the_least_of_the_group_and_outer_ones(tmp_path, groups, mount, limits, found):
     for name, text in limits.items():
         (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "mounted" / name).write_text(text)

@@ -1,7 +1,4 @@
-"""Declared settings: each setting of a request is one row, and whoever tells of settings reads it.
-
-Nothing here names a setting: a new one is held to the same by its row.
-"""
+"""Declared settings: each setting of a request is one row."""
 
 from pathlib import Path
 from typing import Any, get_args
@@ -12,17 +9,7 @@ import pytest
 from highwater.cli.config import config_schema
 from highwater.cli.flags import CommandFlags, typed_values
 from highwater.cli.grammar import commands, parse
-from highwater.nouns.declaration import (
-    COUNT,
-    MODEL,
-    REQUIRED,
-    SWITCH,
-    CommandName,
-    DeclaredRecord,
-    Setting,
-    setting,
-    words_of,
-)
+from highwater.nouns import declaration
 from highwater.nouns.hyperparameters import DEFAULTS
 from highwater.nouns.request import DECLARED, Request, request_from, setting_flags, taken_by
 from highwater.nouns.settings import PATTERN_FIELDS, Settings
@@ -33,18 +20,18 @@ ROWS = list(DECLARED.values())
 FIELDS = {field.name: field for field in msgspec.structs.fields(Request)}
 GRAMMAR = commands()
 REFERENCE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
-COMMANDS: tuple[CommandName, ...] = get_args(CommandName)
+COMMANDS: tuple[declaration.CommandName, ...] = get_args(declaration.CommandName)
 
 
-def each(rows: list[Setting]) -> pytest.MarkDecorator:
+def each(rows: list[declaration.Setting]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
 
 
-def names(command: CommandName) -> list[str]:
+def names(command: declaration.CommandName) -> list[str]:
     return [row.name for row in taken_by(command)]
 
 
-def value_of(row: Setting) -> Any:
+def value_of(row: declaration.Setting) -> Any:
     """A value that works, and is not the default where there is another."""
     if row.kind is None:
         default = FIELDS[row.name].default
@@ -56,14 +43,15 @@ def value_of(row: Setting) -> Any:
 @pytest.mark.parametrize("command", GRAMMAR)
 def test_every_flag_of_a_command_is_a_declared_field(command):
     flags = {row.flag for row in (*ROWS, *CommandFlags.declared, *TrainingRequest.declared)}
-    written = {flag for flag in GRAMMAR[command].flags() if flag != "--help"}
-    assert written <= flags
+    assert {flag for flag in GRAMMAR[command].flags() if flag != "--help"} <= flags
 
 
 def test_a_noun_keeps_the_defaults_of_its_declared_fields():
-    class Kept(DeclaredRecord, frozen=True, kw_only=True):
-        tokens: int = setting(3, "tokens", COUNT)
-        model: str = setting(REQUIRED, "model", MODEL, name="which")
+    class Kept(declaration.DeclaredRecord, frozen=True, kw_only=True):
+        tokens: int = declaration.setting(3, "tokens", declaration.COUNT)
+        model: str = declaration.setting(
+            declaration.REQUIRED, "model", declaration.MODEL, name="which"
+        )
         beside: int = 1
 
     assert Kept(model="m") == Kept(tokens=3, model="m", beside=1)
@@ -89,16 +77,12 @@ def test_a_setting_is_in_the_grammar_of_the_commands_that_take_it_and_of_no_othe
 
 
 @each(ROWS)
-def test_a_setting_is_in_the_reference_of_the_commands_that_take_it(row):
+def test_a_setting_is_in_the_reference_and_in_the_schema(row):
     shown = "`MODEL`" if row.name == "model" else f"`{row.flag}`"
     for command in row.commands:
         lines = REFERENCE.partition(f"## highwater {command}\n")[2].partition("\n## ")[0]
         (line,) = (line for line in lines.splitlines() if line.startswith(f"| {shown} "))
         assert f"| {row.helps.get(command, row.help)}" in line
-
-
-@each(ROWS)
-def test_a_setting_is_in_the_schema_with_its_help_and_default(row):
     entry = config_schema()["$defs"]["Request"]["properties"][row.name]
     assert entry["description"] == row.help
     default = FIELDS[row.name].default
@@ -114,7 +98,7 @@ def test_what_a_setting_is_shown_as_is_read_from_a_command_line_a_file_and_pytho
     assert request_from({**good, row.name: value}, keywords=True) == of_a_file
     if row.name == "model":
         return
-    words = [*good.values(), *words_of({row.name: value})]
+    words = [*good.values(), *declaration.words_of({row.name: value})]
     command = row.commands[0]
     typed = parse([command, *words, *(["--length", "4k"] if command == "try" else [])])
     assert request_from(typed_values(typed)) == of_a_file
@@ -154,14 +138,11 @@ def test_a_label_tells_what_is_not_the_default_and_nothing_of_what_is(row):
     assert len(set(told)) == len(told)
 
 
-def test_a_recommendation_and_a_configuration_take_the_same():
+def test_a_recommendation_takes_what_a_configuration_does_and_a_switch_no_value():
     of_both, of_a_prediction = names("recommend"), names("predict")
     assert [name for name in of_both if name != "trainer_config"] == names("emit")
     assert set(of_both) < set(of_a_prediction)
     more = [row.name for row in taken_by("predict", but_not="recommend")]
     assert more == [name for name in of_a_prediction if name not in of_both]
-
-
-def test_a_switch_has_no_value():
     for row in ROWS:
-        assert (row.kind is SWITCH) == (FIELDS[row.name].type is bool)
+        assert (row.kind is declaration.SWITCH) == (FIELDS[row.name].type is bool)

@@ -1,6 +1,4 @@
-"""DeepSpeed's ZeRO beside Hugging Face's step: what its source says, and what DeepSpeed's own
-coordinator counted with models of these proportions on a CPU.
-"""
+"""DeepSpeed's ZeRO beside Hugging Face's step: what its source says."""
 
 from typing import Any
 
@@ -27,29 +25,23 @@ def cell(form: str, model: str = "Qwen3-8B", gpus: int = 4, **named: Any) -> Cel
 
 
 def held(found: CellPrediction, phase: str = "backward of the last layer") -> dict[str, int]:
-    """Bytes by term of one phase."""
     (each,) = (each for each in phases(found) if each.name == phase)
     return {term.name: term.bytes for term in each.terms}
 
 
 def phases(found: CellPrediction) -> tuple[Phase, ...]:
-    assert found.footprint is not None
     return found.footprint.phases
 
 
 def needed(form: str, **named: Any) -> int:
-    footprint = cell(form, **named).footprint
-    assert footprint is not None
-    return footprint.allocated_bytes
+    return cell(form, **named).footprint.allocated_bytes
 
 
 def host(form: str, **named: Any) -> int:
-    footprint = cell(form, **named).footprint
-    assert footprint is not None
-    return footprint.host_bytes
+    return cell(form, **named).footprint.host_bytes
 
 
-def test_a_parameter_of_zero_3_takes_sixteen_bytes_among_all_gpus_and_two_more_in_the_update():
+def test_a_parameter_takes_sixteen_bytes_among_gpus_by_zero_3_and_is_whole_by_zero_2():
     """ZeRO's table: 2 for parameters, 2 for gradients, 12 for AdamW; and the fp32 gradient."""
     number = load_model("Qwen3-8B").shape.parameters
     found = cell("zero3")
@@ -58,9 +50,6 @@ def test_a_parameter_of_zero_3_takes_sixteen_bytes_among_all_gpus_and_two_more_i
     assert sum(own) == pytest.approx(16 * number / 4, rel=1e-6)
     group = min(number / 4, BILLION)  # `sub_group_size`: what is updated at once
     assert held(found, "update")["gradients in both forms"] == pytest.approx(6 * group, rel=1e-6)
-
-
-def test_zero_2_has_parameters_whole_and_fetches_none():
     number = load_model("Qwen3-8B").shape.parameters
     states = held(cell("zero2"))
     assert states["parameters"] == 2 * number
@@ -68,9 +57,7 @@ def test_zero_2_has_parameters_whole_and_fetches_none():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_of_zero_2_are_there_once_at_the_update_and_none_at_the_first_loss(
-    micro_batches: int,
-):
+def test_gradients_of_zero_2_are_there_once_and_none_at_the_first_loss(micro_batches: int):
     """Bytes a number that DeepSpeed held in a process alone: 14 at the loss, 16 at the second
     micro-batch's, 22 for a moment of each update.
     """
@@ -79,16 +66,13 @@ def test_gradients_of_zero_2_are_there_once_at_the_update_and_none_at_the_first_
     at_the_loss, update = held(found, "loss"), held(found, "update")
     earlier = 2 * own * (micro_batches - 1)
     assert at_the_loss.get("gradients", 0) == pytest.approx(earlier, rel=1e-6)
-    in_a_layer = held(found)["gradients of this micro-batch"]
-    assert in_a_layer == pytest.approx(2 * own, rel=1e-6)
+    assert held(found)["gradients of this micro-batch"] == pytest.approx(2 * own, rel=1e-6)
     states = update["float32 parameters and moments"] + update["gradients in both forms"]
     assert states + update.get("gradients", 0) == pytest.approx(20 * own, rel=1e-6)
 
 
 @pytest.mark.parametrize(("form", "per_parameter"), [("zero2-offload", 18), ("zero3-offload", 20)])
-def test_the_host_holds_what_deepspeeds_own_estimate_says_before_blocks_are_rounded_up(
-    form: str, per_parameter: int
-):
+def test_the_host_holds_deepspeeds_estimate_before_rounding_up(form: str, per_parameter: int):
     """``estimate_zero3_model_states_mem_needs``: 16 or 18 bytes, and up to half of it for buffers;
     pinned blocks are powers of two.
     """
@@ -133,25 +117,21 @@ def test_the_bucket_is_two_bytes_a_number_and_a_second_copy_while_it_is_reduced(
         ("Llama-3.1-70B", "full", 1051, 1990),
     ],
 )
-def test_zero_3_gathers_a_billion_numbers_and_at_times_the_embedding_besides(
-    model: str, loss: str, at_the_loss: int, later: int
-):
+def test_zero_3_gathers_a_billion_numbers(model: str, loss: str, at_the_loss: int, later: int):
     """Million numbers, which DeepSpeed 0.19.6 had gathered of a model of these proportions, by its
     coordinator's count, with all limits scaled alike. The law is up to one matrix above it.
     """
     found = cell("zero3", model=model, gpus=8, loss=loss)
-    matrix = max(
-        each.rows * each.row_size for each in load_model(model).shape.runs[0].kind.matrices
-    )
+    whole = max(each.rows * each.row_size for each in load_model(model).shape.runs[0].kind.matrices)
     gathered = held(found)["parameters, gathered"]
     assert held(found, "loss")["parameters, gathered"] == gathered
-    assert 0 <= gathered / 2 - at_the_loss * 1e6 + 1e6 <= matrix + 2e6
+    assert 0 <= gathered / 2 - at_the_loss * 1e6 + 1e6 <= whole + 2e6
     again = "embedding fetched again"
     phase = f"backward, {again}"
     assert (phase in {each.name for each in phases(found)}) == (later > 0)
     if later:
         most = (gathered + held(found, phase)[again]) / 2
-        assert later * 1e6 <= most <= later * 1e6 + 2 * matrix
+        assert later * 1e6 <= most <= later * 1e6 + 2 * whole
 
 
 def test_adapters_share_their_states_and_a_frozen_model_is_cut_by_zero_3_alone():
@@ -175,12 +155,9 @@ def test_what_it_is_not_predicted_with_is_refused_by_name(named: dict[str, Any],
         cell(**({"form": named.pop("deepspeed", "zero3")} | named))
 
 
-def test_this_packages_engine_has_no_deepspeed():
+def test_this_packages_engine_has_no_deepspeed_and_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="deepspeed"):
         highwater.predict("Qwen3-8B", gpus="4xH100-80GB", deepspeed="zero3")
-
-
-def test_no_trace_answers_for_it():
     with pytest.raises(UsageError, match="DeepSpeed are not traced"):
         cell("zero3-offload", gpus=1, exact=True)
 

@@ -1,6 +1,4 @@
-"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins; and a
-search that begins where a prediction says it ends.
-"""
+"""Prediction by traces: the edge is that of the traced steps, wherever the formula begins."""
 
 import json
 from pathlib import Path
@@ -16,12 +14,7 @@ from studies import without_checksums
 import highwater
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
-from highwater.memory.interval.calibration import (
-    Calibration,
-    Factors,
-    calibrate,
-    most_predicted_bytes,
-)
+from highwater.memory.interval.calibration import Factors, calibrate, most_predicted_bytes
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_cell, predict_cells
 from highwater.memory.trace.replay import replay
@@ -39,7 +32,7 @@ from highwater.search.scheduler import search_cells
 from highwater.trials.simulated import SimulatedRunner
 from highwater.trials.traced import predict_traced
 from highwater.units import GIB, MIB
-from places import machine_with
+from places import FOUND, machine_with
 from trial_specs import answers_among, fits_up_to, grid_of, question_on
 
 STEP, SIZE = 4096, 128
@@ -86,15 +79,12 @@ def assert_edge(found: CellPrediction, bytes_per_token: int, capacity_bytes: flo
 
 
 @given(st.integers(1, 2**23), st.floats(1, 1.5))
-def test_the_edge_is_the_traced_one_or_the_upper_end_that_fits_and_no_length_is_traced_twice(
-    bytes_per_token, upper
-):
+def test_the_edge_is_the_traced_one_and_no_length_is_traced_twice(bytes_per_token, upper):
     (alone, tracer), known = (Tracer(bytes_per_token) for _ in range(2)), calibration(upper)
     (likely,) = predict_traced(ask(), LIMIT, alone)
     (found,) = predict_traced(ask(), LIMIT, tracer, known)
     outside = sum(term.bytes for term in found.footprint.outside)
     fits = assert_edge(likely, bytes_per_token, DEVICE_BYTES - outside)
-    assert likely.replayed is not None
     assert likely.replayed.fits == fits
     assert len(alone.asked) == len(set(alone.asked)) <= 2 * SIZE.bit_length()
     used = likely.device_used_bytes
@@ -111,7 +101,7 @@ def test_the_edge_is_the_traced_one_or_the_upper_end_that_fits_and_no_length_is_
         assert found.headroom_bytes >= 0
 
 
-def calibration(upper: float) -> Calibration:
+def calibration(upper: float) -> Any:
     usual = {"allocator": "expandable", "coverage": 0.95, "residuals": 20, "is_widened": False}
     known = calibrate(ask(), "trace", bundled=bundled_residuals())
     factors = Factors(**usual, lower=0.9, upper=upper)
@@ -156,12 +146,8 @@ def test_where_the_formula_is_far_off_the_line_through_two_traces_leads_to_the_e
 
 
 @given(st.integers(SIZE // 2, 2 * SIZE), st.integers(1, SIZE), st.floats(1, 1.5))
-def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fits(
-    budget, held, upper
-):
-    """Shorter lengths fill it: their traces need more than that of one that leaves almost half of
-    it empty.
-    """
+def test_a_token_budget_of_no_memory_hides_no_length_whose_trace_fits(budget, held, upper):
+    """Shorter lengths fill it: their traces need more than one that leaves almost half empty."""
     packed = Settings(allocator="expandable", token_budget_tokens=budget * STEP)
     cell = Cell(layout=Layout(), settings=packed)
     question, known = ask(cells=(cell,)), calibration(upper)
@@ -181,7 +167,7 @@ def test_a_token_budget_that_memory_does_not_hold_hides_no_length_whose_trace_fi
     assert len(tracer.asked) == len(set(tracer.asked))
 
 
-def test_the_hosts_limit_is_the_longest_that_is_traced():
+def test_the_hosts_limit_ends_traces_as_an_error_does_and_only_our_steps_have_any():
     offloaded = Settings(offload=True, loss="chunked", allocator="expandable")
     question = ask(cells=(Cell(layout=Layout(), settings=offloaded),))
     tracer, limit = Tracer(1), MemoryLimit(device_bytes=DEVICE_BYTES, host_bytes=16 * GIB)
@@ -189,21 +175,15 @@ def test_the_hosts_limit_is_the_longest_that_is_traced():
     assert found.binding in ("host", "ceiling")
     assert max(tracer.asked) == found.capacity_tokens
 
-
-def test_what_the_tracer_raises_ends_the_prediction():
     def broken(spec: TrialSpec) -> EventLog:
         raise RuntimeError(f"{spec.length_tokens}")
 
     with pytest.raises(RuntimeError):
         predict_traced(ask(), LIMIT, broken)
-
-
-def test_only_our_own_steps_are_traced():
     with pytest.raises(UsageError, match="this engine's own steps"):
         highwater.predict("Qwen3-0.6B", gpus="A100-80GB", exact=True, trainer="trinity")
 
 
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 THOUSAND, GRID_SIZE = 1000, 64
 ASKED: dict[str, Any] = {"gpus": [1], "memory": "79.15GiB"}
 ASKED |= {"allocator": "expandable", "loss": "full", "offload": False}
@@ -217,9 +197,7 @@ def question_of_cells(*cells: Cell, **changes: Any) -> Question:
 
 
 @given(st.integers(0, GRID_SIZE), st.integers(0, 2 * GRID_SIZE))
-def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where_it_is_not(
-    capacity, expected
-):
+def test_a_right_predicted_edge_costs_two_trials_and_a_wrong_one_no_answer(capacity, expected):
     cell = Cell(layout=Layout(), settings=Settings())
     question = question_of_cells(cell)
     runner = SimulatedRunner(fits_up_to(capacity * THOUSAND))
@@ -232,7 +210,6 @@ def test_a_predicted_edge_costs_two_trials_where_it_is_right_and_no_answer_where
 
 
 def predicted(folder: Path, **changes: Any) -> Path:
-    """A file of ``highwater predict --json``."""
     asked: dict[str, Any] = {"gpus": "1xH200-141GB", "gpu_memory": "79.15GiB", "loss": "full"}
     asked |= {"allocator": "expandable", "offload": False, "activations": "gpu", **changes}
     named = {name: value for name, value in asked.items() if value is not None}
@@ -278,16 +255,13 @@ def test_a_cell_that_a_file_does_not_name_is_left_to_the_formula_with_a_note(tmp
 def test_a_study_says_what_was_predicted_of_each_cell_and_by_what(tmp_path):
     path = predicted(tmp_path)
     (told,) = from_json(path.read_bytes(), Prediction).cells
-    asked = {"allocator": None, "study": str(tmp_path / "study.jsonl")}
-    find(path, **asked)
+    find(path, allocator=None, study=str(tmp_path / "study.jsonl"))
     vanilla, env = highwater.open_study(tmp_path / "study.jsonl").expectations
-    assert env.cell.settings.label == "Env"
-    assert env.likely_tokens == told.likely_edge_tokens
+    assert (env.cell.settings.label, env.likely_tokens) == ("Env", told.likely_edge_tokens)
     assert env.prediction == str(path)
     assert (vanilla.cell.settings.label, vanilla.prediction) == ("vanilla", "formula")
     assert vanilla.likely_tokens > 0
     beginning = highwater.study_report(tmp_path / "study.jsonl").beginning
-    assert beginning is not None
     assert beginning.predictions == (str(path),)
     assert beginning.likely_tokens == {"expandable, 1 GPU": told.likely_edge_tokens}
 
@@ -337,15 +311,12 @@ def test_a_file_that_speaks_of_other_trials_is_refused(tmp_path, changes, proble
         find(predicted(tmp_path, **changes))
 
 
-def test_what_is_no_prediction_is_refused(tmp_path):
+def test_what_is_no_prediction_is_refused_and_a_dry_run_traces_nothing(tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         find(tmp_path / "none.json")
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UsageError, match="is not a prediction"):
         find(tmp_path / "other.json")
-
-
-def test_simulated_trials_are_not_traced():
     with pytest.raises(UsageError, match="a dry run traces nothing"):
         find(Path("trace"))
 

@@ -1,6 +1,4 @@
-"""A trial as the YAML of LLaMA-Factory, Axolotl and ms-swift: what is the trial's own, what stays
-the user's, what is refused, and how it is started.
-"""
+"""A trial as the YAML of LLaMA-Factory, Axolotl and ms-swift."""
 
 from pathlib import Path
 from typing import Any
@@ -99,7 +97,7 @@ def test_the_data_are_described_as_each_trainer_wants_it():
 
 
 @EACH
-def test_without_a_file_it_is_what_is_emitted(trainer):
+def test_without_a_file_or_data_it_is_what_is_emitted(trainer):
     with_flash, without = (files(trainer, trial(), has_flash=has) for has in (True, False))
     assert with_flash.config[trainer.attention] == WORDS[trainer.name][-1]
     assert with_flash.config["learning_rate"] == 1e-5
@@ -108,10 +106,15 @@ def test_without_a_file_it_is_what_is_emitted(trainer):
     packing = {"llamafactory": "neat_packing", "axolotl": "sample_packing", "ms-swift": "packing"}
     assert with_flash.config[packing[trainer.name]] is True
     assert (packing[trainer.name] in without.config) is (trainer is AXOLOTL)
+    name = "datasets" if trainer is AXOLOTL else "dataset"
+    found = files(trainer, trial(), **{name: "mine", "resume_from_checkpoint": "/old", "seed": 1})
+    assert "resume_from_checkpoint" not in found.config
+    assert found.config[name] != "mine"
+    assert any(f"{name}, resume_from_checkpoint" in note for note in found.notes)
 
 
 @EACH
-def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(trainer):
+def test_the_users_fields_stay_but_where_a_setting_is_typed(trainer):
     length, rows, optimizer, rank, _ = WORDS[trainer.name]
     theirs = {"learning_rate": 3e-4, rank: 64, "seed": 7}
     found = files(trainer, trial(), **theirs, **{length: 512, rows: 9}, max_steps=500)
@@ -122,24 +125,11 @@ def test_the_users_fields_stay_and_what_they_do_not_say_is_the_trainers_default(
     # a file with adapters' rank alone says nothing of what is tuned: the trainer's default
     absent = {"finetuning_type", "tuner_type", "adapter", trainer.attention, optimizer}
     assert not absent & found.config.keys()
-
-
-@EACH
-def test_a_setting_that_is_typed_wins_over_the_users_field(trainer):
     *_, optimizer, rank, _ = WORDS[trainer.name]
     base = {optimizer: "lion_8bit", rank: 64}
     config = files(trainer, trial(optimizer="adamw-8bit", lora=8), **base).config
     assert (config[optimizer], config[rank]) == ("adamw_torch_8bit", 8)
     assert files(trainer, trial(), **base).config[optimizer] == "lion_8bit"
-
-
-@EACH
-def test_data_and_reports_of_the_users_are_left_out_and_said(trainer):
-    name = "datasets" if trainer is AXOLOTL else "dataset"
-    found = files(trainer, trial(), **{name: "mine", "resume_from_checkpoint": "/old", "seed": 1})
-    assert "resume_from_checkpoint" not in found.config
-    assert found.config[name] != "mine"
-    assert any(f"{name}, resume_from_checkpoint" in note for note in found.notes)
 
 
 def test_states_are_shared_by_what_is_emitted_for_the_layout():
@@ -151,8 +141,7 @@ def test_states_are_shared_by_what_is_emitted_for_the_layout():
     assert swift.config["fsdp"] == "/trial/fsdp.json"
     assert swift.config["ENV"]["NPROC_PER_NODE"] == 4
     assert swift.beside["fsdp.json"]["fsdp_config"]["activation_checkpointing"] is True
-    offloaded = files(AXOLOTL, trial(offload=True)).config["fsdp_config"]
-    assert offloaded["offload_params"] is True
+    assert files(AXOLOTL, trial(offload=True)).config["fsdp_config"]["offload_params"] is True
 
 
 @pytest.mark.parametrize(
@@ -176,16 +165,13 @@ def test_one_of_both_recomputes_never_both(base, recompute, expected):
     assert llama.config["disable_gradient_checkpointing"] is True
 
 
-def test_the_users_section_about_fsdp_stays_but_for_how_states_are_sharded():
+def test_the_users_section_about_fsdp_stays_but_for_sharding_and_four_bits():
     section = {"state_dict_type": "FULL_STATE_DICT", "offload_params": True}
     section |= {"fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer"}
     own = files(AXOLOTL, trial(), fsdp_config=section).config["fsdp_config"]
     assert own["transformer_layer_cls_to_wrap"] == "Qwen3DecoderLayer"
     assert own["state_dict_type"] == "SHARDED_STATE_DICT"
     assert own["offload_params"] is True
-
-
-def test_a_model_in_four_bits_is_not_loaded_by_one_rank():
     own = files(AXOLOTL, trial(), load_in_4bit=True, adapter="qlora").config
     assert own["fsdp_config"]["cpu_ram_efficient_loading"] is False
     swift = files(MS_SWIFT, trial(), quant_bits=4)
@@ -209,8 +195,7 @@ def test_on_the_cpu_nothing_is_sharded_and_the_trainer_recomputes(trainer):
 
 
 def test_sequences_are_shared_as_each_trainer_shares_them():
-    ring = trial(layout={"gpus": 4, "ring_degree": 2})
-    config = files(AXOLOTL, ring, has_flash=True).config
+    config = files(AXOLOTL, trial(layout={"gpus": 4, "ring_degree": 2}), has_flash=True).config
     assert (config["context_parallel_size"], config["dp_shard_size"]) == (2, 2)
     heads = trial(layout={"gpus": 4, "ulysses_degree": 4})
     assert files(MS_SWIFT, heads, has_flash=True).config["sequence_parallel_size"] == 4
@@ -270,8 +255,7 @@ def test_each_is_started_by_its_own_entry_point():
     def start(trainer: Finetuner, spec: TrialSpec, *program: str) -> tuple[str, ...]:
         return trainer.start(launched(spec), program or (trainer.program,))
 
-    llama = ("llamafactory-cli", "train", "/trial/llamafactory.yaml")
-    assert start(LLAMAFACTORY, here) == llama
+    assert start(LLAMAFACTORY, here) == ("llamafactory-cli", "train", "/trial/llamafactory.yaml")
     assert start(LLAMAFACTORY, there)[:2] == ("accelerate", "launch")
     assert start(AXOLOTL, here)[:3] == ("axolotl", "train", "/trial/axolotl.yaml")
     assert "--nproc_per_node=2" in start(AXOLOTL, there)
@@ -282,13 +266,10 @@ def test_each_is_started_by_its_own_entry_point():
     assert start(LLAMAFACTORY, there, *conda)[:5] == (*conda[:4], "accelerate")
 
 
-def test_the_allocators_variables_are_the_rungs_not_the_users():
+def test_ms_swift_has_the_rungs_variables_and_is_told_what_a_directory_is():
     own = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync", "IMAGE_FACTOR": "28"}
     variables = files(MS_SWIFT, trial(), ENV=own).config["ENV"]
     assert variables == {"IMAGE_FACTOR": "28", "NPROC_PER_NODE": 1}
-
-
-def test_ms_swift_is_told_what_a_directory_is():
     note = "tells a model by its directory's name"
     own = trial(model_name="my-model")
     assert any(note in said for said in files(MS_SWIFT, own).notes)

@@ -1,8 +1,4 @@
-"""Trials of foreign trainers, judged from outside.
-
-A length fits where the log shows its steps, does not where an allocator's error certainly ended the
-trial, and what proves neither is neither.
-"""
+"""Trials of foreign trainers, judged from outside."""
 
 import time
 from typing import Any
@@ -109,16 +105,13 @@ def test_host_memory_is_told_from_a_gpus(error):
     assert outcome(FRAMES + error + "\n", device="cpu") is Outcome.OUT_OF_MEMORY
 
 
-def test_an_abort_without_a_traceback_has_its_last_words():
+def test_an_abort_has_its_last_words_and_the_kernel_is_believed_where_it_killed():
     abort = "terminate called after throwing an instance of '{}'\n  what():  {}\n"
     ran_out = abort.format("c10::OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB")
     assert outcome(ran_out, 134) is Outcome.OUT_OF_MEMORY
     bad_alloc = abort.format("std::bad_alloc", "std::bad_alloc")
     assert outcome(bad_alloc, 134) is Outcome.HOST_OUT_OF_MEMORY
     assert outcome(abort.format("c10::Error", "no kernel image"), 134) is Outcome.CRASHED
-
-
-def test_the_kernel_is_believed_only_where_somebody_was_killed():
     assert outcome(STEP.format(2), 137, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
     assert outcome(STEP.format(2), 137, kernel_kills=1, device="cpu") is Outcome.OUT_OF_MEMORY
     assert outcome(SUMMARY.format(-9), 1, kernel_kills=1) is Outcome.HOST_OUT_OF_MEMORY
@@ -142,7 +135,7 @@ def test_a_rank_that_lost_its_peer_says_nothing_against_the_peers_error(lost):
     assert outcome(by_rank(0, FRAMES + lost)) is Outcome.CRASHED
 
 
-def test_the_first_rank_that_fails_decides():
+def test_the_first_rank_that_fails_decides_and_of_a_chain_the_cause():
     other = FRAMES + "KeyError: 'labels'"
     assert outcome(by_rank(1, RAN_OUT) + by_rank(0, other)) is Outcome.OUT_OF_MEMORY
     assert outcome(by_rank(0, other) + by_rank(1, RAN_OUT)) is Outcome.CRASHED
@@ -151,9 +144,6 @@ def test_the_first_rank_that_fails_decides():
     failed = "".join(f"[default1]:{line}\n" for line in other.splitlines())
     assert outcome(caught + failed) is Outcome.CRASHED
     assert outcome(by_rank(1, RAN_OUT) + caught) is Outcome.OUT_OF_MEMORY
-
-
-def test_of_a_chain_the_cause_counts_and_what_was_being_handled_does_not():
     caused = "\nThe above exception was the direct cause of the following exception:\n\n"
     handled = "\nDuring handling of the above exception, another exception occurred:\n\n"
     own = FRAMES + "trainer.errors.TrainingFailedError: see above\n"
@@ -193,7 +183,6 @@ def test_steps_may_be_told_by_whoever_prepared_the_trial():
 
 
 def verdict(log: str, exit_code: int | None, **fields: Any):
-    """How a trial is judged, and why."""
     ending = ForeignEnding(exit_code=exit_code, timeout_s=60.0, log=log, **fields)
     return classify_foreign(typed_trial(), ending)
 
@@ -279,9 +268,7 @@ def test_a_bar_becomes_a_line_for_each_state_and_prefixes_become_streams():
 
 
 def test_a_bound_is_the_allocators_share_and_whoever_is_far_past_it_is_seen():
-    bounded = msgspec.structs.replace(typed_trial(), memory_budget_bytes=40 * GIB)
-    budget = memory_budget(bounded)
-    assert budget is not None
+    budget = memory_budget(msgspec.structs.replace(typed_trial(), memory_budget_bytes=40 * GIB))
     assert budget.allocator_cap_bytes + budget.context_bytes + budget.nccl_bytes == 40 * GIB
     assert bounded_allocator(typed_trial(), None) == {}
     assert bounded_allocator(typed_trial("cpu"), None) == {}

@@ -1,12 +1,9 @@
-"""Requests for other trainers: what they are told, what they cannot be told, and what identifies
-their questions.
-"""
+"""Requests for other trainers: what they are told, what they cannot be told."""
 
 import ast
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -20,33 +17,17 @@ from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.foreign_request import (
-    PLACEHOLDERS,
-    base_config,
-    filled_command,
-    foreign_of,
-    placeholders_of,
-    split_command,
-)
+from highwater.nouns import foreign_request, trainer
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trainer import (
-    FOREIGN,
-    OURS,
-    REGISTRY,
-    TRAINERS,
-    ForeignTrainer,
-    TrainerName,
-    TriedTrainer,
-)
 from highwater.nouns.trial import TrialSpec
 from highwater.pages.study_commands import find_words, try_words
 from highwater.trainers.foreign import TRIALS
 from highwater.trainers.targets import TARGETS
-from places import machine_with, question_of
+from places import ROOT, machine_with, question_of
 from tables import table
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
@@ -78,16 +59,17 @@ def test_the_rungs_of_another_trainer_are_the_allocators():
 
 def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
     spec = trial_of(gpus=[4], ulysses=[2], steps=3)
-    assert spec.foreign is not None
-    words = filled_command(spec.foreign.command, spec, tmp_path)
+    words = foreign_request.filled_command(spec.foreign.command, spec, tmp_path)
     assert shlex.join(words) == ("torchrun --nproc-per-node 4 train.py --len 8192 --sp 2 --steps 3")
-    every = split_command(" ".join(f"--{name}={{{name}}}" for name in PLACEHOLDERS))
-    assert placeholders_of(every) == set(PLACEHOLDERS)
-    filled = filled_command(every, spec, tmp_path)
+    every = foreign_request.split_command(
+        " ".join(f"--{name}={{{name}}}" for name in foreign_request.PLACEHOLDERS)
+    )
+    assert foreign_request.placeholders_of(every) == set(foreign_request.PLACEHOLDERS)
+    filled = foreign_request.filled_command(every, spec, tmp_path)
     assert not any("{" in word for word in filled)
     assert f"--output={tmp_path}" in filled
     assert f"--model={spec.model_directory}" in filled
-    assert filled_command(("{{a}}", "{length}"), spec, tmp_path) == ("{a}", "8192")
+    assert foreign_request.filled_command(("{{a}}", "{length}"), spec, tmp_path) == ("{a}", "8192")
 
 
 @pytest.mark.parametrize(
@@ -102,11 +84,11 @@ def test_a_command_that_cannot_be_filled_is_refused(command, what):
 @given(st.text(max_size=40))
 def test_no_command_is_too_odd_to_be_split_or_refused(text):
     try:
-        words = split_command(text)
+        words = foreign_request.split_command(text)
     except UsageError:
         return
-    typed = ForeignTrainer(trainer="command", command=words).typed
-    assert split_command(typed) == words, "what is shown is the same command again"
+    typed = trainer.ForeignTrainer(trainer="command", command=words).typed
+    assert foreign_request.split_command(typed) == words, "what is shown is the same command again"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +112,7 @@ def test_one_value_may_stand_in_the_command_itself():
     assert {c.layout.gpus for c in question().cells} == {1, 2, 4, 8}
 
 
-@pytest.mark.parametrize("name", sorted(set(DECLARED) - FOREIGN["command"].settings))
+@pytest.mark.parametrize("name", sorted(set(DECLARED) - trainer.FOREIGN["command"].settings))
 def test_what_a_command_cannot_be_told_is_refused_by_name(name):
     row = DECLARED[name]
     with pytest.raises(UsageError) as refused:
@@ -173,17 +155,19 @@ def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path):
     trainers, paths = [], [tmp_path / f"{name}.yaml" for name in "ab"]
     for path in paths:
         path.write_text("warmup: 3\n")
-        trainers.append(foreign_of(msgspec.structs.replace(asked(), trainer_config=str(path))))
+        trainers.append(
+            foreign_request.foreign_of(msgspec.structs.replace(asked(), trainer_config=str(path)))
+        )
     keys = {msgspec.structs.replace(trial_of(), foreign=foreign).key for foreign in trainers}
     assert len(keys) == 1
     assert trainers[0] is not None
-    assert base_config(trainers[0]) == b"warmup: 3\n"
+    assert foreign_request.base_config(trainers[0]) == b"warmup: 3\n"
     paths[0].write_text("warmup: 4\n")
     with pytest.raises(UsageError, match="has changed"):
-        base_config(trainers[0])
+        foreign_request.base_config(trainers[0])
     paths[0].unlink()
     with pytest.raises(UsageError, match="cannot be read"):
-        base_config(trainers[0])
+        foreign_request.base_config(trainers[0])
 
 
 def test_a_question_and_a_trial_are_asked_again_by_what_a_report_or_a_file_says(tmp_path):
@@ -199,23 +183,22 @@ def test_a_question_and_a_trial_are_asked_again_by_what_a_report_or_a_file_says(
         assert plan_trial(request_of(arguments), MACHINE, 8192).key == spec.key
 
 
-SRC = Path(__file__).parents[2] / "src" / "highwater"
+SRC = ROOT / "src" / "highwater"
 
 
-def test_every_trainer_has_each_part_that_the_registry_says():
-    assert set(REGISTRY) == {OURS, *FOREIGN, *TRAINERS, *TARGETS}
-    assert set(get_args(TriedTrainer)) == {OURS, *FOREIGN}
-    for parts in (TRAINERS, MEMORY, FOREIGN, TRIALS, TARGETS):
+def test_every_trainer_and_target_has_each_part_that_the_registry_says():
+    assert set(trainer.REGISTRY) == {trainer.OURS, *trainer.FOREIGN, *trainer.TRAINERS, *TARGETS}
+    assert set(get_args(trainer.TriedTrainer)) == {trainer.OURS, *trainer.FOREIGN}
+    for parts in (trainer.TRAINERS, MEMORY, trainer.FOREIGN, TRIALS, TARGETS):
         assert all(parts.values())
     traced = {path.stem.removesuffix("_step") for path in (SRC / "engine/tracer").glob("*_step.py")}
-    traces = [name for name, traits in TRAINERS.items() if traits.traces != "none"]
-    assert traced == {REGISTRY[name].trains_by or name for name in traces}
-    assert {name for name, traits in TRAINERS.items() if traits.is_watched} <= set(FOREIGN)
-
-
-def test_every_target_has_a_row_whose_step_some_trainer_has():
-    assert {row.predicted_for for row in TARGETS.values()} <= set(TRAINERS)
-    assert {target for row in TRAINERS.values() for target in row.targets} <= set(TARGETS)
+    traces = [name for name, traits in trainer.TRAINERS.items() if traits.traces != "none"]
+    assert traced == {trainer.REGISTRY[name].trains_by or name for name in traces}
+    assert {name for name, traits in trainer.TRAINERS.items() if traits.is_watched} <= set(
+        trainer.FOREIGN
+    )
+    assert {row.predicted_for for row in TARGETS.values()} <= set(trainer.TRAINERS)
+    assert {target for row in trainer.TRAINERS.values() for target in row.targets} <= set(TARGETS)
 
 
 def test_a_trainers_module_is_imported_when_it_is_asked_for():
@@ -231,13 +214,12 @@ def test_a_trainers_module_is_imported_when_it_is_asked_for():
 
 
 def test_nobody_compares_a_trainer_with_a_name():
-    names = set(get_args(TrainerName))
+    names = set(get_args(trainer.TrainerName))
     for path in SRC.rglob("*.py"):
         nodes = ast.walk(ast.parse(path.read_text()))
         compared = [node for node in nodes if isinstance(node, ast.Compare)]
         sides = [each for node in compared for each in (node.left, *node.comparators)]
-        texts = {each.value for each in sides if isinstance(each, ast.Constant)}
-        assert not texts & names, path
+        assert not {each.value for each in sides if isinstance(each, ast.Constant)} & names, path
 
 
 def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():

@@ -3,7 +3,6 @@ trials.
 """
 
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +21,7 @@ from highwater.nouns.objective import TRAITS
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
 from highwater.units import MIB
+from places import FOUND
 
 FORMULAS = [pytest.param(footprint, id="enough"), pytest.param(likely_footprint, id="likely")]
 DEVICES = st.sampled_from(["cuda", "cuda", "cpu"])
@@ -168,9 +168,7 @@ def test_more_shards_hold_no_more_of_what_persists_and_is_saved_and_what_grows_h
 
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_a_higher_ulysses_degree_holds_no_more_and_what_grows_has_a_name(
-    shape, rung, layout, device, length
-):
+def test_a_higher_ulysses_degree_holds_no_more_unnamed(shape, rung, layout, device, length):
     """On the same GPUs, which share longer sequences, and on twice as many; there are heads and
     tokens for all.
 
@@ -205,10 +203,8 @@ def assert_growth_is_named(
 
 @given(shapes(), rungs(), layouts(), DEVICES, LENGTHS)
 def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device, length):
-    rungs = [
-        msgspec.structs.replace(rung, accumulates=accumulates) for accumulates in (False, True)
-    ]
-    one, several = (footprint(Step(shape, each, layout, length, device)) for each in rungs)
+    both = [msgspec.structs.replace(rung, accumulates=accumulates) for accumulates in (False, True)]
+    one, several = (footprint(Step(shape, each, layout, length, device)) for each in both)
     assert all(a.bytes <= b.bytes for a, b in zip(one.phases, several.phases, strict=True))
     assert one.needed_bytes <= several.needed_bytes
     assert one.host == several.host
@@ -222,14 +218,12 @@ def test_one_micro_batch_needs_no_more_than_several(shape, rung, layout, device,
         assert saved >= 4 * parameters / shards - 4, "no GPU has less than its share"
 
 
-STUDIES = Path(__file__).parents[2] / "docs" / "results" / "find"
 ALLOCATED_TOLERANCE = 0.007
 """Relative: 0.1 % of nearly all; the native allocator counts what it rounds up as allocated."""
 USED_TOLERANCE = 0.025
-"""Relative, with expandable segments."""
 MEASURED = [
     (study.question.model.shape, trial.spec, trial.result)
-    for study in (highwater.open_study(path) for path in sorted(STUDIES.glob("qwen3-*.jsonl")))
+    for study in (highwater.open_study(path) for path in sorted(FOUND.glob("qwen3-*.jsonl")))
     for trial in study.trials
     if trial.result is not None and trial.result.outcome in (Outcome.FIT, Outcome.OUT_OF_MEMORY)
 ]
@@ -256,7 +250,7 @@ def test_every_trial_on_an_h200_is_predicted(shape, spec, result):
 OUTSIDE = [
     (study.question.model.shape, trial.spec, trial.result)
     for pattern in ("grpo-*.jsonl", "edge-*.jsonl", "long-*.jsonl")
-    for study in (highwater.open_study(path) for path in sorted(STUDIES.glob(pattern)))
+    for study in (highwater.open_study(path) for path in sorted(FOUND.glob(pattern)))
     for trial in study.trials
     if trial.result is not None and trial.result.outcome.is_fit
 ]
@@ -266,9 +260,7 @@ OUTSIDE = [
 @pytest.mark.parametrize(
     ("shape", "spec", "result"), OUTSIDE, ids=lambda value: getattr(value, "key", "")
 )
-def test_what_lies_outside_the_allocator_is_known_to_a_few_steps_of_page_tables(
-    shape, spec, result
-):
+def test_what_lies_outside_the_allocator_is_known_to_a_few_page_tables(shape, spec, result):
     ours = footprint(Step(shape, spec.settings, spec.layout, length_tokens=spec.length_tokens))
     is_pinned = any("pinned memory" in term.name for term in ours.outside)
     assert is_pinned == (spec.settings.offload or spec.settings.objective == "grpo")

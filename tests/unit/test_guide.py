@@ -1,6 +1,4 @@
-"""The guide: the published one cell for cell, what it says where nobody knows, and the page that it
-makes.
-"""
+"""The guide: the published one cell for cell, what it says where nobody knows."""
 
 import csv
 import json
@@ -27,17 +25,14 @@ from highwater.nouns.codec import to_json
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, MemoryOnlyFit, Study, usual_grid
-from highwater.pages import guide_page as guide_parts
 from highwater.pages.chooser import places
 from highwater.pages.guide import Guide, guide_tables, published_label
 from highwater.pages.guide_page import guide_markdown, guide_page, guide_rows
 from highwater.pages.text import escaped
-from places import question_of
+from places import DATA, FOUND, question_of
 from tiny_models import write_model
 from trial_specs import answer_of
 
-DATA = Path(__file__).parents[1] / "data"
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 TABLE = DATA / "published_capacity_a100_80gb.csv"
 STUDY = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 LONG = FOUND / "long-0.6b-79gib.jsonl"
@@ -47,7 +42,6 @@ ENV_CHUNKED: dict[str, Any] = {"allocator": "expandable", "loss": "chunked"}
 
 
 def of_rows(*rows: str, folder: Path) -> Guide:
-    """The guide of a table with these rows of A100s, after the headings."""
     path = folder / "table.csv"
     lines = ("gpu,settings,gpus,sp,model,max_model_len", *(f"A100-80GB,{row}" for row in rows))
     path.write_text("\n".join(lines))
@@ -55,7 +49,6 @@ def of_rows(*rows: str, folder: Path) -> Guide:
 
 
 def labels(made: Guide, model: str = "Qwen3-0.6B") -> dict[int, str]:
-    """What the only table says of a model."""
     rows = [row for row in guide_rows(made) if row["model"] == model]
     return {int(row["max_model_len"]): str(row["settings"]) for row in rows}
 
@@ -88,16 +81,13 @@ def test_what_is_named_although_something_simpler_is_unknown_is_marked(tmp_path)
     assert "nobody knows" not in guide_markdown(guide(TABLE))
 
 
-def test_a_table_from_a_spreadsheet_is_read(tmp_path):
+def test_a_table_from_a_spreadsheet_is_read_and_what_one_does_not_know_another_may(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text(
         "gpu,settings,gpus,sp,model,max_model_len\r\nA100-80GB,env,1,1,Qwen3-0.6B, \r\n",
         encoding="utf-8-sig",
     )
     assert labels(guide(path)) == {4096: "?"}
-
-
-def test_what_one_file_does_not_know_another_may(tmp_path):
     rows = ("vanilla,1,1,Qwen3-0.6B,", "vanilla,1,1,Qwen3-0.6B,4096")
     assert labels(of_rows(*rows, folder=tmp_path)) == {4096: "vanilla", 8192: "-"}
 
@@ -127,8 +117,7 @@ def test_a_column_ends_one_row_after_the_last_length_that_fits_and_claims_no_mor
     capacities,
 ):
     (table,) = guide_tables(capacities)
-    longest = max(each.capacity_tokens for each in capacities)
-    indices = range(1, GRID.index_at_most(longest) + 2)
+    indices = range(1, GRID.index_at_most(max(each.capacity_tokens for each in capacities)) + 2)
     assert [tokens for tokens, _ in table.rows] == [GRID.length(index) for index in indices]
     for tokens, (choice,) in table.rows:
         fitting = [each for each in capacities if each.capacity_tokens >= tokens]
@@ -165,10 +154,8 @@ def answer(
 
 def guide_of(*answers: tuple[int | None, ...]) -> Guide:
     """The guide of studies of one cell on one GPU, one for each of these answers."""
-    question = msgspec.structs.replace(ONE_GPU, cells=ONE_GPU.cells[:1])
-    studies = (
-        Study(question=question, answers=(answer(question.cells[0], *each),)) for each in answers
-    )
+    asked = msgspec.structs.replace(ONE_GPU, cells=ONE_GPU.cells[:1])
+    studies = (Study(question=asked, answers=(answer(asked.cells[0], *each),)) for each in answers)
     found = [each for study in studies for each in study_capacities(study)]
     return Guide(tables=guide_tables(found))
 
@@ -206,8 +193,7 @@ def test_a_memory_only_proof_is_named_as_one():
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_one_file_trained_in_full_counts_before_what_memory_holds_in_another(order):
-    answers = ((4096, 16384, 12288), (8192, 16384))[::order]
-    assert labels(guide_of(*answers)) == IN_MEMORY
+    assert labels(guide_of(*((4096, 16384, 12288), (8192, 16384))[::order])) == IN_MEMORY
 
 
 def test_what_was_simulated_is_not_said_to_be_measured():
@@ -232,8 +218,7 @@ def test_two_models_of_one_name_are_refused_with_a_guide_of_each(tmp_path):
     other = str(write_model(tmp_path / "Qwen3-0.6B", max_position_embeddings=40960))
     with pytest.raises(UsageError, match=r"a model Qwen3-0\.6B, .* two") as refused:
         guide(TABLE, predict=[other], gpus=["1xA100-80GB"])
-    hints = [shlex.split(words) for words in refused.value.hint.split("`")[1::2]]
-    assert hints == [
+    assert [shlex.split(words) for words in refused.value.hint.split("`")[1::2]] == [
         ["highwater", "guide", str(TABLE)],
         ["highwater", "guide", "--predict", other, "--gpus", "1xA100-80GB"],
     ]
@@ -272,11 +257,10 @@ def test_gpu_counts_are_the_trainers_and_one_gpu_is_warned_of_once():
     assert "the trainer alone" in page
     (warning,) = re.findall(r".*Warning: .*", page)
     assert ": Qwen3-4B, Qwen3-8B, Qwen3-14B." in warning
-    several = guide(predict=["Qwen3-0.6B"], gpus=["2xA100-80GB"])
-    assert "Warning: " not in guide_markdown(several)
+    assert "Warning: " not in guide_markdown(guide(predict=["Qwen3-0.6B"], gpus=["2xA100-80GB"]))
 
 
-def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
+def test_the_configuration_for_long_contexts_and_token_budgets_are_that_trainers():
     page = guide_markdown(guide(TABLE))
     model = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])["model"]
     assert model["model_path"] == "${oc.env:MODEL_PATH,Qwen/Qwen3-0.6B}"
@@ -285,9 +269,6 @@ def test_the_configuration_for_long_contexts_is_yaml_of_that_trainer():
     assert model["rope_scaling"] == yarn | {"factor": "${oc.decode:${oc.env:FACTOR}}"}
     assert "51,200: 1.25, 61,440: 1.5" in page
     assert "reaches the rollout alone" in page
-
-
-def test_token_budgets_are_said_where_they_begin_and_where_they_end():
     page = guide_markdown(guide(TABLE))
     for name in ("ppo_max_token_len", "log_prob_max_token_len", "trainer.max_token_len"):
         assert f"{name}_per_gpu" in page
@@ -312,8 +293,7 @@ def test_a_guide_of_other_trainings_is_asked_for(tmp_path):
     made = guide(predict=["Qwen3-4B"], gpus=["1xRTX-4090"], trained=trained)
     (table,) = made.tables
     assert "LoRA of rank 16 beside a model in NF4" in table.training
-    few_bits = {"optimizer": "adamw-8bit"}
-    made = guide(predict=["Qwen3-0.6B"], gpus=["1xRTX-4090"], trained=few_bits)
+    made = guide(predict=["Qwen3-0.6B"], gpus=["1xRTX-4090"], trained={"optimizer": "adamw-8bit"})
     assert "moments of 8 bits" in made.tables[0].training
     known = tmp_path / "known.json"
     known.write_bytes(msgspec.json.encode(predict("Qwen3-0.6B", gpus="1xRTX-4090")))
@@ -330,8 +310,7 @@ def test_a_page_has_every_row_of_the_guide(made):
     seen: list[tuple[int, str, list[str]]] = []
     rows = iter(Page(guide_page(made)).rows)
     for table in made.tables:
-        heading = next(row for row in rows if row[0] == "max_model_len")
-        assert heading[1:] == list(table.models)
+        assert next(row for row in rows if row[0] == "max_model_len")[1:] == list(table.models)
         for tokens, choices in table.rows:
             length, *cells = next(rows)
             seen.append((table.gpus, length, cells))
@@ -343,14 +322,11 @@ def test_a_page_has_every_row_of_the_guide(made):
     assert (2, "16,384", [nothing, nothing, env, host, host]) in seen
 
 
-def test_the_longest_bar_is_the_longest_length(made):
+def test_a_bar_is_as_long_as_its_length_and_shows_what_was_trained(made):
     text = guide_page(guide(TABLE))
     assert '<td class="figure">122,880*</td>' in text
     (bar,) = re.findall(r"<span>4 GPUs, [^:]*: 122,880</span><span class=.bar.>(.*?)</span>", text)
     assert 'style="width:100.0%"' in bar
-
-
-def test_a_bar_shows_what_memory_holds_beside_what_was_trained_in_full():
     text = guide_page(guide(LONG, FOUND / "qwen3-0.6b-79gib-chunked.jsonl"))
     trained = round(262144 / 671744 * 100, 1)
     held = f'<span class="memory-only" style="width:{round(100 - trained, 1)}%"></span>'
@@ -383,61 +359,6 @@ def test_speed_is_predicted_for_our_own_trainer_and_labelled_so(made):
     assert f'<td class="figure">{shown}' in text.replace("figure ", "figure")
     assert shown in guide_markdown(made)
     assert "Tokens a second, predicted" in Page(text).text("caption")
-
-
-def test_rows_of_a_long_table_that_say_the_same_are_joined_and_none_is_lost():
-    (table,) = guide(LONG, STUDY).tables
-    whole = guide_parts.choice_table(table)
-    joined = guide_parts.joined(whole).rows
-    lengths, told = [row[0] for row in whole.rows], {}
-    for name, *row in joined:
-        first, _, last = name.partition(" – ")
-        start, end = lengths.index(first), lengths.index(last or first)
-        told |= dict.fromkeys(lengths[start : end + 1], tuple(row))
-    assert len(whole.rows) > 60
-    assert len(joined) < 10
-    assert [(name, *told[name]) for name in lengths] == list(whole.rows)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_several_files_about_a_cell_those_that_add_nothing_are_left_out(order):
-    made = guide(*(FOUND / "edge-0.6b-1-full.jsonl", STUDY)[::order])
-    env = guide_markdown(made).partition("## Capacities")[2].partition("**expandable (")[2]
-    told = ["1", "1", r"196,608\*"]
-    assert told in markdown_rows(env), "the other is not finished, at no longer length"
-
-
-def test_how_far_each_model_gets_is_told_at_a_glance():
-    made = guide(TABLE, LONG)
-    published, measured = guide_parts.glance_tables(made)
-    assert published.rows[0] == ("1", "28,672", "28,672", "28,672", "24,576", "24,576")
-    assert [row[0] for row in published.rows] == ["1", "2", "4", "6"]
-    ((gpus, reached),) = measured.rows
-    by_gpus = {row[0]: row[1:] for row in published.rows}
-    for table in made.tables:
-        row = by_gpus[str(table.gpus)] if table.source == "published" else (reached,)
-        told = zip(table.models, row, strict=True)
-        said = "; ".join(f"{name} {figure.replace('*', '')}" for name, figure in told)
-        assert guide_parts.summary(table).endswith(f" {table.source}: {said}")
-    assert (gpus, *reached.split()) == ("1", "131,072*,", "671,744*", "memory-only")
-    opening = guide_markdown(made).partition("## How to read it")[0]
-    assert ["1", reached.replace("*", r"\*")] in markdown_rows(opening)
-
-
-def test_what_alone_was_tried_is_said_where_nothing_simpler_was(tmp_path):
-    edges = (FOUND / f"edge-4b-2-{name}.jsonl" for name in ("full-native", "full"))
-    made = guide(*edges, STUDY)
-    one, two = sorted(made.tables, key=lambda table: table.gpus)
-    said = guide_parts.only_tried(two)
-    assert guide_parts.only_tried(one) == ""
-    assert ": Qwen3-4B with Ulysses 2, or with expandable, Ulysses 2. " in said
-    assert guide_markdown(made).count(said) == 1
-    shortest = [row["settings"] for row in guide_rows(made) if row["max_model_len"] == 4096]
-    assert not any("Tried" in str(each) or "?" in str(each) for each in shortest)
-    assert "Tried here" not in guide_markdown(guide(TABLE))
-    rows = ("vanilla,2,1,Qwen3-8B,4096", "env,2,2,Qwen3-4B,8192", "env,2,2,Qwen3-14B,4096")
-    said = guide_parts.only_tried(of_rows(*rows, folder=tmp_path).tables[0])
-    assert "Qwen3-4B, Qwen3-14B with expandable, Ulysses 2" in said
 
 
 def test_text_from_outside_begins_no_heading_and_no_list():

@@ -1,6 +1,4 @@
-"""Identity: a recorded study is known again by what it asked, whatever settings are added later,
-and what a run has to have the same to go on.
-"""
+"""Identity: a recorded study is known again by what it asked, whatever settings are added later."""
 
 import json
 from contextlib import suppress
@@ -25,10 +23,9 @@ from highwater.nouns.training import Schedule, TrainingSpec, differences, run_di
 from highwater.search.predicted_study import completed_study
 from highwater.store.directory import study_path
 from highwater.store.journal import read_study
-from places import question_of
+from places import ROOT, question_of
 from trial_specs import training_of, trial_in
 
-ROOT = Path(__file__).parents[2]
 KEYS: dict[str, dict[str, str]] = json.loads((ROOT / "tests/data/study_keys.json").read_text())
 """Written down when a study was recorded: the question's key, and the digest of the keys of all
 trials."""
@@ -69,17 +66,14 @@ def test_a_recorded_study_is_found_by_the_command_that_made_it(path, monkeypatch
 
 
 @given(of_settings=FIELDS, of_layout=FIELDS)
-def test_a_field_that_is_added_at_its_default_changes_no_key_no_label_and_no_order(
-    of_settings, of_layout
-):
+def test_a_field_added_at_its_default_changes_no_key_label_or_order(of_settings, of_layout):
     for question in (question_of(), question_of(gpus=[1, 4], ulysses=[1, 2], offload=True)):
         later = with_fields(question, of_settings, of_layout)
         assert study_path(Path("logs"), later) == study_path(Path("logs"), question)
         assert later.key == question.key
         for before, after in zip(question.cells, later.cells, strict=True):
             assert later.trial(after, 4096).key == question.trial(before, 4096).key
-            assert after.label == before.label
-            assert after.layout.slug == before.layout.slug
+            assert (after.label, after.layout.slug) == (before.label, before.layout.slug)
             assert after.settings.slug == before.settings.slug
             assert simplicity(after) == simplicity(before)
 
@@ -97,9 +91,7 @@ def test_a_field_that_is_added_and_set_makes_another_question(fields, value):
 
 
 @given(literal=st.text("abcdefghijklmnopqrstuvwxyz-", min_size=4, max_size=20))
-def test_a_value_that_is_added_has_a_label_of_its_own_and_stands_behind_those_that_are_known(
-    literal,
-):
+def test_an_added_value_has_a_label_of_its_own_and_stands_behind_those_that_are_known(literal):
     def cell(recompute: Any) -> Cell:
         return Cell(layout=Layout(), settings=Settings(recompute=recompute))
 
@@ -120,8 +112,7 @@ def test_every_degree_is_told_in_labels_paths_and_flags():
     for told in ("suffix", "slug", "flags"):
         assert len({getattr(layout, told) for layout in layouts}) == len(layouts), told
     both = Layout(gpus=6, ulysses_degree=2, ring_degree=3)
-    label = "nothing set, 6 GPUs, Ulysses 2, ring 3"
-    assert Cell(layout=both, settings=Settings()).label == label
+    assert Cell(layout=both, settings=Settings()).label == "nothing set, 6 GPUs, Ulysses 2, ring 3"
     assert Layout(gpus=4).slug == "sp-1"
     assert Layout(gpus=6, ring_degree=3).flags == ("--gpus", "6", "--ulysses", "1", "--ring", "3")
     sharing = ["1", "1, 2 copies", "1, ring 3", "1, ring 3, 2 copies"]
@@ -257,20 +248,14 @@ def test_what_does_not_decide_the_curve_may_change(change):
     assert run_digest(changed(**change)) == run_digest(SPEC)
 
 
-def test_more_steps_are_another_curve_where_the_rate_depends_on_them():
+def test_what_depends_on_another_setting_is_told_once_or_is_the_same():
     before, now = (changed(schedule=Schedule(name="linear", steps=steps)) for steps in (20, 40))
     (said,) = differences(before, now)
     assert said == "--steps, on which the schedule depends: 20 when the run began, 40 now"
     assert run_digest(before) != run_digest(now)
-
-
-def test_an_alpha_that_is_named_is_the_same_as_the_usual_one():
     usual, named = (changed(trial__settings=Settings(lora=8, lora_alpha=a)) for a in (None, 16.0))
     assert differences(usual, named) == ()
     assert run_digest(usual) == run_digest(named)
-
-
-def test_adapters_and_a_schedule_are_named_once_though_more_depends_on_them():
     now = changed(trial__settings=Settings(lora=8), schedule=Schedule(name="cosine", steps=20))
     assert differences(SPEC, now) == (
         "--lora: none when the run began, 8 now",

@@ -1,6 +1,4 @@
-"""Jobs: an order in, a report or a refusal out, failures in words that are never empty, and nothing
-left running; and the job that is printed for Slurm, in which only the search runs.
-"""
+"""Jobs: an order in, a report or a refusal out, failures in words that are never empty."""
 
 import json
 import os
@@ -237,14 +235,12 @@ def test_every_rank_is_numbered_and_meets_in_a_private_folder(tmp_path):
     assert not Path(stores.pop()).parent.exists(), "it is gone afterwards"
 
 
-def test_the_first_that_fails_ends_the_others(tmp_path):
+def test_the_first_that_fails_and_a_launcher_that_is_ended_end_the_ranks(tmp_path):
     process = run(tmp_path, FAILS, "--nproc", "2")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 3, said
     assert not Path("/proc", (tmp_path / "0").read_text()).exists()
-
-
-def test_a_launcher_that_is_ended_ends_its_ranks(tmp_path):
+    (tmp_path / "0").unlink()
     process = run(tmp_path, FAILS.replace('== "1"', '== "none"'), "--nproc", "1")
     while not (tmp_path / "0").exists() or not (tmp_path / "0").read_text():
         assert process.poll() is None
@@ -274,7 +270,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def model(place: Path, name: str) -> str:
-    """A model's directory of this name."""
     folder = place / "models" / name
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -283,9 +278,8 @@ def model(place: Path, name: str) -> str:
 
 def typed_in_the_job(script: str, place: Path) -> list[str]:
     """What ``highwater`` is told where the script runs, which makes no file."""
-    tells = 'printf "%s\\0" "$@" > "$TOLD"'
     starts = 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"'
-    for name, program in (("highwater", tells), ("srun", starts)):
+    for name, program in (("highwater", 'printf "%s\\0" "$@" > "$TOLD"'), ("srun", starts)):
         (place / name).write_text(f"#!/bin/sh\n{program}\n")
         (place / name).chmod(0o755)
     (place / "job.sh").write_text(script)
@@ -374,16 +368,13 @@ def test_a_folder_that_is_not_there_is_made_for_this_user_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o770, 0o701, 0o777])
-def test_a_folder_that_others_can_enter_is_refused_and_the_hint_works(
-    tmp_path: Path, mode: int
-) -> None:
+def test_a_folder_open_to_others_is_refused_and_the_hint_works(tmp_path: Path, mode: int) -> None:
     meet = tmp_path / "meet"
     meet.mkdir()
     meet.chmod(mode)
     error = refusal(of_two(tmp_path, meet / "f"))
     assert "others can read or write" in error.problem
     named = re.search(r"`--rendezvous (.*)`", error.hint)
-    assert named is not None
     with made(of_two(tmp_path, Path(*shlex.split(named[1])))).folder():
         pass
 
@@ -417,22 +408,19 @@ def test_a_launcher_that_starts_nothing_is_refused(tmp_path: Path, launcher: str
     assert "--launcher" in refusal(of_two(tmp_path, launcher=launcher)).hint
 
 
-def test_one_machine_alone_has_no_launcher_and_meets_nobody() -> None:
+def test_one_machine_has_no_launcher_and_of_several_it_is_words_without_a_shell(
+    tmp_path: Path,
+) -> None:
     assert "`--launcher`" in refusal(Request(model="tiny", launcher="sh")).problem
     assert "`--rendezvous`" in refusal(Request(model="tiny", rendezvous="f")).problem
     assert across(Request(model="tiny")) is None
-
-
-def test_a_launcher_is_words_and_no_shell_sees_it(tmp_path: Path) -> None:
     machines = made(of_two(tmp_path, launcher="sh '$(touch made)' a;b"))
     assert machines.launcher == ("sh", "$(touch made)", "a;b")
     assert machines.notes, "no file is named: a port is open"
     assert not made(of_two(tmp_path, tmp_path / "own" / "f")).notes
 
 
-def test_a_launcher_is_told_nothing_of_who_started_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_is_told_nothing_of_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "GROUP_RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -24,20 +24,17 @@ from highwater.search.scheduler import recorded_search
 from highwater.store.journal import Journal, open_journal, read_study
 from highwater.trials.probe import environment
 from highwater.trials.simulated import FormulaLaw, Law, SimulatedRunner
-from places import examples, question_of
+from places import FOUND, examples, question_of
 
 FIT = TrialResult(outcome=Outcome.FIT, reason="2 steps done")
 QUESTION = question_of(loss="chunked", allocator="expandable")
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 
 
 def spec_of(length_tokens: int) -> TrialSpec:
-    """A trial of the question's only cell."""
     return QUESTION.trial(QUESTION.cells[0], length_tokens)
 
 
 def record(journal: Journal, length_tokens: int) -> None:
-    """A trial from start to end."""
     journal.trial_started(spec_of(length_tokens), attempt=1, repeat=0)
     journal.trial_finished(spec_of(length_tokens), attempt=1, repeat=0, result=FIT)
 
@@ -50,7 +47,6 @@ def search(question: Question, journal: Journal, runner: Runner | None = None) -
 
 
 def lengths(study: Study) -> list[int]:
-    """Lengths of the finished trials."""
     return [trial.spec.length_tokens for trial in study.trials if trial.result is not None]
 
 
@@ -105,7 +101,6 @@ def test_where_a_search_ran_is_recorded_by_an_allow_list(tmp_path, monkeypatch):
 
 
 def interrupted_after(trials: int) -> Law:
-    """The formula's law, which is interrupted when it was asked so many times."""
     law, left = FormulaLaw(shape=QUESTION.model.shape), itertools.count(trials, -1)
 
     def asked(spec: TrialSpec) -> int:
@@ -191,9 +186,7 @@ def test_a_journal_of_a_newer_schema_is_left_alone(tmp_path):
 
 @pytest.mark.corpus
 @pytest.mark.parametrize("recorded", sorted(FOUND.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_study_that_was_made_before_is_resumed_without_lines_that_its_schema_does_not_have(
-    recorded, tmp_path
-):
+def test_every_study_of_before_is_resumed_without_lines_of_later_schemas(recorded, tmp_path):
     path = tmp_path / "study.jsonl"
     path.write_bytes(recorded.read_bytes())
     before = read_study(path)
@@ -234,8 +227,7 @@ def test_another_question_is_refused_and_the_difference_is_told(tmp_path, said):
     with pytest.raises(StudyError) as refusal:
         open_journal(path, asked)
     assert said in refusal.value.problem
-    offered = Path(refusal.value.hint.split("`")[1].removeprefix("--study "))
-    open_journal(offered, asked).close()
+    open_journal(Path(refusal.value.hint.split("`")[1].removeprefix("--study ")), asked).close()
 
 
 def test_the_same_model_in_another_place_is_the_same_question(tmp_path):
@@ -296,15 +288,12 @@ def test_a_disk_that_is_full_leaves_the_journal_whole(tmp_path):
     assert lengths(read_study(kept)) == list(range(2, int(run.stdout.split()[0])))
 
 
-def test_a_study_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
+def test_an_unopened_study_is_the_users_to_mend_and_a_repeat_is_a_trial_of_its_own(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StudyError, match="cannot be opened"):
         open_journal(tmp_path / "file" / "study.jsonl", QUESTION)
     with pytest.raises(StudyError, match="cannot be read"):
         read_study(tmp_path / "none.jsonl")
-
-
-def test_a_repeat_and_a_second_attempt_are_trials_of_their_own(tmp_path):
     with open_journal(tmp_path / "study.jsonl", QUESTION) as journal:
         record(journal, 4096)
         assert journal.recorded(spec_of(4096), attempt=1, repeat=0) == FIT

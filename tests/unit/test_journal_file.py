@@ -1,6 +1,4 @@
-"""A journal that somebody else touches: what was edited is named, what was taken away in mid-search
-stops the search.
-"""
+"""A journal that somebody else touches."""
 
 import json
 import os
@@ -31,14 +29,12 @@ LENGTHS = (4096, 8192, 12288)
 
 
 def written(path: Path) -> list[bytes]:
-    """The lines of a journal of three trials and an answer."""
     with open_journal(path, QUESTION) as journal:
         search(QUESTION, journal)
     return path.read_bytes().splitlines(keepends=True)
 
 
 def offered(hint: str) -> Path:
-    """The file that a hint names after ``--study``."""
     return Path(shlex.split(hint.rpartition("--study ")[2].replace("`", " "))[0])
 
 
@@ -90,9 +86,7 @@ def test_a_study_from_before_there_were_checksums_goes_on_without_them(schema_ve
 
 
 def _mutations(lines: list[bytes], seed: int) -> bytes:
-    """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out;
-    never only cut at the end.
-    """
+    """Lines with one byte changed, put in or taken out, or one line moved, doubled or taken out."""
     draw = random.Random(seed)
     content = bytearray(b"".join(lines))
     kind, at = draw.randrange(6), draw.randrange(len(content) - 1)
@@ -114,9 +108,7 @@ def _mutations(lines: list[bytes], seed: int) -> bytes:
 
 
 @pytest.mark.parametrize("count", [150, *deep(20_000)])
-def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
-    count, tmp_path, record_property
-):
+def test_a_change_of_a_journal_is_found_or_changes_nothing(count, tmp_path, record_property):
     path = tmp_path / "study.jsonl"
     lines = written(path)
     whole, found, same = read_study(path), 0, 0
@@ -135,15 +127,12 @@ def test_whatever_is_changed_in_a_journal_is_found_or_changes_nothing(
 
 
 def shown(study: Study) -> set[tuple[object, ...]]:
-    """What tables show of answers."""
     names = ("cell", "capacity_tokens", "does_not_fit_tokens", "limit", "peak_reserved_bytes")
     return {tuple(getattr(answer, name) for name in names) for answer in study.answers}
 
 
 @pytest.mark.parametrize("count", [100, *deep(10_000)])
-def test_no_edit_of_a_journal_without_checksums_makes_a_measured_answer_of_it(
-    count, tmp_path, record_property
-):
+def test_no_edit_without_checksums_makes_a_measured_answer(count, tmp_path, record_property):
     path, draw = tmp_path / "study.jsonl", random.Random(7)
     told = {"unproven": 0, "refused": 0, "the same": 0}
     studies = {path: read_study(path) for path in REAL}
@@ -185,8 +174,7 @@ def test_a_study_that_is_deleted_in_mid_search_stops_it_and_its_trials_are_kept_
 def test_the_trial_that_had_just_ended_is_kept_too(tmp_path):
     path = tmp_path / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
-        spec = QUESTION.trial(QUESTION.cells[0], 4096)
-        journal.trial_started(spec, attempt=1, repeat=0)
+        journal.trial_started(QUESTION.trial(QUESTION.cells[0], 4096), attempt=1, repeat=0)
         path.rename(tmp_path / "moved.jsonl")
         path.write_text("mine")
         with pytest.raises(StudyError, match="was replaced while") as stop:
@@ -219,9 +207,7 @@ def test_a_study_that_is_cut_or_written_in_mid_search_stops_it(left, said, tmp_p
         assert lengths(read_study(path))[-1] == 8192
 
 
-def test_a_folder_that_is_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(
-    tmp_path,
-):
+def test_a_folder_deleted_in_mid_search_stops_it_and_says_that_nothing_could_be_kept(tmp_path):
     path = tmp_path / "logs" / "study.jsonl"
     with open_journal(path, QUESTION) as journal:
         record(journal, 4096)
@@ -273,8 +259,7 @@ def write_study(path: Path, trials: int, cells: int) -> None:
                 launch = {"spec_key": spec.key, "attempt": 1, "repeat": 0, "at_unix_s": 1.0}
                 write(StartedLine(spec=spec, **launch))
                 write(FinishedLine(result=fit if index < each else no, **launch))
-            edge = (32 * (each - 1), 32 * each)
-            answer = answer_of(cell, *edge, reason=no.reason, **answered)
+            answer = answer_of(cell, 32 * (each - 1), 32 * each, reason=no.reason, **answered)
             write(AnsweredLine(at_unix_s=1.0, answer=answer))
 
 
@@ -289,7 +274,6 @@ def measured(*words: str) -> tuple[float, int]:
 
 @pytest.fixture(scope="module", params=[10, *deep(1, 100)])
 def finished(request, tmp_path_factory) -> tuple[int, dict[int, Path]]:
-    """Studies of so many cells, by their trials."""
     cells, folder = request.param, tmp_path_factory.mktemp("finished")
     paths = {trials: folder / f"{trials}.jsonl" for trials in (FEW, MANY)}
     for trials, path in paths.items():
@@ -299,9 +283,7 @@ def finished(request, tmp_path_factory) -> tuple[int, dict[int, Path]]:
 
 
 @pytest.mark.parametrize("form", ["show", "html", *deep("md", "csv", "json")])
-def test_showing_and_reporting_grow_no_faster_than_the_study(
-    form, finished, tmp_path, record_property
-):
+def test_showing_and_reporting_are_linear_in_the_study(form, finished, tmp_path, record_property):
     cells, paths = finished
 
     def taken(trials: int) -> tuple[float, int]:

@@ -1,6 +1,4 @@
-"""Layers as runs of a kind: what adds up is the sum of its runs, what one layer decides is the most
-over kinds, and where a run is cut changes nothing.
-"""
+"""Layers as runs of a kind: sums are over runs, peaks over kinds, and cuts change nothing."""
 
 import json
 from pathlib import Path
@@ -55,9 +53,11 @@ def run(count: int, of: LayerKind) -> LayerRun:
 
 def shape_with(*runs: LayerRun) -> ModelShape:
     """A shape of these runs; what its own fields say of layers is nobody's size."""
-    nobodys = {"query_heads": 1, "kv_heads": 1, "head_dim": 1, "intermediate_size": 1}
     return ModelShape(
-        **nobodys,
+        query_heads=1,
+        kv_heads=1,
+        head_dim=1,
+        intermediate_size=1,
         model_type="qwen3",
         hidden_size=HIDDEN,
         layers=sum(each.count for each in runs),
@@ -111,9 +111,7 @@ def cut(runs: tuple[LayerRun, ...], layers: int) -> tuple[LayerRun, ...]:
 
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS, st.data())
-def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
-    shape, rung, layout, device, length, data
-):
+def test_cutting_a_run_in_two_alike_changes_nothing(shape, rung, layout, device, length, data):
     place = data.draw(st.integers(0, shape.layers))
     parts = with_runs(shape, cut(shape.runs, place))
     assert len(parts.runs) - len(shape.runs) in (0, 1)
@@ -124,7 +122,6 @@ def test_cutting_a_run_in_two_of_the_same_kind_changes_no_figure(
 def figures(
     shape: ModelShape, rung: Settings, layout: Layout, device: Any, length: int
 ) -> tuple[object, ...]:
-    """All that is counted of a shape."""
     flops = step_flops(shape, length_tokens=length, sequences=2, settings=rung)
     formulas = (footprint, likely_footprint)
     return (
@@ -178,12 +175,10 @@ def test_what_adds_up_is_the_sum_of_what_each_kind_has(pair):
 
 
 def block_bytes(parameters: int) -> int:
-    """A pinned block of so many float32 numbers."""
     return 1 << (4 * parameters - 1).bit_length()
 
 
 def kept_bytes(shape: ModelShape, recompute: Any) -> int:
-    """What all layers keep when the loss is computed."""
     step = Step(shape, Settings(recompute=recompute), Layout(), length_tokens=2048)
     loss, *_ = footprint(step).phases
     names = ("activations of all layers", "kept by recompute")
@@ -203,9 +198,7 @@ def test_gradients_of_layers_whose_tensors_have_one_size_share_their_blocks():
 
 
 @given(shapes_of_kinds(), rungs(), layouts(), DEVICES, LENGTHS)
-def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
-    shape, rung, layout, device, length
-):
+def test_the_backward_peak_is_the_most_of_all_layers(shape, rung, layout, device, length):
     assume(shape.layers > 1)
     step = Step(shape, rung, layout, length, device)
     # of what is shared unevenly gradients are divided over the layers by their parameters
@@ -218,9 +211,7 @@ def test_the_peak_of_the_backward_pass_is_the_most_of_all_layers_one_by_one(
     gradient_bytes = 4 if come_late else 0
 
     def of_layers(number: int) -> float:
-        """One layer going backward, with what all before it keep, its neighbours' weights and the
-        gradients of all behind it.
-        """
+        """One layer going backward, with what all before it keep and gradients of later ones."""
         kept = sum(formula.kept_bytes(step.layer(each)) for each in layers[: number + 1])
         gathered = layers[number].parameters
         if layout.shard_degree > 1 and number:
@@ -246,12 +237,10 @@ def test_attention_within_a_window_is_as_many_flops_as_pairs_of_tokens_that_read
     shapes = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
     windowed, full = (attention_flops(shape, length) for shape in shapes)
     window = WINDOWED.window_tokens
-    assert window is not None
     per_pair = 3 * 3 * 2 * 2 * FULL.head_dim * FULL.query_heads  # 3 layers, 3 passes, 2 products
     pairs = sum(min(place + 1, window) for place in range(length))
     # A triangle of n tokens is n²/2 here, not n(n + 1)/2: PaLM's figure.
-    diagonal = min(length, window)
-    assert windowed == per_pair * (2 * pairs - diagonal) // 2
+    assert windowed == per_pair * (2 * pairs - min(length, window)) // 2
     assert windowed == full if length <= window else windowed < full
 
 
@@ -260,15 +249,7 @@ def attention_flops(shape: ModelShape, length: int) -> int:
     return flops - 6 * shape.matmul_parameters * length
 
 
-def test_layers_that_alternate_are_as_many_flops_as_full_and_windowed_ones():
-    alternating = shape_with(*(run(1, kind(attention=each)) for each in (WINDOWED, FULL) * 3))
-    apart = (shape_with(run(3, kind(attention=each))) for each in (WINDOWED, FULL))
-    assert attention_flops(alternating, 8192) == sum(attention_flops(each, 8192) for each in apart)
-    assert alternating.window_tokens == 1024
-
-
 def layers_of(folder: Path, **config: Any) -> list[tuple[int, int | None, int, int]]:
-    """Of each run its layers, its window, its experts and the width of its MLP."""
     shape = written_model(folder, **config).shape
     assert sum(each.count for each in shape.runs) == shape.layers
     kinds = [(each.count, each.kind.attention, each.kind.mlp) for each in shape.runs]
@@ -333,20 +314,12 @@ def test_a_catalog_model_is_one_run_and_its_document_is_what_it_was(name):
     assert "layer_runs" not in to_json(shape)
 
 
-@given(shapes_of_kinds())
-def test_a_shape_with_runs_is_read_from_its_document(shape):
-    assert from_json(to_json(shape), ModelShape) == shape
-
-
-def test_runs_that_are_not_the_layers_of_their_shape_are_refused():
+def test_runs_that_are_not_the_layers_or_too_many_are_refused(tmp_path):
     whole = shape_with(run(3, kind()), run(2, kind(mlp=EXPERTS)))
     for changes in ({"layers": 6}, {"hidden_size": 64}, {"layer_runs": ()}):
         with pytest.raises(ModelError, match="the runs of a qwen3 are not its") as refusal:
             msgspec.structs.replace(whole, **changes)
         assert refusal.value.hint
-
-
-def test_more_layers_than_any_model_has_are_refused_before_they_are_read(tmp_path):
     with pytest.raises(ModelError, match="describes 2147483647 layers") as refusal:
         written_model(tmp_path, num_hidden_layers=2**31 - 1)
     assert refusal.value.hint == "check its num_hidden_layers"
@@ -375,7 +348,7 @@ def test_layers_with_a_state_are_read_as_runs_between_those_that_attend(tmp_path
     assert from_json(to_json(named), ModelShape) == named
 
 
-def test_a_state_costs_flops_that_grow_with_the_length_alone(tmp_path):
+def test_a_state_costs_flops_of_the_length_alone_and_gpus_share_it_by_key_heads(tmp_path):
     shape, settings = linear_model(tmp_path).shape, Settings()
     length, twice = (
         step_flops(shape, length_tokens=tokens, sequences=1, settings=settings)
@@ -383,14 +356,9 @@ def test_a_state_costs_flops_that_grow_with_the_length_alone(tmp_path):
     )
     of_softmax = 8 * 3 * 2 * 4096 * (8192**2 - 2 * 4096**2)
     assert twice - 2 * length == of_softmax
-
-
-def test_gpus_share_a_state_by_its_key_heads_or_by_a_ring(tmp_path):
     shape = linear_model(tmp_path, linear_num_key_heads=4).shape
     assert heads_obstacle(shape, 4) is None
-    said = heads_obstacle(shape, 8)
-    assert said is not None
-    assert "4 key heads of linear attention" in said
+    assert "4 key heads of linear attention" in heads_obstacle(shape, 8)
     assert ring_obstacle(shape, None) is None
 
 

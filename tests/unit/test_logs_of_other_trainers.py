@@ -93,8 +93,7 @@ FITS = table("logs_in_words", "fits")
 
 @pytest.mark.parametrize("log", FITS.values(), ids=FITS)
 def test_steps_with_a_proof_beside_them_fit(log):
-    assert judged(log, 0) == "fit"
-    assert judged(log, 1) == "inconclusive"
+    assert (judged(log, 0), judged(log, 1)) == ("fit", "inconclusive")
 
 
 OF_NO_MEMORY = table("logs_in_words", "of no memory") | {
@@ -126,8 +125,7 @@ WENT_ON = {
 
 @pytest.mark.parametrize("log", WENT_ON.values(), ids=WENT_ON)
 def test_an_error_after_which_training_went_on_did_not_end_it(log):
-    assert judged(log, 1) == "inconclusive"
-    assert judged(log, 139) == "inconclusive"
+    assert (judged(log, 1), judged(log, 139)) == ("inconclusive", "inconclusive")
 
 
 BROKEN = (
@@ -200,9 +198,7 @@ def test_the_end_of_a_log_is_what_the_workers_wrote_unless_only_the_launcher_did
     assert "exitcode  : -9" in log_end(str(log), None).lines[-1]
 
 
-def test_the_end_of_a_log_is_what_the_rank_said_that_failed_first_whatever_its_peers_write_after(
-    tmp_path,
-):
+def test_a_logs_end_is_what_the_first_failed_rank_said_whatever_its_peers_write(tmp_path):
     log = tmp_path / "model_len-8192.log"
     said = "RuntimeError: no memory"
     log.write_text(f"begins\n{said}, 5 GiB\n" + "a peer's traceback\n" * 2 * LINES + LAUNCHER)

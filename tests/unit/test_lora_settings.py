@@ -1,6 +1,4 @@
-"""Adapters, block-sparse attention and attention in head groups, as they are asked for: what is
-refused before anything starts, what it is called, and what it takes.
-"""
+"""Adapters, block-sparse attention and attention in head groups, as they are asked for."""
 
 import json
 from pathlib import Path
@@ -17,13 +15,7 @@ from highwater.memory.formula.layers import Step, working_set_bytes
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import (
-    ATTENTION,
-    Lora,
-    adapter_parameters,
-    nf4_bytes,
-    saved_by_base,
-)
+from highwater.nouns.objective import ATTENTION, Lora, adapter_parameters, nf4_bytes, saved_by_base
 from highwater.nouns.request import request_from, setting_flags
 from highwater.nouns.settings import Settings, settings_in_words
 from highwater.nouns.sparse_pattern import SparsePatternConfig
@@ -147,12 +139,10 @@ def test_more_gpus_of_a_packed_model_are_copies_and_the_flags_work():
     flag, gpus = more.flags
     assert flag == "--gpus"
     chosen = highwater.recommend("Llama-3.1-8B", gpus=gpus, **asked).chosen
-    assert chosen is not None
     assert gpus == f"{chosen.cell.layout.replicate_degree}xRTX-4090"
 
 
 NATIVE = 32_768
-"""Positions of the tiny model."""
 
 
 def trial(length_tokens: int, **settings: object) -> TrialSpec:
@@ -172,9 +162,7 @@ def trial(length_tokens: int, **settings: object) -> TrialSpec:
         (2 * NATIVE, {}, False),
     ],
 )
-def test_adapters_that_are_trained_with_yarn_are_said_not_to_have_it(
-    length_tokens, settings, is_noted
-):
+def test_adapters_trained_with_yarn_are_said_not_to_have_it(length_tokens, settings, is_noted):
     notes = adapter_notes(trial(length_tokens, **settings))
     assert any("the YaRN of factor 2 that" in note for note in notes) == is_noted
 
@@ -185,7 +173,6 @@ PREDICTED = json.loads((CELLS / "predicted.json").read_text())
 ON_H100S = json.loads((CELLS.parent / "h100.json").read_text())
 FITS = [trial for trial in TRIALS if Outcome(trial["result"]["outcome"]).is_fit]
 TOLERANCE = 0.0005
-"""Relative."""
 
 
 @pytest.mark.parametrize(
@@ -227,7 +214,6 @@ def test_a_pattern_is_what_the_settings_say_with_the_published_names():
 def test_a_ratio_is_typed_or_given_as_a_number(ratio):
     request = request_from({"model": "Qwen3-0.6B", **SPARSE, "sparsity_ratio": ratio})
     pattern = request.settings.pattern
-    assert pattern is not None
     assert pattern.sparsity_ratio == (ratio if ratio == "adaptive" else float(ratio))
 
 
@@ -303,7 +289,6 @@ def test_flops_of_attention_are_those_of_the_pairs_that_are_kept():
 
 RECORDED = sorted((Path(__file__).parents[2] / "docs/results/attention/training").glob("*.json"))
 SPARSE_TOLERANCE = 0.0025
-"""Relative."""
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
@@ -334,9 +319,7 @@ ONE, FOUR = {"gpus": "1xH100-80GB"}, {"gpus": "4xH100-80GB"}
         ("Phi-4", 2, ONE, "family phi3"),
     ],
 )
-def test_heads_that_do_not_make_such_groups_are_refused_with_a_hint_that_works(
-    model, groups, asked, problem
-):
+def test_heads_that_make_no_such_groups_are_refused_with_a_hint(model, groups, asked, problem):
     asked = {**asked, "attention_head_groups": groups}
     with pytest.raises(HighwaterError, match=problem) as refused:
         highwater.predict(model, **asked)
@@ -379,6 +362,4 @@ def test_a_step_costs_the_projections_of_queries_keys_and_values_once_more():
         predicted_step(shape, each, Layout(gpus=4), length_tokens=1 << 16, device_name="H100-80GB")
         for each in (plain, msgspec.structs.replace(plain, attention_head_groups=4))
     ]
-    assert steps[0] is not None
-    assert steps[1] is not None
     assert 1 < steps[1].time_s / steps[0].time_s < 1.02

@@ -1,6 +1,4 @@
-"""Memory profiles: what was alive when it counts, by category, place and stack, of snapshots whose
-every allocation is known.
-"""
+"""Memory profiles: what was alive when it counts, of snapshots whose every allocation is known."""
 
 import pickle
 import re
@@ -51,7 +49,7 @@ def test_a_snapshot_of_megatron_has_its_rank_and_its_categories_at_the_peak():
     assert "MiB" in answer(profile)
 
 
-def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps():
+def test_out_of_memory_says_what_was_free_or_in_pieces_and_what_helps(tmp_path):
     profile = memory_profile(OF_A_TRAINER)
     assert (profile.moment, profile.requested_bytes) == ("out of memory", 128 * MIB)
     assert profile.device_free_bytes == 5 * MIB
@@ -60,12 +58,8 @@ def test_out_of_memory_says_what_was_asked_for_what_was_free_and_what_helps():
     assert profile.reserved_bytes == 266 * MIB
     assert (profile.free_bytes, profile.largest_free_bytes) == (10 * MIB, 10 * MIB)
     assert advice(profile) == "chunked loss"
-
-
-def test_memory_in_pieces_is_told_and_expandable_segments_are_what_helps(tmp_path):
     program = Program()
-    held = [program.allocate(40 * MIB, MAIN) for _ in range(4)]
-    for address in held[::2]:
+    for address in [program.allocate(40 * MIB, MAIN) for _ in range(4)][::2]:
         program.free(address, FREED)
     program.run_out(60 * MIB, 0, MAIN)
     profile = memory_profile(written(tmp_path, program))
@@ -94,8 +88,7 @@ def test_what_was_there_before_the_first_event_is_counted_and_said(tmp_path):
     program.free(second, FREED)  # of which only the end is in the trace: two events
     program.allocate(10 * MIB, (f"{SITE}/torch/optim/adamw.py", 118, "_init_group"), MAIN)
     profile = memory_profile(written(tmp_path, program))
-    assert profile.events == 4
-    assert profile.allocated_bytes == 80 * MIB
+    assert (profile.events, profile.allocated_bytes) == (4, 80 * MIB)
     assert profile.before_bytes == 80 * MIB
     assert "max_entries" in " ".join(category_table([profile]).footnotes)
 
@@ -118,9 +111,7 @@ MM_BACKWARD = (("??", 0, "torch::autograd::generated::MmBackward0::apply"), ENGI
 
 @pytest.mark.parametrize(("is_phase", "stack"), [(True, ()), (False, MM_BACKWARD)])
 @pytest.mark.parametrize("ends", ["in the pass", "after it", "nobody knows"])
-def test_what_a_backward_pass_makes_is_a_gradient_where_it_is_there_after_the_pass(
-    tmp_path, ends, is_phase, stack
-):
+def test_what_lasts_after_a_backward_pass_is_a_gradient(tmp_path, ends, is_phase, stack):
     program = Program()
     program.phase = "backward of layer 3" if is_phase else ""
     made = program.allocate(30 * MIB, *stack)
@@ -163,9 +154,7 @@ def test_what_a_backward_pass_needs_on_its_way_is_no_state_to_put_elsewhere(tmp_
         ("RegisterCUDA_0.cpp", False),
     ],
 )
-def test_a_place_is_a_line_of_the_program_wherever_it_and_pytorch_are_installed(
-    tmp_path, path, is_shown
-):
+def test_a_place_is_a_line_of_the_program_wherever_it_is_installed(tmp_path, path, is_shown):
     program = Program()
     program.allocate(MIB, (path, 7, "run"), MAIN)
     (place,) = memory_profile(written(tmp_path, program)).places
@@ -253,8 +242,7 @@ def test_the_rules_for_this_engine_name_files_and_functions_that_are_there():
 def test_a_page_draws_every_category():
     profiles = [memory_profile(path) for path in sorted(SNAPSHOTS.glob("*.pickle"))]
     for shown in (profiles, profiles[:1], profiles[1:]):
-        text = profile_page(shown)
-        page = Page(text)
+        page = Page(profile_page(shown))
         drawn = {attributes.get("class") for attributes in page.all("polygon")}
         alive = {category for profile in shown for category in sizes(profile)}
         assert drawn == alive | {"optimizer_states"}, "of Megatron's, after the peak"
@@ -265,8 +253,7 @@ def test_a_page_draws_every_category():
 def test_a_flame_graph_holds_each_frame_inside_its_caller():
     profile = memory_profile(OF_A_TRAINER)
     ends = {(b.depth, b.start_bytes, b.start_bytes + b.bytes) for b in profile.flame_graph}
-    bottom = sum(end - start for depth, start, end in ends if depth == 0)
-    assert bottom == profile.allocated_bytes
+    assert sum(end - start for depth, start, end in ends if depth == 0) == profile.allocated_bytes
     for depth, start, end in ends:
         callers = [(first, last) for level, first, last in ends if level == depth - 1]
         assert not depth or any(first <= start and end <= last for first, last in callers)

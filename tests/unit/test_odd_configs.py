@@ -1,6 +1,4 @@
-"""Odd configs: whatever stands in a config.json, it is read or refused, by the family's name where
-it has one.
-"""
+"""Odd configs: whatever stands in a config.json is read or refused, by the family's name."""
 
 import json
 import math
@@ -51,9 +49,7 @@ ODD = (
 
 
 def ask(directory: Path) -> None:
-    """Read the model and predict it; what cannot be is a HighwaterError, and everything else a
-    failure of the test.
-    """
+    """Read the model and predict it; what cannot be is a HighwaterError."""
     with suppress(HighwaterError):
         load_model(str(directory))
         to_json(predict(str(directory), gpus="1xH100-80GB", loss="chunked", allocator="expandable"))
@@ -81,7 +77,6 @@ def test_so_is_whatever_its_rope_scaling_holds(tmp_path, field):
 
 
 def asked_of(directory: Path, config: Any) -> Model:
-    """The model of a directory with this config alone."""
     text = config if isinstance(config, str) else json.dumps(config)
     (directory / "config.json").write_text(text)
     return load_model(str(directory))
@@ -159,9 +154,7 @@ def test_a_family_that_is_not_understood_is_refused_by_its_name(tmp_path, family
         *[({"model_type": family}, {"sliding_window": 8}) for family in ALWAYS_SLIDE],
     ],
 )
-def test_layers_that_slide_without_a_window_are_refused_and_the_hint_works(
-    tmp_path, config, mended
-):
+def test_layers_that_slide_without_a_window_are_refused_usefully(tmp_path, config, mended):
     """A null window, where the config names none and its class would."""
     experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 32, "n_shared_experts": 1}
@@ -222,9 +215,7 @@ def test_the_types_of_rope_are_those_of_transformers():
         {"rope_type": "default", "type": "yarn"},
     ],
 )
-def test_a_rope_type_that_transformers_does_not_know_is_refused_with_those_it_does(
-    tmp_path, block, field
-):
+def test_a_rope_type_unknown_to_transformers_is_refused_with_those_it_has(tmp_path, block, field):
     """In a block of one kind of layer, too; of both keys the newer one counts."""
     for family, rope in (("qwen3", block), ("gemma3_text", {"full_attention": block})):
         config = {"model_type": family, "sliding_window": 8, field: rope}
@@ -344,8 +335,7 @@ def test_another_text_model_is_refused_by_what_it_is_missing(tmp_path, config, s
 
 def test_a_text_model_is_refused_to_trainers_that_load_the_whole(tmp_path):
     text = {**TINY, "model_type": "qwen3_vl_text"}
-    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}}
-    asked_of(tmp_path, config)
+    asked_of(tmp_path, {"model_type": "qwen3_vl", "text_config": text, "vision_config": {}})
     asked = {"model": str(tmp_path), "gpus": "1xH100-80GB"}
     assert predict(**asked, loss="chunked", allocator="expandable")
     with pytest.raises(HighwaterError, match="qwen3_vl, whose vision tower trl loads"):

@@ -1,6 +1,4 @@
-"""Bytes that an optimizer keeps, and where: on the GPU, or on the host by ``--offload states``; and
-what it cannot be combined with.
-"""
+"""Bytes that an optimizer keeps, and where: on the GPU, or on the host by ``--offload states``."""
 
 import re
 import shlex
@@ -29,17 +27,11 @@ from highwater.model.footprint import (
 )
 from highwater.model.layer_kind import Matrices
 from highwater.model.model import ModelShape, load_model
+from highwater.nouns import objective
 from highwater.nouns.cells import simplicity
 from highwater.nouns.codec import from_json, to_json
 from highwater.nouns.declaration import words_of
 from highwater.nouns.layout import Layout
-from highwater.nouns.objective import (
-    LEAST_QUANTIZED,
-    OPTIMIZERS,
-    QUANTIZED_BLOCK,
-    STREAMED,
-    TABLE_BYTES,
-)
 from highwater.nouns.plan_notes import offload_notes
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
@@ -50,7 +42,7 @@ from highwater.recommendation.recommend import recommend
 from highwater.trials import probe
 from highwater.units import GIB
 
-EIGHT_BITS = OPTIMIZERS["adamw-8bit"]
+EIGHT_BITS = objective.OPTIMIZERS["adamw-8bit"]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +54,7 @@ def shape() -> ModelShape:
     ("optimizer", "per_parameter"), [("adamw", 16), ("adamw-8bit", 10.03125), ("adamw-bf16", 12)]
 )
 @pytest.mark.parametrize("shards", [1, 8])
-def test_states_take_the_bytes_a_parameter_that_the_help_says(
-    shape, optimizer, per_parameter, shards
-):
+def test_states_take_the_bytes_that_the_help_says(shape, optimizer, per_parameter, shards):
     """But for the tables of each matrix, and norms, which 8 bits leave in float32."""
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda", shards=shards)
     assert states / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
@@ -73,36 +63,18 @@ def test_states_take_the_bytes_a_parameter_that_the_help_says(
 @pytest.mark.parametrize(
     ("numbers", "is_quantized"),
     [
-        (LEAST_QUANTIZED, True),
-        (LEAST_QUANTIZED - QUANTIZED_BLOCK, False),
-        (LEAST_QUANTIZED + QUANTIZED_BLOCK, True),
-        (LEAST_QUANTIZED + QUANTIZED_BLOCK - 1, False),
+        (objective.LEAST_QUANTIZED, True),
+        (objective.LEAST_QUANTIZED - objective.QUANTIZED_BLOCK, False),
+        (objective.LEAST_QUANTIZED + objective.QUANTIZED_BLOCK, True),
+        (objective.LEAST_QUANTIZED + objective.QUANTIZED_BLOCK - 1, False),
     ],
 )
 def test_a_shard_has_8_bits_where_blocks_divide_it_and_there_are_enough(numbers, is_quantized):
-    in_bits = 2 * (numbers + numbers // 64 + TABLE_BYTES)
+    in_bits = 2 * (numbers + numbers // 64 + objective.TABLE_BYTES)
     assert EIGHT_BITS.moments_bytes(numbers) == (in_bits if is_quantized else 8 * numbers)
 
 
-def test_shards_that_are_too_small_keep_float32_moments(shape):
-    """Then the states are those of AdamW in float32."""
-    narrow = Settings(optimizer="adamw-8bit")
-    tiny = load_model("tiny").shape
-    of_many = device_state_bytes(tiny, narrow, device="cuda", shards=4096)
-    assert of_many == device_state_bytes(tiny, Settings(), device="cuda", shards=4096)
-    assert device_state_bytes(tiny, narrow, device="cuda") < of_many
-
-
-def test_a_prediction_has_what_the_moments_save(shape):
-    wide, narrow = (
-        footprint(Step(shape, Settings(optimizer=optimizer), Layout(gpus=8), length_tokens=8192))
-        for optimizer in ("adamw", "adamw-bf16")
-    )
-    saved = wide.allocated_bytes - narrow.allocated_bytes
-    assert saved == pytest.approx(4 * shape.parameters / 8, abs=8)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", objective.OPTIMIZERS)
 def test_gradients_of_one_micro_batch_come_late_with_every_optimizer(shape, optimizer):
     states = device_state_bytes(shape, Settings(optimizer=optimizer), device="cuda")
     one = Settings(optimizer=optimizer, accumulates=False)
@@ -120,18 +92,14 @@ def test_a_checkpoint_has_weights_and_moments(shape, optimizer, per_parameter):
     assert saved / shape.parameters == pytest.approx(per_parameter, rel=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "per_parameter"), [("adamw-8bit", 6.03125), ("adamw-bf16", 8)]
-)
-def test_parameters_in_bf16_take_half_and_so_do_their_gradients(shape, optimizer, per_parameter):
-    narrow = Settings(
-        optimizer=optimizer, parameters="bf16", accumulates=False, checkpoint="sharded"
-    )
-    states = device_state_bytes(shape, narrow, device="cuda", shards=8)
-    assert states / shape.parameters == pytest.approx(per_parameter, rel=3e-4)
-    assert gradient_bytes(shape, narrow) == 2 * shape.parameters
-    saved = checkpoint_bytes(shape, narrow, "cuda").sharded_bytes
-    assert saved / shape.parameters == pytest.approx(per_parameter - 2, rel=3e-4)
+@pytest.mark.parametrize(("optimizer", "bytes_each"), [("adamw-8bit", 6.03125), ("adamw-bf16", 8)])
+def test_parameters_in_bf16_take_half_and_so_do_their_gradients(shape, optimizer, bytes_each):
+    rung = Settings(optimizer=optimizer, parameters="bf16", accumulates=False, checkpoint="sharded")
+    states = device_state_bytes(shape, rung, device="cuda", shards=8)
+    assert states / shape.parameters == pytest.approx(bytes_each, rel=3e-4)
+    assert gradient_bytes(shape, rung) == 2 * shape.parameters
+    saved = checkpoint_bytes(shape, rung, "cuda").sharded_bytes
+    assert saved / shape.parameters == pytest.approx(bytes_each - 2, rel=3e-4)
 
 
 BF16 = {"parameters": "bf16"}
@@ -177,7 +145,7 @@ def test_a_missing_package_is_said_before_anything_starts(monkeypatch):
     assert "--optimizer adamw`" in str(refused.value.hint)
 
 
-@pytest.mark.parametrize("asked", OPTIMIZERS)
+@pytest.mark.parametrize("asked", objective.OPTIMIZERS)
 def test_an_optimizer_is_recommended_only_where_it_is_asked_for(asked):
     here = {"length": "64k", "gpus": "4xH20-96GB"}
     found, by_default = (recommend("Qwen3-8B", **here, **it) for it in ({"optimizer": asked}, {}))
@@ -196,19 +164,15 @@ EXPERTS = 32 * 8 * 3 * 4096 * 14336
 ROUTERS = 32 * 8 * 4096
 
 
-def test_rows_that_divide_are_shared_evenly_and_others_as_the_first_gpu_has_them():
+def test_rows_are_shared_evenly_or_as_the_first_gpu_has_them_and_fsdp1_shares_all():
     sixty = Matrices(number=2, rows=60, row_size=10)
     assert [sixty.beyond_even(shards) for shards in (1, 4, 8, 64)] == [0, 0, 80, 80]
-
-
-def test_sixteen_gpus_of_eight_experts_keep_a_whole_expert_each_or_none_and_fsdp1_shares_all():
     settings, on = Settings(), {"device": "cuda"}
     on_eight, on_sixteen = (device_state_bytes(MIXTRAL, settings, shards=n, **on) for n in (8, 16))
     assert on_eight == 16 * MIXTRAL.parameters
     assert on_sixteen == on_eight + 16 * (EXPERTS + ROUTERS)
     assert gradient_bytes(MIXTRAL, settings, shards=16) == on_sixteen // 4
-    one_tensor = Settings(strategy="fsdp")
-    states = device_state_bytes(MIXTRAL, one_tensor, device="cuda", shards=16)
+    states = device_state_bytes(MIXTRAL, Settings(strategy="fsdp"), device="cuda", shards=16)
     assert states == 16 * MIXTRAL.parameters
 
 
@@ -241,8 +205,7 @@ def test_states_are_never_taken_for_the_whole_model(offload, model, states, labe
     assert (settings.offloads_model, settings.offloads_states) == (model, states)
     assert (settings.label, settings.slug) == (label, slug)
     assert from_json(to_json(settings), Settings) == settings
-    one = msgspec.structs.replace(settings, accumulates=False)
-    assert one.keeps_gradients is model
+    assert msgspec.structs.replace(settings, accumulates=False).keeps_gradients is model
 
 
 @pytest.mark.parametrize(
@@ -282,15 +245,12 @@ def test_a_gpu_keeps_all_but_the_moments_which_the_host_pins(shape):
     assert pinned_state_bytes(shape, STATES, layout=copies) == pytest.approx(2 * pinned, rel=0.1)
 
 
-def test_on_the_cpu_nothing_is_elsewhere(shape):
+def test_on_the_cpu_nothing_is_elsewhere_and_an_update_takes_two_buffers(shape):
     assert device_state_bytes(shape, STATES, device="cpu") == 16 * shape.parameters
     (note,) = offload_notes(STATES, "cpu")
     assert "changes nothing" in note
     assert offload_notes(STATES, "cuda") == ()
-
-
-def test_an_update_takes_two_buffers_of_both_moments(shape):
-    assert update_bytes(shape, STATES, shards=1) == 2 * 2 * 4 * STREAMED
+    assert update_bytes(shape, STATES, shards=1) == 2 * 2 * 4 * objective.STREAMED
     tiny = load_model("tiny").shape
     rows = -(-tiny.vocab_size // 8)
     assert update_bytes(tiny, STATES, shards=8) == 2 * 2 * 4 * rows * tiny.hidden_size
@@ -325,7 +285,6 @@ def test_states_lie_between_no_offload_and_all_of_it():
     assert sorted([*cells, none], key=simplicity) == [none, *reversed(cells)]
     asked = {"length": "32k", "gpus": "1xH200-141GB", "activations": "gpu"}
     found = recommend("Qwen3-8B", **asked)
-    assert found.chosen is not None
     assert found.chosen.cell.settings.offloads_states
     assert any("moments in host memory" in cost for cost in costs(found.chosen, found))
     kept = recommend("Qwen3-8B", **asked, host_memory="60GiB")
@@ -351,8 +310,7 @@ def test_a_search_tries_no_more_than_the_host_memory_that_is_named():
     known = {each.cell: each for each in predicted}
     for answer in bound.answers:
         assert answer.capacity_tokens == known[answer.cell].capacity_tokens
-        taken = known[answer.cell].footprint.host_needed_bytes
-        assert taken <= 20 * GIB
+        assert known[answer.cell].footprint.host_needed_bytes <= 20 * GIB
     assert {answer.limit for answer in bound.answers} == {"memory", "host_memory"}
 
 

@@ -1,6 +1,4 @@
-"""Trainers that compose another's step answer by its law; a user's own studies of them teach the
-intervals of predictions.
-"""
+"""Trainers that compose another's step answer by its law."""
 
 import json
 from pathlib import Path
@@ -24,7 +22,7 @@ from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, RecordedTrial, Study
-from highwater.nouns.trainer import REGISTRY, TRAINERS, ForeignName, TrainerName, predicted_as
+from highwater.nouns.trainer import REGISTRY, ForeignName, TrainerName, predicted_as
 from highwater.nouns.trial import Outcome, RankReport, TrialResult
 from highwater.pages.prediction_tables import (
     prediction_answer,
@@ -77,7 +75,6 @@ def study_of(
 
 
 def predicted(length: int, told: Settings, layout: Layout) -> int:
-    """What the law says of a length, with what the allocator keeps."""
     found = footprint(Step(SHAPE, told, layout, length))
     return found.needed_bytes + found.cached_bytes
 
@@ -91,13 +88,10 @@ def ended(
 
 
 def taught(study: Study, trainer: TrainerName = "llamafactory") -> tuple[Residual, ...]:
-    learn = MEMORY[trainer].learn
-    assert learn is not None
-    return learn(study_as_told(study, trainer, {}), None)
+    return MEMORY[trainer].learn(study_as_told(study, trainer, {}), None)
 
 
 def file_of(folder: Path, study: Study) -> Path:
-    """The study as its search wrote it."""
     path = folder / "own.jsonl"
     with open_journal(path, study.question) as journal:
         for trial in study.trials:
@@ -121,22 +115,18 @@ def test_an_interval_of_own_trials_holds_what_they_took_at_the_stated_share(shar
     residuals = taught(study_of(shares))
     assert len(residuals) == len(shares)
     factors = factors_of([each.factor for each in residuals], "expandable")
-    assert factors is not None
     ends = [(interval(each.predicted_bytes, factors), each.measured_bytes) for each in residuals]
     least = len(shares) if factors.is_widened else COVERAGE * len(shares)
     assert sum(measured <= each.high_bytes for each, measured in ends) >= least
     assert sum(measured >= each.low_bytes for each, measured in ends) >= least
 
 
-def test_a_trial_is_held_against_what_is_predicted_of_its_own_length():
+def test_a_trial_is_held_against_its_own_length_and_also_one_that_ran_out():
     shares = [0.8, 1.0, 1.3]
     for share, length, residual in zip(shares, LENGTHS, taught(study_of(shares)), strict=False):
         assert residual.predicted_bytes == predicted(length, FULL, Layout())
         assert residual.factor == pytest.approx(share, rel=1e-9)
         assert residual.device_name == "NVIDIA H100 80GB HBM3"
-
-
-def test_a_trial_that_ran_out_teaches_where_it_was_predicted_to_fit():
     study = study_of([1.0])
     needed = predicted(49_152, FULL, Layout())
     for given_gib, teaches in ((2 * needed / GIB, True), (needed / GIB / 2, False)):
@@ -159,7 +149,6 @@ def test_its_answer_says_from_how_many_trials_of_yours_its_interval_is(tmp_path,
     assert alone.calibration is None
     assert "without an interval" in alone.accuracy
     known = found.calibration
-    assert known is not None
     assert (known.own_trials, known.edges) == (2, 0)
     assert known.factors[0].upper > 1.2
     own = "its interval is learned from 2 trials of yours"
@@ -174,23 +163,12 @@ def test_its_answer_says_from_how_many_trials_of_yours_its_interval_is(tmp_path,
         assert f"no run of {trainer}" not in text.lower()
 
 
-def test_own_trials_that_took_more_shorten_what_is_said_to_fit(tmp_path):
-    alone = highwater.predict("Qwen3-0.6B", **ASKED, loss="full")
-    found = answered(tmp_path, study_of([1.3, 1.3]), loss="full")
-    assert 0 < found.cells[0].capacity_tokens < alone.cells[0].capacity_tokens
-    assert found.cells[0].likely_tokens == alone.cells[0].likely_tokens
-
-
-def test_what_no_own_trial_had_has_the_others_interval_and_is_named(tmp_path):
+def test_own_trials_teach_of_what_they_had_alone(tmp_path):
     found = answered(tmp_path, study_of([1.2]), allocator="native", loss="chunked", length="8k")
     known = found.calibration
-    assert known is not None
     assert found.cells[0].interval is not None
     assert {"native segments", "chunked loss"} <= set(known.unlike)
     assert "try it first" in plain_table(prediction_table(found))
-
-
-def test_a_file_with_ligers_loss_and_a_plain_one_teach_different_predictions(tmp_path):
     plain, liger = (
         taught(study_of([1.0], told=told, config=config_in(tmp_path, content)))
         for content, told in ((PLAIN, FULL), (LIGER, CHUNKED))
@@ -224,9 +202,7 @@ def test_adapters_and_optimizer_are_the_files_unless_the_search_named_them(tmp_p
         ("llamafactory", PLAIN | {"disable_gradient_checkpointing": True}, False),
     ],
 )
-def test_layers_that_the_file_keeps_whole_teach_nothing_and_fsdp_recomputes_the_others(
-    tmp_path, trainer, content, is_kept
-):
+def test_layers_that_are_kept_whole_teach_nothing(tmp_path, trainer, content, is_kept):
     study = study_of([1.0], trainer=trainer, config=config_in(tmp_path, content))
     if is_kept:
         assert taught(study, trainer)[0].factor == 1
@@ -264,28 +240,19 @@ def test_a_file_that_is_not_as_it_was_is_refused_until_it_is_back(tmp_path, is_g
     assert f"put {config} back as it was" in (refused.value.hint or "")
     config.write_bytes(before)
     again = {**ASKED, **asked, "calibrate_with": [tmp_path / "own.jsonl"]}
-    found = highwater.predict("Qwen3-0.6B", **again)
-    assert found.calibration is not None
-    assert found.calibration.own_trials == 1
+    assert highwater.predict("Qwen3-0.6B", **again).calibration.own_trials == 1
 
 
-def test_what_nobody_predicts_of_a_file_is_named_and_teaches_nothing(tmp_path):
+def test_what_nobody_predicts_shares_sequences_or_was_not_read_teaches_nothing(tmp_path):
     config = config_in(tmp_path, PLAIN | {"use_dora": True})
     with pytest.raises(UsageError, match="use_dora: True, with which nobody predicts"):
         answered(tmp_path, study_of([1.0], config=config))
-
-
-def test_trials_that_share_sequences_are_left_out_and_alone_are_refused():
     ring = study_of([1.0], layout=Layout(gpus=2), recorded=FULL)
     shared = msgspec.structs.replace(ring.trials[0].spec, layout=Layout(gpus=2, ring_degree=2))
     other = msgspec.structs.replace(ring.trials[0], spec=shared)
-    both = msgspec.structs.replace(ring, trials=(*ring.trials, other))
-    assert len(taught(both)) == 1
+    assert len(taught(msgspec.structs.replace(ring, trials=(*ring.trials, other)))) == 1
     with pytest.raises(UsageError, match=r"no trial that is predicted: .*shared sequences"):
         taught(msgspec.structs.replace(ring, trials=(other,)))
-
-
-def test_a_study_without_a_reading_teaches_nothing():
     study = study_of([1.0])
     (trial,) = study.trials
     assert trial.result is not None
@@ -373,12 +340,6 @@ def test_it_is_predicted_as_the_step_that_it_composes_and_says_so(name):
     assert own.accuracy.startswith(predicted_as(name).partition("; ")[2])
 
 
-def test_only_the_registry_names_whose_law_it_is():
-    assert set(COMPOSED) == {"accelerate", "llamafactory", "axolotl", "ms-swift"}
-    assert all(MEMORY[name].formula is MEMORY["transformers"].formula for name in COMPOSED)
-    assert all(TRAINERS[name].targets == (name,) for name in COMPOSED)
-
-
 def test_each_fuses_the_loss_of_every_family_that_the_law_knows():
     """Where a chunked loss is predicted, Liger's is emitted."""
     learned = json.loads(FILE.read_bytes())
@@ -387,7 +348,7 @@ def test_each_fuses_the_loss_of_every_family_that_the_law_knows():
     assert families <= LIGER_FUSES & LLAMAFACTORY_FUSES
 
 
-def test_its_studies_are_taken_beside_the_prediction():
+def test_its_studies_are_taken_and_its_searches_start_without_the_law():
     path = STUDIES / "accelerate-one-gpu-again.jsonl"
     asked = {"gpus": "1xH100-80GB", "gpu_memory": "24GiB", "trainer": "accelerate", "length": "8k"}
     predicted = highwater.recommend("Qwen3-0.6B", **asked)
@@ -396,8 +357,5 @@ def test_its_studies_are_taken_beside_the_prediction():
     assert (found.chosen.source, found.chosen.cell.settings.loss) == ("measured", "full")
     taught = highwater.predict("Qwen3-0.6B", **asked, calibrate_with=[path])
     assert taught.calibration.own_trials == 2
-
-
-def test_its_searches_start_without_the_law_for_their_loss_is_in_a_file():
     question = read_study(STUDIES / "accelerate-one-gpu-again.jsonl").question
     assert predictor_of(question, question.cells[0], 24 * 2**30) is None

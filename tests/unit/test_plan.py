@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.errors import MachineError, UsageError
-from highwater.model.footprint import (
-    STAGED_LAYERS,
-    host_state_bytes,
-    matrices,
-    staged_gradient_bytes,
-)
+from highwater.model import footprint
 from highwater.model.layer_kind import Matrices
 from highwater.model.model import load_model
 from highwater.model.model_place import catalog_names
@@ -34,12 +29,10 @@ from tiny_models import write_model, written_model
 
 
 def planned(machine: Machine, **settings: Any) -> Plan:
-    """The plan for Qwen3-0.6B."""
     return plan(request_from({"model": "Qwen3-0.6B", **settings}), machine)
 
 
 def planned_trial(machine: Machine, length_tokens: int, **settings: Any) -> TrialSpec:
-    """The plan for one trial of Qwen3-0.6B."""
     return plan_trial(request_from({"model": "Qwen3-0.6B", **settings}), machine, length_tokens)
 
 
@@ -132,9 +125,7 @@ def test_without_a_gpu_the_search_is_on_the_cpu_where_that_or_a_memory_limit_is_
         (64 * MIB, {}, 128 * MIB),
     ],
 )
-def test_on_the_cpu_the_memory_limit_is_a_share_of_half_of_the_free_memory(
-    free_bytes, settings, limit_bytes
-):
+def test_on_the_cpu_the_limit_is_a_share_of_half_of_the_free(free_bytes, settings, limit_bytes):
     """A search, one trial and a foreign trainer have one answer; who names a limit has that."""
     machine = msgspec.structs.replace(NO_GPU, host_memory_available_bytes=free_bytes)
     found = planned(machine, device="cpu", **settings)
@@ -176,30 +167,26 @@ def test_random_weights_are_said_wherever_something_trains_with_them(tmp_path):
 
 
 def besides_weights(result: Plan) -> tuple[str, ...]:
-    """The notes of a plan, but for that of random weights."""
     return tuple(note for note in result.notes if not note.startswith("random weights"))
 
 
-def test_more_processes_than_the_cores_can_run_are_refused():
+def test_what_this_machine_cannot_run_is_refused():
     with pytest.raises(MachineError, match=r"9 processes .* 2 CPU") as refusal:
         planned(NO_GPU, memory="100MiB", gpus=[9], device="cpu")
     assert refusal.value.hint == "use `--gpus 8` or fewer"
     planned(NO_GPU, memory="100MiB", gpus=[8], device="cpu")
     planned(NO_GPU, memory="100MiB", gpus=[64], device="cpu", dry_run=True)
+    other = msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")
+    both = msgspec.structs.replace(NO_GPU, gpus=(H200, other))
+    with pytest.raises(UsageError, match="different kinds") as refusal:
+        planned(both)
+    assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
 
 
 def test_a_length_that_is_named_is_searched_to_on_the_cpu_too():
     assert planned(NO_GPU, memory="2GiB").question.grid.max_tokens == 8192
     assert planned(NO_GPU, memory="2GiB", start_length="16k").question.grid.max_tokens == 16384
     assert planned(NO_GPU, memory="2GiB", max_length="64k").question.grid.max_tokens == 65536
-
-
-def test_gpus_of_different_kinds_are_refused():
-    other = msgspec.structs.replace(H200, index=1, name="NVIDIA A100-SXM4-80GB")
-    both = msgspec.structs.replace(NO_GPU, gpus=(H200, other))
-    with pytest.raises(UsageError, match="different kinds") as refusal:
-        planned(both)
-    assert "`CUDA_VISIBLE_DEVICES=0`" in refusal.value.hint
 
 
 def test_degrees_that_cannot_share_a_sequence_are_skipped_and_said():
@@ -229,7 +216,6 @@ def test_sp_and_the_kv_heads_have_to_divide_one_another(tmp_path, kv_heads, refu
 
 
 def test_a_model_with_its_own_rope_scaling_is_searched_up_to_its_maximum():
-    """One trial past it is refused: tests/data/hints.json has the command and what it offers."""
     result = planned(machine_with(1), model="Llama-3.1-8B")
     assert result.question.grid.max_tokens == 131072
     assert "`--rope yarn`" in result.notes[0]
@@ -288,9 +274,7 @@ def test_yarn_is_refused_where_a_family_cannot_have_it_or_not_in_its_files(tmp_p
 
 
 @pytest.mark.parametrize("rope", ["auto", "yarn"])
-def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_is_asked_for(
-    tmp_path, rope
-):
+def test_a_model_without_rope_is_searched_up_to_its_native_length_by_any_rope(tmp_path, rope):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=10_000))
     result = planned(machine_with(1), model=model, rope=rope)
     grid = result.question.grid
@@ -300,9 +284,7 @@ def test_a_model_without_rope_is_searched_up_to_its_native_length_whatever_rope_
     assert "opt has no RoPE" in note
 
 
-def test_a_trial_past_the_positions_of_a_model_without_rope_is_refused_with_a_length_that_works(
-    tmp_path,
-):
+def test_a_trial_past_positions_without_rope_is_refused_with_a_length_that_works(tmp_path):
     model = str(write_model(tmp_path / "m", model_type="opt", max_position_embeddings=2048))
     problem = "4,096 .* 2,048 .*opt has no RoPE"
     with pytest.raises(UsageError, match=problem) as refusal:
@@ -340,15 +322,13 @@ def test_offloaded_states_that_the_host_cannot_hold_are_refused_before_anything_
 
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks_are_rounded_up_by(
-    name, gpus
-):
+def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_pinned_rounding(name, gpus):
     shape = load_model(name).shape
-    in_matrices = sum(count * rows * size for count, rows, size in matrices(shape))
+    in_matrices = sum(count * rows * size for count, rows, size in footprint.matrices(shape))
     assert in_matrices == pytest.approx(shape.parameters, rel=1e-3)
 
     def of_a_parameter(**settings: Any) -> float:
-        held = host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
+        held = footprint.host_state_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
         return held / shape.parameters
 
     assert 15.99 <= of_a_parameter(offload=True) < 20
@@ -357,13 +337,11 @@ def test_offloaded_states_take_16_or_20_bytes_a_parameter_and_what_pinned_blocks
     assert 20 <= of_a_parameter(strategy="fsdp", offload=True) < 28
 
 
-def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_their_own_blocks(
-    tmp_path,
-):
+def test_offloaded_gradients_of_layers_with_and_without_experts_have_their_own_blocks(tmp_path):
     def staged(dense_layers: int) -> int:
         sizes = {"num_hidden_layers": 12, "intermediate_size": 8192, "model_type": "glm4_moe"}
         shape = written_model(tmp_path, **sizes, first_k_dense_replace=dense_layers).shape
-        return staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
+        return footprint.staged_gradient_bytes(shape, Settings(offload=True), layout=Layout(gpus=2))
 
     found = [staged(dense) for dense in (0, 1, 3, 4, 9)]
     assert found == sorted(found), "three layers of experts are among them all the time"
@@ -373,9 +351,7 @@ def test_offloaded_gradients_of_layers_with_experts_and_of_those_without_have_th
 
 @pytest.mark.parametrize("name", catalog_names())
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embedding_and_head(
-    name, gpus
-):
+def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers(name, gpus):
     shape = load_model(name).shape
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     outside += sum(each.rows * each.row_size for each in shape.layer_tables)
@@ -385,17 +361,18 @@ def test_fsdp2s_offloaded_gradients_pass_through_blocks_for_a_few_layers_embeddi
     passing = 0
     for of_one, count in layers.items():
         numbers = sum(each.number * each.rows * each.row_size for each in of_one)
-        passing += min(count, STAGED_LAYERS) * numbers
+        passing += min(count, footprint.STAGED_LAYERS) * numbers
 
     def staged(**settings: Any) -> int:
-        return staged_gradient_bytes(shape, Settings(**settings), layout=Layout(gpus=gpus))
+        return footprint.staged_gradient_bytes(
+            shape, Settings(**settings), layout=Layout(gpus=gpus)
+        )
 
     alone = staged(offload=True)
     assert 0.99 < alone / (4 * (outside + passing)) <= 2
     for elsewhere in ({}, {"strategy": "fsdp", "offload": True}, {"objective": "grpo"}):
         assert staged(**elsewhere) == 0
-    both = staged(objective="ppo", critic=True, offload=True)
-    assert both == alone, "one model after the other"
+    assert staged(objective="ppo", critic=True, offload=True) == alone, "one model after the other"
 
 
 @pytest.mark.parametrize(
@@ -414,12 +391,3 @@ def test_what_offload_does_not_do_is_said(settings, said):
     assert len(notes) == len(said)
     assert all(note.startswith(start) for note, start in zip(notes, said, strict=True))
     assert not any("offload" in note for note in planned(machine_with(1), **settings).notes)
-
-
-def test_every_rung_has_the_settings_that_the_request_names():
-    named = {"strategy": "fsdp", "save_hf": "last", "offload": True, "objective": "grpo"}
-    named |= {"entropy": "chunked", "rope": "yarn", "mlp_tiles": 4}
-    cells = planned(machine_with(4), gpus=[4], **named).question.cells
-    assert len(cells) > 1
-    for cell in cells:
-        assert {name: getattr(cell.settings, name) for name in named} == named

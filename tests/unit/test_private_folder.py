@@ -17,19 +17,9 @@ from highwater.errors import MachineError, UsageError
 from highwater.model.footprint import CheckpointBytes, checkpoint_bytes
 from highwater.model.model import load_model
 from highwater.nouns.settings import Settings
-from highwater.store.directory import (
-    check_checkpoint_directory,
-    check_log_directory,
-    write_new_file,
-)
+from highwater.store import directory as store
+from highwater.trainers import targets
 from highwater.trainers.emitted import Emitted
-from highwater.trainers.targets import (
-    TARGETS,
-    configured,
-    launch_script,
-    refuse_no_folder,
-    write_folder,
-)
 from highwater.trials.trial_process import private_folder
 from highwater.units import MIB
 from tiny_models import write_model
@@ -54,7 +44,6 @@ def making(
     process = subprocess.Popen(
         [sys.executable, "-c", MAKES, str(parent), kind, how], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
 
@@ -123,12 +112,12 @@ PROGRAMS = ("torchrun", "trl", "accelerate", "swift", "python3", "trinity", "ray
 
 
 def test_files_are_written_beside_others_a_script_may_be_run_and_what_is_the_same_stays(tmp_path):
-    paths = write_folder(tmp_path / "a" / "b", FILES)
+    paths = targets.write_folder(tmp_path / "a" / "b", FILES)
     assert [path.read_text() for path in paths] == list(FILES.values())
     assert [os.access(path, os.X_OK) for path in paths] == [False, True]
     (tmp_path / "a" / "b" / "notes.txt").write_text("mine")
     first = [path.stat().st_mtime_ns for path in paths]
-    again = write_folder(tmp_path / "a" / "b", FILES)
+    again = targets.write_folder(tmp_path / "a" / "b", FILES)
     assert [path.stat().st_mtime_ns for path in again] == first
     assert (tmp_path / "a" / "b" / "notes.txt").read_text() == "mine"
 
@@ -146,34 +135,31 @@ def test_what_is_the_users_is_kept_and_nothing_else_is_written(kind, tmp_path):
         mine.write_bytes(b"mine\n" if kind == "text" else bytes(range(256)))
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UsageError, match="with another content: nothing was written") as refused:
-        write_folder(tmp_path, FILES)
+        targets.write_folder(tmp_path, FILES)
     assert refused.value.hint == f"name a new folder: `-o {tmp_path}-2`"
     assert sorted(tmp_path.iterdir()) == before
     assert kind not in ("text", "link") or mine.read_text() == "mine\n"
-    assert write_folder(Path(f"{tmp_path}-2"), FILES)
+    assert targets.write_folder(Path(f"{tmp_path}-2"), FILES)
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+def test_a_file_in_the_place_of_the_folder_or_no_room_leaves_nothing(tmp_path):
     path = tmp_path / "taken"
     path.write_text("mine")
     with pytest.raises(UsageError, match="is no folder") as refused:
-        refuse_no_folder(path)
+        targets.refuse_no_folder(path)
     assert refused.value.hint == f"name another: `-o {path}-2`"
-
-
-def test_what_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(MachineError, match="cannot be written"):
-        write_folder(tmp_path, {"a.yaml": "a", f"{'b' * 300}.yaml": "b"})
-    assert list(tmp_path.iterdir()) == []
+        targets.write_folder(tmp_path, {"a.yaml": "a", f"{'b' * 300}.yaml": "b"})
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def launched(
     emitted: Emitted, target: str, folder: Path, variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """The script, where every program prints its words and the allocator's variable."""
-    row = TARGETS[target]
-    script = launch_script(emitted, file=row.file, said=["a\nb"], before=row.before)
-    write_folder(folder, {row.file: emitted.text, **emitted.beside, "launch.sh": script})
+    row = targets.TARGETS[target]
+    script = targets.launch_script(emitted, file=row.file, said=["a\nb"], before=row.before)
+    targets.write_folder(folder, {row.file: emitted.text, **emitted.beside, "launch.sh": script})
     programs = folder.parent / "bin"
     programs.mkdir(exist_ok=True)
     for name in PROGRAMS:
@@ -187,11 +173,11 @@ def launched(
 def made_for(target: str, model: str, **filled: bool) -> Emitted:
     """The configuration of a target, of a model by its name or path."""
     ulysses = {} if target in ("trinity", "verl", "areal") else {"ulysses": [1]}
-    return configured(target, *goal(target, "16k", **ulysses), model=model, **filled)
+    return targets.configured(target, *goal(target, "16k", **ulysses), model=model, **filled)
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", targets.TARGETS)
 @pytest.mark.parametrize(
     "name", ["m\ntouch RAN\n#", "m'; touch RAN; '", "$(touch RAN)`touch RAN`", "m\r\ntouch RAN"]
 )
@@ -203,10 +189,8 @@ def test_the_path_of_a_model_runs_nothing(name, target, tmp_path):
     assert not list(tmp_path.rglob("RAN"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_script_starts_the_training_in_its_folder_with_the_words_that_are_typed(
-    target, tmp_path
-):
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_the_script_starts_the_training_in_its_folder_as_it_is_typed(target, tmp_path):
     emitted = made_for(target, "Qwen3-4B", is_filled_in=True)
     folder = tmp_path / "it's here"
     done = launched(emitted, target, folder, {"MODEL_PATH": "/m", "DATASET": "/d"})
@@ -243,26 +227,23 @@ def small_disk() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_file_that_came_while_another_was_being_made_is_left_alone(tmp_path):
+def test_no_half_file_is_left_and_another_is_left_alone(tmp_path, small_disk):
     path = tmp_path / "guide.html"
     path.write_text("mine")
     with pytest.raises(MachineError, match=os.strerror(errno.EEXIST)):
-        write_new_file(path, b"theirs", flag="-o")
+        store.write_new_file(path, b"theirs", flag="-o")
     assert path.read_text() == "mine"
-
-
-def test_where_there_is_no_room_no_half_file_is_left(tmp_path, small_disk):
-    write_new_file(tmp_path / "short.md", b"x" * LIMIT_BYTES, flag="-o")
+    store.write_new_file(tmp_path / "short.md", b"x" * LIMIT_BYTES, flag="-o")
     with pytest.raises(MachineError, match=os.strerror(errno.EFBIG)) as refused:
-        write_new_file(tmp_path / "long.md", b"x" * (LIMIT_BYTES + 1), flag="-o")
+        store.write_new_file(tmp_path / "long.md", b"x" * (LIMIT_BYTES + 1), flag="-o")
     assert "`-o`" in refused.value.hint
-    assert [path.name for path in tmp_path.iterdir()] == ["short.md"]
+    assert {path.name for path in tmp_path.iterdir()} == {"guide.html", "short.md"}
 
 
 def test_checking_a_log_directory_touches_no_file_that_is_there(tmp_path):
     mine = tmp_path / f".highwater-{os.getpid()}"
     mine.write_text("mine")
-    check_log_directory(tmp_path)
+    store.check_log_directory(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {mine.name: "mine"}
 
 
@@ -286,7 +267,7 @@ def needing(**sizes: int) -> CheckpointBytes:
 
 
 def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
-    check_checkpoint_directory(tmp_path / "a" / "b", needing())
+    store.check_checkpoint_directory(tmp_path / "a" / "b", needing())
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -301,7 +282,7 @@ def test_a_directory_with_room_is_made_and_left_empty(tmp_path):
 def test_a_disk_without_room_is_refused_with_the_flags_that_are_enough(tmp_path, huge, flags):
     twice_the_disk = 2 * shutil.disk_usage(tmp_path).total
     with pytest.raises(MachineError, match="of shards and ") as refused:
-        check_checkpoint_directory(tmp_path, needing(**dict.fromkeys(huge, twice_the_disk)))
+        store.check_checkpoint_directory(tmp_path, needing(**dict.fromkeys(huge, twice_the_disk)))
     ways = refused.value.hint.split("`")[1::2]
     ways = [way for way in ways if not way.startswith("--checkpoint-dir ")]
     assert ways == [f"df -h {tmp_path}", flags]
@@ -312,7 +293,7 @@ def test_a_directory_that_cannot_be_written_is_refused_and_the_hint_works(tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="Not a directory") as refused:
-        check_checkpoint_directory(tmp_path / "file" / "checkpoints", needing())
+        store.check_checkpoint_directory(tmp_path / "file" / "checkpoints", needing())
     offered = tmp_path / "highwater-checkpoints"
     assert refused.value.hint == f"use `--checkpoint-dir {offered}`"
-    check_checkpoint_directory(offered, needing())
+    store.check_checkpoint_directory(offered, needing())

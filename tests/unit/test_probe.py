@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -32,10 +31,9 @@ from highwater.trials.probe import (
     visible_indices,
 )
 from highwater.units import GIB
-from places import H200, NO_GPU, machine_with
+from places import H200, NO_GPU, ROOT, machine_with
 from tables import table
 
-ROOT = Path(__file__).parents[2]
 UUIDS = ("GPU-aaa1", "GPU-aab2", "GPU-ccc3")
 
 
@@ -57,22 +55,16 @@ def test_the_gpus_seen_are_those_that_cuda_would_show(visible, seen):
     assert visible_indices(UUIDS, visible) == seen
 
 
-def test_this_machine_can_be_probed_and_knows_its_versions():
+def test_this_machine_is_probed_bounded_by_its_group_and_without_hidden_gpus():
     machine = probe()
     assert machine.cpu_cores >= 1
     assert 0 < machine.host_memory_available_bytes <= machine.host_memory_total_bytes
     assert machine.versions["python"] == sys.version.split()[0]
     assert "highwater" in machine.versions
-
-
-def test_what_gpus_keep_on_the_host_is_bounded_by_the_control_group():
     machine = msgspec.structs.replace(machine_with(1), host_memory_total_bytes=64 * GIB)
     for limit, meant in ((16 * GIB, 16), (None, 64), (256 * GIB, 64)):
         bounded = msgspec.structs.replace(machine, control_group_bytes=limit)
         assert cluster(None, gpu_memory_bytes=None, machine=bounded).host_bytes == meant * GIB
-
-
-def test_with_every_gpu_hidden_none_is_seen():
     code = "from highwater.trials.probe import probe; print(len(probe().gpus))"
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     assert subprocess.check_output([sys.executable, "-c", code], env=hidden) == b"0\n"
@@ -165,9 +157,7 @@ def machine_read_from(nvml: Nvml, visible: str | None = None) -> Machine:
         (Nvml(nvmlDeviceGetName={1: pynvml.NVML_ERROR_UNKNOWN}), "Unknown Error"),
     ],
 )
-def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_would_be_used(
-    nvml, reason
-):
+def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_where_used(nvml, reason):
     machine = machine_read_from(nvml)
     assert [gpu.index for gpu in machine.gpus] == [0, 2, 3]
     refuse_unreadable_gpus(machine, count=1)
@@ -179,16 +169,13 @@ def test_a_gpu_that_cannot_be_read_hides_no_other_and_is_refused_only_where_it_w
     assert "CUDA_VISIBLE_DEVICES=0,2,3" in findings[f"GPU 1 cannot be read: {reason}"].hint
 
 
-def test_where_no_gpu_can_be_read_the_cpu_is_offered():
+def test_where_no_gpu_can_be_read_the_cpu_is_offered_and_untold_processes_are_none():
     lost = Nvml(nvmlDeviceGetMemoryInfo={0: pynvml.NVML_ERROR_NOT_SUPPORTED})
     machine = machine_read_from(lost, "0")
     with pytest.raises(MachineError, match=r"GPU 0 .*: Not Supported") as refusal:
         refuse_unreadable_gpus(machine, count=1)
     assert CPU_SEARCH in refusal.value.hint
     assert not any("no GPU is visible" in finding.problem for finding in diagnose(machine).findings)
-
-
-def test_processes_that_a_container_does_not_tell_leave_the_gpu_readable():
     silent = Nvml(nvmlDeviceGetComputeRunningProcesses={0: pynvml.NVML_ERROR_NO_PERMISSION})
     machine = machine_read_from(silent)
     assert (len(machine.gpus), machine.unreadable_gpus) == (4, ())
@@ -229,9 +216,7 @@ def test_the_versions_that_work_are_those_that_the_package_asks_for():
 @pytest.mark.parametrize(
     ("installed", "problem"), table("probe", "a_torch_that_cannot_use_the_gpus_is_refused")
 )
-def test_a_torch_that_cannot_use_the_gpus_is_refused_with_the_reason(
-    tmp_path, monkeypatch, installed, problem
-):
+def test_a_torch_that_cannot_use_the_gpus_is_refused(tmp_path, monkeypatch, installed, problem):
     (tmp_path / "torch.py").write_text(installed)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     machine = msgspec.structs.replace(machine_with(1), versions={"torch": "2.13.0"})

@@ -1,6 +1,4 @@
-"""Profiling as it is asked for: in a file, on a command line, from Python; what cannot be is
-refused; and where the snapshots of a trial lie.
-"""
+"""Profiling as it is asked for: in a file, on a command line, from Python."""
 
 import re
 from itertools import product

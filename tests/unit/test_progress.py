@@ -18,7 +18,6 @@ CELL = QUESTION.cells[0]
 
 
 def started(length_tokens: int, *, trials_left: int, **fields: Any) -> TrialStarted:
-    """A trial of the first cell begins, of QUESTION unless another is named."""
     question = fields.pop("question", QUESTION)
     spec = question.trial(CELL, length_tokens, memory_only=fields.pop("memory_only", False))
     launch = {"attempt": 1, "repeat": 0, **fields}
@@ -139,7 +138,6 @@ def test_a_trial_that_runs_says_for_how_long_of_about_how_long_and_what_it_does(
     assert progress.table().footnotes[0] == told
     before_s = progress.left_s
     now_s[0] = 45.0
-    assert before_s is not None
     assert progress.left_s == before_s - 10
 
 

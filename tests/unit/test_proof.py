@@ -1,6 +1,4 @@
-"""Proof by memory-only trials: what a search says was trained was, what it says memory holds was
-shown, nothing is mixed.
-"""
+"""Proof by memory-only trials."""
 
 import msgspec
 import pytest
@@ -14,12 +12,7 @@ from highwater.model.model import STATE_BYTES_PER_PARAMETER, load_model
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell, CellAnswer, Question, Study
 from highwater.nouns.trial import Outcome, Runner, TrialResult, TrialSpec
-from highwater.pages.study_answer import (
-    answer_table,
-    published_line,
-    published_tables,
-    published_text,
-)
+from highwater.pages import study_answer
 from highwater.pages.table import plain_table
 from highwater.search.cell_outcomes import CellAnswered, SearchEvent, TrialFinished, TrialStarted
 from highwater.search.proof import FULL_SHARE, FullTrials
@@ -43,9 +36,7 @@ def ask(**changes) -> Question:
 
 
 def steps_at(flops_per_s: float) -> TimeLaw:
-    """Steps of a trainer of constant speed; a memory-only one skips the quadratic part in all
-    layers but the last.
-    """
+    """Steps of a trainer of constant speed."""
 
     def seconds(spec: TrialSpec) -> float:
         tokens = spec.length_tokens
@@ -80,9 +71,7 @@ SPEEDS = st.floats(1e12, 1e16)
 
 
 @given(CAPACITIES, SPEEDS, st.sampled_from(["bisect", "linear"]))
-def test_the_answer_is_a_pair_full_fits_are_full_trials_and_nothing_is_mixed(
-    capacity, flops_per_s, method
-):
+def test_the_answer_is_a_pair_full_fits_are_full_trials(capacity, flops_per_s, method):
     events = events_of(ask(method=method), runner(capacity, flops_per_s))
     answer, trials = answer_of(events), finished(events)
     lengths: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
@@ -114,9 +103,7 @@ def test_nothing_is_foreseen_from_nothing(capacity, flops_per_s):
 
 @given(st.integers(1, GRID_SIZE - 1), SPEEDS)
 def test_what_is_trained_is_as_long_as_time_allows(capacity, flops_per_s):
-    """The longest full fit is a forecast's worth below what the limit allows, unless the trials are
-    spent.
-    """
+    """The longest full fit is a forecast's worth below the limit, unless the trials are spent."""
     answer = answer_of(events_of(ask(), runner(capacity, flops_per_s)))
     seconds = steps_at(flops_per_s)
     question = ask()
@@ -141,8 +128,7 @@ def test_a_length_whose_full_trial_ran_out_of_time_is_tried_memory_only_and_not_
     late = [spec.length_tokens for spec, result in trials if result.outcome is Outcome.TIMEOUT]
     assert late
     assert len(late) == len(set(late))
-    assert answer.reach_tokens == 50 * STEP
-    assert answer.does_not_fit_tokens == 51 * STEP
+    assert (answer.reach_tokens, answer.does_not_fit_tokens) == (50 * STEP, 51 * STEP)
     assert answer.limit == "memory"
     assert answer.capacity_tokens <= 20 * STEP
     assert "(memory-only)" in answer.reason
@@ -212,15 +198,15 @@ def test_tables_lines_and_json_keep_the_two_apart():
     (answer,) = study.answers
     assert answer.memory_only is not None
     assert answer.capacity_tokens is not None
-    text = plain_table(answer_table(study))
+    text = plain_table(study_answer.answer_table(study))
     header, row = text.splitlines()[2:4]
     assert header.split()[3:7] == ["trained", "in", "full", "memory-only"]
     assert f"{answer.capacity_tokens:,}* " in row
     assert "409,600* memory-only" in row
     assert f"trained in full: {answer.capacity_tokens:,} tokens" in text
-    line = published_line(study.question, answer.cell, answer) or ""
+    line = study_answer.published_line(study.question, answer.cell, answer) or ""
     assert f"max_model_len = {answer.capacity_tokens}, memory_only_len = 409600" in line
-    published = "".join(map(published_text, published_tables([study])))
+    published = "".join(map(study_answer.published_text, study_answer.published_tables([study])))
     assert f"{answer.capacity_tokens}* (409600* memory-only)" in published
 
 

@@ -10,13 +10,10 @@ WITHIN = 0.10
 """Of a figure that was read off a driver or an allocator, by whoever reported it."""
 
 
-def test_every_report_of_memory_that_ran_out_is_predicted_not_to_fit():
+def test_every_report_is_near_what_is_predicted_or_what_it_lacks_is_named():
     ran_out = [each for each in SCRIPT["compared"]() if "OUT_OF" in each.reported["outcome"]]
     assert len(ran_out) == 7
     assert [each.fits for each in ran_out] == [False] * 7
-
-
-def test_every_figure_is_near_what_is_predicted_or_what_it_lacks_is_named():
     every = SCRIPT["compared"]()
     figures = [each for each in every if each.reported["peak_gib"]]
     assert all(each.off is not None or each.missing for each in figures)

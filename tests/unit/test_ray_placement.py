@@ -27,7 +27,6 @@ ANYTHING = Needs(on_gpus=False, model=ModelFiles(directory="model", sizes={}))
 
 
 def node(name: str, *, gpus: int = 0, kind: str = H200.name, **fields: Any) -> Node:
-    """A node of a cluster; ``fields`` are its own, but for the version of its torch."""
     versions = {"torch": fields.pop("torch", "2.13.0")}
     machine = msgspec.structs.replace(machine_with(gpus, name=kind), versions=versions)
     usual = {"cpus": 8.0, "memory_bytes": 64 * GIB, "problem": None}
@@ -44,16 +43,13 @@ def names(nodes: tuple[Node, ...]) -> list[str]:
     return [node.node_id for node in nodes]
 
 
-def test_gpus_of_another_kind_are_kept_apart_and_named():
+def test_gpus_of_another_kind_are_kept_apart_and_the_kind_has_as_many_as_asked():
     nodes = [node("a", gpus=2), node("b", gpus=8, kind=L4), node("c", gpus=8), node("d")]
     chosen = choose(nodes, None, None)
     assert names(chosen.nodes) == ["a", "c"]
     assert len(chosen.machine.gpus) == 8
     assert any("with L4" in note and "left out" in note for note in chosen.notes)
     assert any(note == "node d is left out: it has no GPU" for note in chosen.notes)
-
-
-def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for():
     nodes = [*(node(f"a{number}", gpus=2) for number in range(9)), node("b", gpus=4, kind=L4)]
     assert names(choose(nodes, "cuda", [1, 4]).nodes) == ["b"]
     assert len(choose(nodes, "cuda", [1, 2]).nodes) == 9
@@ -62,10 +58,18 @@ def test_the_kind_is_one_that_has_as_many_gpus_in_a_node_as_are_asked_for():
     assert refused.value.hint == "use `--gpus 2`"
 
 
-def test_two_versions_of_torch_are_not_in_one_study():
+def test_what_no_cluster_can_hold_is_refused():
     chosen = choose([node("a"), node("b", torch="2.12.0"), node("c")], "cpu", None)
     assert names(chosen.nodes) == ["a", "c"]
     assert any("torch 2.12.0 left out" in note for note in chosen.notes)
+    placement = Placement([node("a", gpus=1)])
+    with pytest.raises(MachineError, match=r"a trial takes 2 GPUs, and no node"):
+        placement.take(demand(2))
+    with pytest.raises(MachineError, match=r"65\.00 GiB of host memory"):
+        placement.take(demand(1, memory_bytes=65 * GIB))
+    placement.nodes = ()
+    with pytest.raises(MachineError, match=r"no node of the Ray cluster is left"):
+        placement.take(demand(1))
 
 
 def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu():
@@ -79,7 +83,7 @@ def test_gpus_that_cannot_be_used_do_not_make_it_a_question_to_the_cpu():
         choose(nodes, "cpu", None)
 
 
-def test_small_trials_share_a_node_so_that_another_stays_free():
+def test_small_trials_share_a_node_and_move_where_one_fails():
     placement = Placement([node("a", gpus=4), node("b", gpus=4)])
     firsts = [placement.take(demand(1)).first for _ in range(3)]
     assert len(set(firsts)) == 1
@@ -88,9 +92,12 @@ def test_small_trials_share_a_node_so_that_another_stays_free():
     assert wide.any_of == (wide.first,)
     assert placement.has_room(demand(1))
     assert not placement.has_room(demand(2))
+    nodes = [node("a", gpus=1), node("b", gpus=1)]
+    assert Placement(nodes).take(demand(), avoided=frozenset("a")).any_of == ("b",)
+    assert Placement(nodes[:1]).take(demand(), avoided=frozenset("a")).any_of == ("a",)
 
 
-def test_a_trial_on_the_cpu_has_a_node_of_its_own():
+def test_a_trial_on_the_cpu_or_with_states_on_the_host_has_a_node_of_its_own():
     placement = Placement([node("a", cpus=4), node("b", cpus=16)])
     alone = demand(0, whole_node=True)
     wanted = [placement.take(alone) for _ in range(2)]
@@ -98,32 +105,12 @@ def test_a_trial_on_the_cpu_has_a_node_of_its_own():
     assert not placement.has_room(alone)
     placement.leave(wanted[0])
     assert placement.has_room(alone)
-
-
-def test_states_in_host_memory_have_all_gpus_of_a_node_and_so_nobody_beside_them():
     cell = Cell(layout=Layout(gpus=2), settings=Settings(offload=True))
     offloads = demand_of(QUESTION.trial(cell, 4096))
     assert offloads.whole_node
     placement = Placement([node("a", gpus=8, memory_bytes=512 * GIB)])
     assert placement.take(offloads).demand.gpus == 8
     assert not placement.has_room(demand(1))
-
-
-def test_a_trial_is_tried_elsewhere_where_there_is_an_elsewhere():
-    nodes = [node("a", gpus=1), node("b", gpus=1)]
-    assert Placement(nodes).take(demand(), avoided=frozenset("a")).any_of == ("b",)
-    assert Placement(nodes[:1]).take(demand(), avoided=frozenset("a")).any_of == ("a",)
-
-
-def test_what_no_node_could_hold_is_refused_and_a_lost_cluster_too():
-    placement = Placement([node("a", gpus=1)])
-    with pytest.raises(MachineError, match=r"a trial takes 2 GPUs, and no node"):
-        placement.take(demand(2))
-    with pytest.raises(MachineError, match=r"65\.00 GiB of host memory"):
-        placement.take(demand(1, memory_bytes=65 * GIB))
-    placement.nodes = ()
-    with pytest.raises(MachineError, match=r"no node of the Ray cluster is left"):
-        placement.take(demand(1))
 
 
 @given(
@@ -150,16 +137,13 @@ def test_what_is_no_address_of_a_head_is_refused(address):
     assert "`--address 10.0.0.1:6379`" in refused.value.hint
 
 
-def test_a_port_where_nobody_listens_is_said_at_once():
+def test_an_address_means_ray_and_is_answered_at_once():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(MachineError, match=f"no Ray cluster answers at {address}") as refused:
             cluster_at(address, ANYTHING)
     assert "`ray start --head`" in refused.value.hint
-
-
-def test_an_address_alone_means_ray_and_contradicts_a_runner_of_this_machine():
     assert not request_from({"model": "tiny"}).on_ray
     assert request_from({"model": "tiny", "runner": "ray"}).on_ray
     assert request_from({"model": "tiny", "address": "head:6379"}).on_ray

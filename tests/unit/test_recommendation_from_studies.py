@@ -1,6 +1,4 @@
-"""Recommendations from studies: what trials measured is taken, where they are about what is
-asked.
-"""
+"""Recommendations from studies."""
 
 import re
 from pathlib import Path
@@ -34,7 +32,6 @@ def by_label(found: Recommendation) -> dict[str, Candidate]:
 
 
 def with_study(length: int, label: str = "nothing set, 1 GPU", **asked: str) -> Candidate:
-    """A rung as it is recommended beside the study."""
     return by_label(recommend(length=length, studies=[STUDY], **asked, **HERE))[label]
 
 
@@ -47,8 +44,7 @@ def test_what_a_study_measured_is_taken_and_the_rest_predicted():
         assert (rung.capacity_tokens, rung.found_in) == (196_608, str(STUDY))
     assert each["expandable, chunked loss, 1 GPU"].source == "predicted"
     assert found.chosen == each["nothing set, 1 GPU"]
-    text = plain_table(rung_list(found, is_explained=True))
-    assert f"measured: {STUDY}" in text
+    assert f"measured: {STUDY}" in plain_table(rung_list(found, is_explained=True))
     assert {row[2] for row in rung_list(found).rows} == {"measured", "predicted"}
 
 
@@ -72,7 +68,6 @@ def test_a_measured_answer_overrules_a_prediction_both_ways():
 
 
 def changed(**fields) -> Study:
-    """The study with another answer for Env."""
     study = highwater.open_study(STUDY)
     vanilla, env = study.answers
     answers = (vanilla, msgspec.structs.replace(env, **fields))
@@ -91,31 +86,24 @@ def test_a_search_that_no_memory_ended_tells_nothing_of_longer_lengths(limit):
     assert told(study, 204_800) is None
 
 
-def test_what_is_proven_of_memory_alone_is_labelled():
+def test_what_is_proven_of_memory_alone_and_of_host_memory_is_labelled():
     proof = MemoryOnlyFit(length_tokens=300_000, peak_reserved_bytes=None, headroom_bytes=7)
     study = changed(memory_only=proof, does_not_fit_tokens=304_000)
     found = told(study, 250_000)
     assert (found.fits, found.is_memory_only, found.headroom_bytes) == (True, True, 7)
     assert not told(study, 196_608).is_memory_only
     assert not told(study, 304_000).fits
-
-
-def test_host_memory_that_ran_out_is_named():
     assert told(changed(limit="host_memory"), 204_800).lacks_of == "host"
 
 
-def test_a_trial_of_the_very_length_counts_before_the_bracket():
+def test_trials_count_before_brackets_and_in_searches_that_are_not_finished():
     study = highwater.open_study(STUDY)
     of_env = [each for each in study.trials if each.spec.settings.label == "Env"]
     failed = next(t for t in of_env if t.result.outcome is Outcome.OUT_OF_MEMORY)
     spec = msgspec.structs.replace(failed.spec, length_tokens=100_000)
     shorter = msgspec.structs.replace(failed, spec=spec)
     assert told(study, 100_000).fits
-    again = msgspec.structs.replace(study, trials=(*study.trials, shorter))
-    assert not told(again, 100_000).fits
-
-
-def test_a_search_that_is_not_finished_tells_what_its_trials_told_and_an_inconclusive_one_nothing():
+    assert not told(msgspec.structs.replace(study, trials=(*study.trials, shorter)), 100_000).fits
     study = highwater.open_study(STUDY)
     unfinished = msgspec.structs.replace(study, answers=())
     for length in (8_192, 196_608, 200_000, 204_800):
@@ -148,8 +136,7 @@ def test_a_margin_that_was_not_searched_with_is_held_against_what_each_trial_lef
     beyond = with_study(204_800, headroom="1200MiB")
     ran_out = (beyond.fits, beyond.source, beyond.lacks_bytes)
     assert ran_out == (False, "measured", None), "it ran out of memory"
-    between = with_study(192_512, headroom="1200MiB")
-    assert between.source == "predicted", "nobody tried it"
+    assert with_study(192_512, headroom="1200MiB").source == "predicted", "nobody tried it"
     none = recommend(length=150_000, **asked | {"headroom": "60GiB"})
     sources = {each.source for each in none.candidates}
     assert sources == {"predicted"}, "no trial left so much: shorter ones were not tried"
@@ -185,9 +172,7 @@ def test_a_host_that_is_too_small_overrules_trials_on_a_larger_one():
         ("data", "a:b", "their own"),
     ],
 )
-def test_simulated_trials_and_trials_on_the_cpu_or_on_data_of_their_own_say_nothing(
-    name, value, why
-):
+def test_simulated_trials_and_those_on_the_cpu_or_on_own_data_say_nothing(name, value, why):
     study, limit = highwater.open_study(STUDY), MemoryLimit(device_bytes=84_986_665_369)
     question = msgspec.structs.replace(study.question, **{name: value})
     other = msgspec.structs.replace(study, question=question)

@@ -1,11 +1,8 @@
-"""Requests: flags, files and keywords are read in one place, numbers of the loss and words of
-others among them, and every mistake is answered with what works.
-"""
+"""Requests: flags, files and keywords are read in one place; each mistake is answered."""
 
 import ast
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -28,18 +25,11 @@ from highwater.pages.study_commands import find_words, try_words
 from highwater.pages.study_page import question_table
 from highwater.recommendation.candidates import query_of_prediction
 from highwater.search.cell_outcomes import SearchEvent, TrialFinished
-from places import question_of
+from places import ROOT, question_of
 from tables import table
 from trial_specs import answers_among
 
 SOLD_BY = "memory size '80GB' is what cards are sold by, and their drivers report less"
-
-
-def test_typed_text_becomes_numbers():
-    typed = {"gpus": ["1", "2"], "confirm": "2", "memory": "79.15GiB", "timeout": "90s"}
-    request = request_from({"model": "Qwen3-0.6B", **typed})
-    assert (request.gpus, request.confirm) == ((1, 2), 2)
-    assert (request.memory_bytes, request.timeout_s) == (84986665369, 90.0)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +61,7 @@ def test_a_wrong_type_of_any_setting_is_answered_with_a_line_or_a_keyword_that_w
 @pytest.mark.parametrize("value", [1, [1], (1,)])
 @pytest.mark.parametrize("origin", [{}, {"config_file": "study.yaml"}], ids=str)
 def test_one_number_is_a_list_of_one(value, origin):
-    named = {"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}
-    request = request_from(named, **origin)
+    request = request_from({"model": "Qwen3-0.6B", "gpus": value, "ulysses": value}, **origin)
     assert (request.gpus, request.ulysses) == ((1,), (1,))
 
 
@@ -86,9 +75,7 @@ def test_one_number_is_a_list_of_one(value, origin):
         ("gpus", 0, "gpus is 0"),
     ],
 )
-def test_a_value_that_cannot_be_is_told_with_its_key_in_a_file_and_its_keyword_in_python(
-    name, value, said
-):
+def test_a_value_that_cannot_be_is_told_with_its_key_or_its_keyword(name, value, said):
     with pytest.raises(UsageError) as in_a_file:
         request_from({"model": "Qwen3-0.6B", name: value}, config_file="study.yaml")
     assert in_a_file.value.problem == f"study.yaml: {said}"
@@ -121,9 +108,7 @@ def test_a_memory_without_its_unit_is_answered_with_it_as_the_user_spells_it(ori
         ({"keywords": True}, ("sequences_per_micro_batch", "token_budget")),
     ],
 )
-def test_a_token_budget_beside_a_number_of_sequences_is_refused_and_either_alone_is_not(
-    origin, names, sequences
-):
+def test_a_token_budget_beside_a_number_of_sequences_is_refused(origin, names, sequences):
     both = {"model": "Qwen3-0.6B", "token_budget": "64k", "sequences_per_micro_batch": sequences}
     with pytest.raises(UsageError, match=names[0]) as refusal:
         request_from(both, **origin)
@@ -152,21 +137,16 @@ def test_the_commands_of_a_study_name_its_micro_batches_once(micro_batches):
         assert (again.micro_batches, again.accumulates) == (micro_batches, micro_batches > 1)
 
 
-def test_settings_that_say_otherwise_than_the_count_are_refused():
+def test_settings_against_the_count_are_refused_and_a_guide_asks_for_one_again():
     question = question_of(micro_batches=1)
     spec = question.trial(question.cells[0], 8192)
     for wrong in ({"micro_batches": 2}, {"settings": Settings()}):
         with pytest.raises(UsageError, match="added up"):
             msgspec.structs.replace(spec, **wrong).__post_init__()
-
-
-def test_what_a_guide_asks_again_of_a_prediction_has_one_micro_batch():
     found = highwater.predict("Qwen3-1.7B", gpus="1xH200-141GB", micro_batches=1)
     query = query_of_prediction(found)
-    assert query is not None
     assert ("micro_batches", 1) in query.settings
-    words = query.words(gpus=1, length_tokens=8192)
-    assert ("--micro-batches", "1") in pairwise(words)
+    assert ("--micro-batches", "1") in pairwise(query.words(gpus=1, length_tokens=8192))
 
 
 def test_a_search_from_python_answers_every_cell_and_can_be_followed(tmp_path):
@@ -252,7 +232,7 @@ def test_another_number_is_another_question_of_the_same_cells(name):
     assert not {flag} & {*find_words(usual), *try_words(trials[0], usual.model)}
 
 
-def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory():
+def test_every_one_has_a_flag_and_a_report_says_which_were_changed():
     rows = (*TOPICS["optimizer"], *TOPICS["objective"])
     assert {row.name for row in rows} == set(NAMES)
     assert {row.commands for row in rows} == {("find", "try", "train")}
@@ -260,18 +240,15 @@ def test_every_one_has_a_flag_of_what_trains_and_none_of_what_predicts_memory():
         assert not set(NAMES) & {row.name for row in taken_by(command)}
     assert not set(NAMES) & set(Settings.__struct_fields__), "rungs differ in memory"
 
-
-def test_a_report_says_which_were_changed():
     def rows(**changes: float) -> dict[str, str]:
-        report = report_of(Study(question=question_of(**changes)))
-        return dict(question_table(report).rows)
+        return dict(question_table(report_of(Study(question=question_of(**changes)))).rows)
 
     told = rows(learning_rate=1e-6, weight_decay=0)["hyperparameters"]
     assert told.split() == ["--learning-rate", "1e-06", "--weight-decay", "0.0"]
     assert "hyperparameters" not in rows()
 
 
-SOURCE = Path(__file__).parents[2] / "src" / "highwater"
+SOURCE = ROOT / "src" / "highwater"
 FORMULAS = SOURCE / "engine/training/step.py"
 """Where each objective's own formula is chosen."""
 
@@ -296,8 +273,7 @@ def compared(path):
 
 def test_an_objective_is_asked_for_by_its_name_where_its_formula_is_chosen_alone():
     for path in set(SOURCE.rglob("*.py")) - {FORMULAS}:
-        names = {each for each in compared(path) if isinstance(each, str)}
-        assert not names & set(TRAITS), path
+        assert not {each for each in compared(path) if isinstance(each, str)} & set(TRAITS), path
     assert set(TRAITS) <= set(compared(FORMULAS))
 
 
@@ -372,8 +348,7 @@ def test_qlora_is_a_spelling_of_lora_beside_a_model_in_nf4(typed, rank):
 
 @pytest.mark.parametrize("typed", ["--lora Qwen3-8B --gpus 4090", "Qwen3-8B --gpus 4090 --lora"])
 def test_a_rank_that_nobody_typed_is_16(typed):
-    settings = typed_values(parse(["predict", *typed.split()]))
-    assert settings == {"model": "Qwen3-8B", "lora": "16"}
+    assert typed_values(parse(["predict", *typed.split()])) == {"model": "Qwen3-8B", "lora": "16"}
 
 
 @pytest.mark.parametrize(

@@ -12,30 +12,20 @@ import pytest
 import highwater
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.capacity import CellPrediction, Prediction
+from highwater.memory.formula import rollout as paper
 from highwater.memory.formula.constants import RolloutMemory
 from highwater.memory.formula.layers import Step
-from highwater.memory.formula.rollout import (
-    BLOCK_TOKENS,
-    GRAPHS_BYTES,
-    LIBRARIES_BYTES,
-    ON_PAPER,
-    token_bytes,
-)
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
-from highwater.pages.prediction_tables import (
-    prediction_answer,
-    recommendation_answer,
-    rollout_tables,
-)
+from highwater.pages import prediction_tables
 from highwater.pages.recommendation_tables import reason
 from highwater.units import GIB, MIB
 
 TOKEN_BYTES = 36 * 2 * 8 * 128 * 2
 WEIGHT_BYTES = 2 * 8_190_735_360
-ALWAYS = {"CUDA graphs of vLLM": GRAPHS_BYTES, "libraries of vLLM": LIBRARIES_BYTES}
+ALWAYS = {"CUDA graphs of vLLM": paper.GRAPHS_BYTES, "libraries of vLLM": paper.LIBRARIES_BYTES}
 STATES = "states without gradients"
 ASKED: dict[str, Any] = {"gpus": "8xH100-80GB", "trainer": "trl", "objective": "grpo"}
 HALF: dict[str, Any] = {"gpu_memory_utilization": 0.5, "sleep_level": 2, "rollout_sequences": 64}
@@ -61,23 +51,19 @@ def terms(cell: CellPrediction, bar: str) -> dict[str, int]:
 
 
 def share(cell: CellPrediction) -> int:
-    """Bytes of vLLM's share: what comes on top is left out."""
     awake = terms(cell, "awake")
     return sum(size for name, size in awake.items() if not name.startswith(("context", "NCCL")))
 
 
 def at_once(cell: CellPrediction) -> int:
-    """Sequences of each engine."""
     return beside(cell).sequences // beside(cell).engines
 
 
 @pytest.mark.parametrize(("degree", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_gpus_that_share_the_model_share_its_key_heads_as_long_as_there_are_some(
-    degree: int, heads: int
-):
+def test_gpus_that_share_the_model_share_its_key_heads_if_any(degree: int, heads: int):
     step = Step(load_model("Qwen3-8B").shape, Settings(), Layout(), 4096)
-    assert token_bytes(step, degree) == 36 * 2 * heads * 128 * 2
-    assert token_bytes(step, 1) == TOKEN_BYTES == 144 * 1024
+    assert paper.token_bytes(step, degree) == 36 * 2 * heads * 128 * 2
+    assert paper.token_bytes(step, 1) == TOKEN_BYTES == 144 * 1024
 
 
 def test_the_cache_has_what_the_share_leaves_and_holds_whole_sequences():
@@ -86,11 +72,13 @@ def test_the_cache_has_what_the_share_leaves_and_holds_whole_sequences():
     # than 18 bytes of the logits of 64 sequences
     computed = 2 * 4096 * (2 * 4096 + 3 * 12_288)
     assert computed > 18 * 64 * 151_936
-    cache = math.ceil(total / 2) - WEIGHT_BYTES - computed - GRAPHS_BYTES - LIBRARIES_BYTES
+    cache = (
+        math.ceil(total / 2) - WEIGHT_BYTES - computed - paper.GRAPHS_BYTES - paper.LIBRARIES_BYTES
+    )
     kept = {"weights of vLLM": WEIGHT_BYTES, "profile run of vLLM": computed, "KV cache": cache}
     assert terms(cell, "awake") == ALWAYS | kept
-    blocks = cache // (BLOCK_TOKENS * TOKEN_BYTES)
-    assert at_once(cell) == blocks // (32_768 // BLOCK_TOKENS) == 5
+    blocks = cache // (paper.BLOCK_TOKENS * TOKEN_BYTES)
+    assert at_once(cell) == blocks // (32_768 // paper.BLOCK_TOKENS) == 5
     assert beside(cell).engines == 8
 
 
@@ -112,19 +100,16 @@ def test_the_larger_bar_decides_and_the_two_are_never_added():
         assert (rollout.bytes > training) == (utilization == 0.8)
 
 
-def test_training_keeps_parameters_and_moments_while_vllm_generates():
+def test_training_keeps_states_while_vllm_generates_which_asleep_leaves_its_share():
     assert terms(simplest(), "resting")[STATES] == 12 * 8_190_735_360 // 8
     assert STATES not in terms(simplest(offload=True), "resting")
-
-
-def test_asleep_it_leaves_its_share_and_awake_it_does_not():
     awake, asleep = simplest(sleep_level=0), simplest(sleep_level=2)
     assert terms(awake, "asleep") == terms(awake, "awake")
     assert terms(asleep, "asleep") == ALWAYS
     alone, found = simplest(rollout=None).footprint, asleep.footprint
     phases = [each.bytes for each in alone.phases if each.name != "generation of completions"]
     training = round(max(phases) / alone.filled_share) + alone.outside_bytes
-    kept = GRAPHS_BYTES + LIBRARIES_BYTES
+    kept = paper.GRAPHS_BYTES + paper.LIBRARIES_BYTES
     assert found.device_used_bytes - found.cached_bytes == training + kept
 
 
@@ -161,8 +146,8 @@ def test_without_room_for_one_sequence_vllm_does_not_start():
     longest = predicted(None, **named).cells[0]
     assert longest.binding == "rollout"
     assert longest.does_not_fit_tokens is not None
-    blocks = terms(longest, "awake")["KV cache"] // (BLOCK_TOKENS * TOKEN_BYTES)
-    assert longest.capacity_tokens <= blocks * BLOCK_TOKENS < longest.does_not_fit_tokens
+    blocks = terms(longest, "awake")["KV cache"] // (paper.BLOCK_TOKENS * TOKEN_BYTES)
+    assert longest.capacity_tokens <= blocks * paper.BLOCK_TOKENS < longest.does_not_fit_tokens
 
 
 def test_a_recommendation_says_that_vllm_has_no_room():
@@ -187,18 +172,18 @@ def test_on_gpus_of_its_own_it_changes_no_training():
 
 
 def test_the_first_sentence_says_what_trains_and_what_the_rollout_holds_there():
-    said = prediction_answer(predicted(**HALF))
+    said = prediction_tables.prediction_answer(predicted(**HALF))
     assert said.startswith("Yes: Qwen3-8B trains 32,768 tokens on 8 x H100-80GB for TRL's trainer")
     assert "vLLM holds 40 such sequences at once" in said
-    assert f" {ON_PAPER} A micro-batch has 1 sequence; TRL's own default is 8" in said
+    assert f" {paper.ON_PAPER} A micro-batch has 1 sequence; TRL's own default is 8" in said
     found = highwater.recommend("Qwen3-8B", length="32k", **ASKED, rollout="vllm", **HALF)
     typed = found.chosen.found_in
     assert "--rollout vllm --gpu-memory-utilization 0.5 --sleep-level 2" in typed
     assert "--rollout-sequences 64" in typed
-    said = recommendation_answer(found)
+    said = prediction_tables.recommendation_answer(found)
     assert "vLLM holds 40 such sequences at once" in said
-    assert said.endswith(ON_PAPER)
-    assert not rollout_tables(predicted(rollout=None))
+    assert said.endswith(paper.ON_PAPER)
+    assert not prediction_tables.rollout_tables(predicted(rollout=None))
 
 
 REFUSED: dict[str, dict[str, Any]] = {

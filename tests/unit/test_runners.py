@@ -1,6 +1,4 @@
-"""Runners, as far as they can be tried without an engine: the simulated one, and the places that
-trials have on this machine.
-"""
+"""Runners, as far as they can be tried without an engine."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +114,6 @@ def answers(events: list[SearchEvent]) -> dict[Cell, CellAnswer]:
 
 
 def told(answer: CellAnswer) -> tuple[int | None, int | None, str, bool]:
-    """What an answer says, but for the trials that it took."""
     return answer.reach_tokens, answer.does_not_fit_tokens, answer.limit, answer.monotone
 
 
@@ -147,9 +144,7 @@ def test_a_runner_of_one_place_has_the_events_of_a_search_without_any():
 
 @settings(max_examples=examples(25), deadline=None)
 @given(places=st.integers(1, 6), kill=st.integers(1, 40))
-def test_a_search_side_by_side_that_was_killed_goes_on_and_runs_nothing_twice_that_ended(
-    tmp_path_factory, places, kill
-):
+def test_a_parallel_search_that_was_killed_runs_nothing_twice(tmp_path_factory, places, kill):
     path: Path = tmp_path_factory.mktemp("study") / "study.jsonl"
     first, second = SideBySide(places, killed_after=kill), SideBySide(places)
     with suppress(KeyboardInterrupt), open_journal(path, QUESTION) as journal:
@@ -281,7 +276,7 @@ def test_host_memory_that_ran_out_beside_others_is_tried_again_alone():
     assert len(alone.launched) == 1, "nobody was beside it"
 
 
-def test_closing_ends_every_trial_also_one_that_waits_for_the_others():
+def test_closing_ends_every_trial_and_what_a_launcher_raises_is_heard():
     launcher = Waiting(ends={4096: [Outcome.HOST_OUT_OF_MEMORY]})
     runner = LocalRunner(launcher, machine=machine_with(4))
     futures = [runner.submit(Launch(spec=trial(number))) for number in range(3)]
@@ -291,8 +286,6 @@ def test_closing_ends_every_trial_also_one_that_waits_for_the_others():
             future.result(timeout=WAITS_S)
     assert runner.has_room(trial(gpus=4))
 
-
-def test_what_a_launcher_raises_reaches_whoever_waits():
     class Broken(Waiting):
         def launch(self, *_: object, **__: object) -> TrialResult:
             raise OSError("the disk is on fire")
@@ -355,9 +348,7 @@ OURS = {
 
 
 @pytest.mark.parametrize(("allocator", "setting"), [("native", "False"), ("expandable", "True")])
-def test_what_a_trial_says_itself_is_said_over_whatever_the_shell_has(
-    monkeypatch, allocator, setting
-):
+def test_what_a_trial_says_itself_is_said_over_the_shells(monkeypatch, allocator, setting):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for name, (typed, _) in OURS.items():
         monkeypatch.setenv(name, typed)
@@ -365,8 +356,7 @@ def test_what_a_trial_says_itself_is_said_over_whatever_the_shell_has(
     for name, (_, own) in OURS.items():
         assert environment[name] == own.format(setting)
     on_the_cpu = trial_environment(cpu_spec())
-    assert on_the_cpu["GLOO_SOCKET_IFNAME"] == "lo"
-    assert on_the_cpu["CUDA_VISIBLE_DEVICES"] == ""
+    assert (on_the_cpu["GLOO_SOCKET_IFNAME"], on_the_cpu["CUDA_VISIBLE_DEVICES"]) == ("lo", "")
 
 
 @pytest.mark.parametrize(
@@ -456,7 +446,7 @@ def test_a_budget_is_context_nccl_and_what_is_left_for_the_allocator(layout, run
     assert rank.memory.device_used_bytes == needed.needed_bytes
 
 
-def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():
+def test_without_a_budget_the_card_is_the_limit_and_on_the_cpu_the_data_segment():
     def of_a_card(total_bytes: int | None) -> TrialResult:
         runner = SimulatedRunner(lambda _: 10 * GIB, device_total_bytes=total_bytes)
         return runner.run(local_trial())
@@ -464,9 +454,6 @@ def test_without_a_budget_the_card_is_the_limit_and_without_a_card_nothing_is():
     assert of_a_card(10 * GIB).outcome is Outcome.OUT_OF_MEMORY
     assert of_a_card(12 * GIB).headroom_bytes == 2 * GIB - CONTEXT_BYTES["cuda"]
     assert of_a_card(None).outcome is Outcome.FIT
-
-
-def test_on_the_cpu_the_budget_bounds_the_data_segment():
     spec = local_trial(device="cpu", memory_budget_bytes=4 * GIB, layout=Layout(gpus=2))
     result = SimulatedRunner(lambda spec: 3 * GIB).run(spec)
     assert [rank.memory.peak_data_segment_bytes for rank in result.ranks] == [3 * GIB, 3 * GIB]

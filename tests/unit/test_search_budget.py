@@ -1,6 +1,4 @@
-"""The time of a search: what is tried first, what starts in the time that there is, and that the
-answers are those of a search without end.
-"""
+"""The time of a search: what is tried first, what starts in the time that there is."""
 
 from pathlib import Path
 from statistics import median
@@ -24,15 +22,13 @@ from highwater.search.scheduler import BudgetSpentError, recorded_search, search
 from highwater.search.start_length import first_index
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import Law, OneByOne
-from places import examples, machine_with, script
+from places import FOUND, examples, machine_with, script
 from tables import table
 from trial_specs import answers_among, fits_up_to
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "find"
-STUDIES = sorted(RESULTS.glob("*.jsonl"))
-trials = script(RESULTS / "trials.py")
+STUDIES = sorted(FOUND.glob("*.jsonl"))
+trials = script(FOUND / "trials.py")
 ABOUT = 1.1
-"""Times the budget by which a search has ended: "about" in what it says."""
 MOST_AT_AN_EDGE = 2.5
 """Median of the trials at the edge of a cell: two are the fewest that prove one."""
 TOLD_WITHIN = 0.35
@@ -44,15 +40,12 @@ def planned(**named: Any) -> Plan:
     return plan(request_from({"model": "Qwen3-0.6B", **named}, keywords=True), machine_with(1))
 
 
-def test_half_of_the_edges_take_two_trials_and_none_begins_at_the_bottom():
+def test_half_of_the_edges_take_two_trials_and_searches_begin_at_the_predicted_edge():
     played = [each for path in STUDIES for each in trials.played_again(read_study(path))]
     counts = [now for _, now, _ in played]
     assert len(counts) > 40
     assert median(counts) <= MOST_AT_AN_EDGE
     assert sum(now <= then for _, now, then in played) > 0.85 * len(played)
-
-
-def test_a_recorded_search_begins_where_the_edge_is_predicted_and_not_with_the_shortest():
     for path in STUDIES:
         study = read_study(path)
         if study.question.proof == "memory" and list(trials.edges(study)):
@@ -71,9 +64,7 @@ def test_the_time_of_a_recorded_trial_is_predicted():
             if result is None or not result.outcome.tells or spec.settings.offload:
                 continue
             told = trial_s if result.outcome.is_fit else ran_out_s
-            expected_s = told(study.question, spec)
-            assert expected_s is not None
-            off.append(abs(expected_s / result.wall_s - 1))
+            off.append(abs(told(study.question, spec) / result.wall_s - 1))
     assert len(off) > 100
     assert median(off) < TOLD_WITHIN / 2
     assert sum(each < TOLD_WITHIN for each in off) > 0.75 * len(off)
@@ -170,9 +161,7 @@ def reaching(indices: dict[Cell, int], question: Question) -> Law:
 
 @given(st.lists(st.integers(0, 32), min_size=3, max_size=3), st.integers(70, 1500), st.data())
 @settings(max_examples=examples(15), deadline=None)
-def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end(
-    tmp_path_factory, indices, budget_s, data
-):
+def test_a_search_ended_early_goes_on_to_the_answers(tmp_path_factory, indices, budget_s, data):
     question = on_h200()
     size = question.grid.size
     found = {cell: min(i, size) for cell, i in zip(question.cells, indices, strict=True)}
@@ -192,7 +181,6 @@ def test_a_search_that_ends_early_and_goes_on_has_the_answers_of_one_without_end
     assert study.complete
     for cell, index in found.items():
         answer = study.answer_of(cell)
-        assert answer is not None
         assert answer.reach_tokens == (question.grid.length(index) if index else 0)
         is_end = index == size
         assert answer.does_not_fit_tokens == (None if is_end else question.grid.length(index + 1))
@@ -250,7 +238,6 @@ def test_full_trials_take_no_more_than_their_share():
     for each in full:
         assert trial_s(question, each.spec) <= FULL_SHARE * question.timeout_s
     for answer in answers_among(search_cells(question, runner)):
-        assert answer.memory_only is not None
         assert answer.capacity_tokens
         assert answer.memory_only.length_tokens == question.grid.length(question.grid.size)
 
@@ -258,14 +245,12 @@ def test_full_trials_take_no_more_than_their_share():
 def found_with(
     question: Question, law: Law, path: Path, limit_s: float, *, slower: float = 1.0
 ) -> tuple[list[tuple[TrialSpec, TrialResult]], CellAnswer]:
-    """The trials that ended, and the answer of the first cell as its study has it."""
     runner = trials.TimedRunner(question, law, trials.Clock(), timeout_s=limit_s, slower=slower)
     with open_journal(path, question) as journal:
         events = list(recorded_search(question, runner, journal, timeout_s=limit_s))
     study = read_study(path)
     assert not study.unproven, "trials bear the answer out"
-    ended = [(e.spec, e.result) for e in events if isinstance(e, TrialFinished)]
-    return ended, study.answers[0]
+    return [(e.spec, e.result) for e in events if isinstance(e, TrialFinished)], study.answers[0]
 
 
 def in_full(timeout: str, **named: Any) -> Plan:
@@ -285,8 +270,7 @@ def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice
     words = ["--model_path", "Qwen3-0.6B", "--test_gpu_num", "2", "--test_sp_num", "2"]
     arguments = parse([*words, "--timeout", str(timeout), "--entropy_saving"])
     place: dict[str, str | int] = {"device": "cuda", "max_length": "16m"}
-    request = request_of(arguments, settings_of(arguments, {}), place)
-    planned = plan(request, machine_with(2))
+    planned = plan(request_of(arguments, settings_of(arguments, {}), place), machine_with(2))
     question, cell = planned.question, planned.question.cells[0]
     expected = predicted_tokens(question)
     assert (trial_s(question, question.trial(cell, expected)) or 0) > timeout
@@ -303,8 +287,7 @@ def test_the_published_command_begins_where_time_allows_and_begins_nothing_twice
 
 
 def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_path):
-    planned = in_full("90s")
-    question = planned.question
+    question = in_full("90s").question
     found_with(question, fits_up_to(predicted_tokens(question)), tmp_path / "s.jsonl", 90)
     sentence = study_answer(read_study(tmp_path / "s.jsonl"))
     assert "take too long to tell" in sentence
@@ -320,9 +303,7 @@ def test_the_answer_of_a_search_that_time_ended_is_no_capacity_of_memory(tmp_pat
     method=st.sampled_from(["bisect", "linear"]),
 )
 @settings(max_examples=examples(40), deadline=None)
-def test_nothing_predicted_to_be_late_starts_and_the_answer_is_what_was_seen(
-    tmp_path_factory, limit_s, share, slower, method
-):
+def test_nothing_predicted_to_be_late_starts(tmp_path_factory, limit_s, share, slower, method):
     question = msgspec.structs.replace(in_full(f"{limit_s}s").question, method=method)
     capacity = int(share * predicted_tokens(question))
     path = tmp_path_factory.mktemp("limit") / "s.jsonl"

@@ -27,7 +27,6 @@ def predicted(gpus: int, **settings: Any) -> Prediction:
 
 
 def terms(of: CellPrediction) -> dict[str, int]:
-    """Bytes of a GPU, by what takes them."""
     return {term.name: term.bytes for term in (*of.footprint.peak.terms, *of.footprint.outside)}
 
 
@@ -62,25 +61,13 @@ def test_what_was_measured_nowhere_is_said_once_and_a_configuration_is_of_one_ma
     assert len(said(predicted(64, copies=[8]).notes)) == 1
     found = recommend("Qwen3-8B", gpus="64xH100-80GB", length="64k", copies=[8])
     assert len(said(found.notes)) == 1
-    assert found.chosen is not None
     assert found.chosen.cell.layout.shard_degree == 8
     assert not said(predicted(16, copies=[2]).notes)
     with pytest.raises(UsageError, match="a configuration is of one machine"):
         configured("accelerate", found, found.chosen, model="Qwen3-8B")
 
 
-def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
-    asked = {"length": "400k", "copies": [2], "offload": False}
-    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
-    more, *_ = found.alternatives
-    assert found.chosen is None
-    assert more.kind == "more GPUs"
-    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
-    assert chosen is not None
-    assert chosen.label == more.label
-
-
-def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
+def test_machines_have_a_copy_each_their_own_gpus_and_their_own_host():
     named = predict("Qwen3-8B", gpus="2x8xH100-80GB", length="64k")
     layouts = [each.cell.layout for each in named.cells]
     assert {layout.replicate_degree for layout in layouts} == {2}
@@ -88,9 +75,6 @@ def test_machines_that_are_named_have_a_copy_each_and_their_own_gpus():
     assert {layout.ulysses_degree for layout in layouts} == {1, 2, 4, 8}, "within a machine"
     assert named.gpus == 16
     assert [note for note in named.notes if "of one, of 8 GPUs" in note]
-
-
-def test_the_host_of_a_small_machine_keeps_the_states_of_its_own_gpus():
     asked = {"length": "32k", "ulysses": [1], "offload": True, "allocator": "expandable"}
     one = predict("Qwen3-8B", gpus="4xH100-80GB", **asked)
     two = predict("Qwen3-8B", gpus="2x4xH100-80GB", **asked)
@@ -137,9 +121,7 @@ def test_more_machines_are_offered_where_machines_were_named():
         *(("H20-96GB", 8, None), ("a GPU of 80.00 GiB", 8, None)),
     ],
 )
-def test_host_memory_is_that_of_a_machine_with_as_many_gpus_or_a_share_of_it(
-    device_name, gpus, gib
-):
+def test_host_memory_is_a_machines_with_as_many_gpus_or_a_share_of_it(device_name, gpus, gib):
     """Unknown of a machine that the catalog has not."""
     found = default_host(device_name, gpus)
     assert (found and found.host_bytes) == (gib and gib * GIB)
@@ -155,3 +137,13 @@ def test_every_machine_has_gpus_that_train_and_every_nvidia_kind_of_them_a_data_
     trains = {k.name for k in kinds.values() if not lacking(k) and k.vendor == "NVIDIA"}
     assert set(sheets()) == trains
     assert all(sheet.source for sheet in sheets().values())
+
+
+def test_more_gpus_of_several_machines_can_be_typed_where_copies_are_named():
+    asked = {"length": "400k", "copies": [2], "offload": False}
+    found = recommend("Qwen3-32B", gpus="8xH200-141GB", **asked)
+    more, *_ = found.alternatives
+    assert found.chosen is None
+    assert more.kind == "more GPUs"
+    chosen = recommend("Qwen3-32B", gpus=more.flags[1], **asked).chosen
+    assert chosen.label == more.label

@@ -1,12 +1,9 @@
-"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible, and safe whoever
-wrote the study; and the line of a trial that ran out of memory.
-"""
+"""The report of a study as a page, Markdown, CSV and JSON: complete, accessible and safe."""
 
 import csv
 import io
 import json
 import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,7 +24,6 @@ from studies import (
 from highwater import study_report, write_report
 from highwater.cli.grammar import parse
 from highwater.errors import UsageError
-from highwater.memory.snapshot.attribution import CATEGORIES, CATEGORY_WORDS
 from highwater.memory.snapshot.memory_profile import ADVICE
 from highwater.nouns.codec import from_json
 from highwater.nouns.layout import Layout
@@ -48,7 +44,7 @@ from highwater.pages.study_page import (
     study_page,
 )
 from highwater.units import GIB
-from places import question_of
+from places import ROOT, question_of
 from tables import table
 from trial_specs import answer_of
 
@@ -85,7 +81,6 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
     trials = (trial(4096 * i, outcome, used_bytes=(9 + i) * GIB) for i, outcome in ends)
     report = report_of(study_of(*trials, trial(28672, Outcome.MEMORY_ONLY_FIT)))
     picture = bracket_chart(report.cells[0], report)
-    assert picture is not None
     shapes = [mark.kind for mark in picture.marks]
     assert len(shapes) == len(set(shapes)) == 7
     assert "out of memory" in picture.marks[1].text
@@ -99,7 +94,6 @@ def test_a_picture_shows_each_outcome_by_a_shape_of_its_own():
 def test_the_band_of_a_picture_is_the_bracket():
     report = real_report("qwen3-4b-card-full")
     picture = bracket_chart(report.cells[0], report)
-    assert picture is not None
     last = picture.spans[-1]
     by_trial = {mark.text.partition(",")[0]: mark.y for mark in picture.marks}
     assert last.y == by_trial["trial 5"], "139,264 did not fit"
@@ -111,7 +105,6 @@ def test_the_band_of_a_picture_is_the_bracket():
 def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges():
     report = real_report("qwen3-0.6b-79gib-full")
     picture = memory_picture(report)
-    assert picture is not None
     for row in picture.rows:
         assert row.limit is not None
         assert row.allocated <= row.reserved <= row.used <= row.limit
@@ -119,28 +112,22 @@ def test_a_picture_of_memory_draws_the_limit_and_of_many_trials_only_the_edges()
     asked = [row for row in picture.rows if row.asked is not None]
     assert len(asked) == sum(row.ran_out for row in picture.rows) > 0
     for row in asked:
-        assert row.asked is not None
-        assert row.limit is not None
         assert row.asked > row.limit, "the request that had no room ends beyond the limit"
         assert ", no room for " in row.text
     assert study_page(report).count('class="asked"') > len(asked), "and in the legend"
     ends = [Outcome.FIT] * 29 + [Outcome.OUT_OF_MEMORY] * 2
     many = (trial(4096 * i, end, used_bytes=i * GIB) for i, end in enumerate(ends, 1))
     short = memory_picture(report_of(study_of(*many)))
-    assert short is not None
     assert (len(short.rows), short.left_out) == (2, 29)
     assert memory_picture(report_of(study_of(trial(8192, None)))) is None
 
 
-def test_a_page_opens_with_the_sentence_that_the_command_prints():
+def test_a_page_opens_with_the_commands_sentence_and_names_no_folder():
     report = real_report("qwen3-4b-79gib")
     text = study_page(report)
     assert study_answer(report.study) in Page(text).text("p")
     order = ['id="answer-said"', 'aria-label="Contents"', 'id="question"']
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
-
-
-def test_no_folder_of_the_machine_of_a_trial_is_on_its_page():
     text = 'File "/home/somebody/venv/lib/torch/nn/linear.py", line 1; see https://a.org/b/c'
     log = LogEnd(lines=("cd /mnt/share/people/me && ls /dev/shm/x",))
     page = study_page(report_of(study_of(trial(8192, Outcome.CRASHED, text=text)), log))
@@ -176,8 +163,6 @@ def test_a_csv_has_a_row_for_each_trial_and_where_memory_ran_out_no_headroom():
     table = memory_table(report)
     shown = [row[table.columns.index("headroom")] for row in table.rows]
     for row, figure, reported in zip(rows, shown, report.trials, strict=True):
-        assert reported.predicted is not None
-        assert reported.predicted.interval is not None
         assert int(row["predicted_low_bytes"]) == reported.predicted.interval.low_bytes
         assert row["outcome"] == str(reported.outcome)
         is_fit = reported.outcome is not None and reported.outcome.is_fit
@@ -230,7 +215,6 @@ NO_MEMORY = {"device": "cpu", "memory_budget_bytes": None, "device_total_bytes":
 
 
 def ordered_by(**changes: object) -> str:
-    """What a page says that ordered the trials of a study."""
     return dict(question_table(study_report(study_of(**changes))).rows)["ordered by"]
 
 
@@ -252,17 +236,13 @@ def told(prediction: str, likely_tokens: int = 4096) -> Expectation:
         (NO_MEMORY, "its method, "),
     ],
 )
-def test_a_search_without_a_prediction_is_ordered_by_the_formula_only_where_that_says_something(
-    changes, said
-):
+def test_a_search_without_a_prediction_is_ordered_by_a_formula_that_says_something(changes, said):
     ordered = ordered_by(question=msgspec.structs.replace(QUESTION, **changes))
     assert ordered.startswith(said)
     assert ("formula" in ordered) == said.startswith("the formula")
 
 
-def test_each_prediction_that_ordered_a_study_is_named_once_and_without_your_own_home(
-    tmp_path, monkeypatch
-):
+def test_each_prediction_that_ordered_a_study_is_named_once_without_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     named = (str(tmp_path / "kept" / "a.json"), "trace", "b.json", "trace", "formula")
     one, trace, other = ordered_by(expectations=tuple(map(told, named))).split(" and ")
@@ -287,7 +267,6 @@ def test_a_report_says_where_the_search_was_told_to_begin():
     report = study_report(REAL[0].parent / "edge-4b-1-full.jsonl")
     beginning, cell = report.beginning, report.cells[0]
     file = "docs/results/find/edge-4b-1-full.prediction.json"
-    assert beginning is not None
     assert (beginning.predictions, beginning.reason) == ((file,), None)
     assert cell.begun_at_tokens == beginning.likely_tokens[cell.label] > 0
     assert (cell.expected_tokens, cell.expected_by) == (cell.begun_at_tokens, file)
@@ -297,7 +276,6 @@ def test_a_report_says_where_the_search_was_told_to_begin():
         return study_report(study_of(schema_version=schema_version, command=command)).beginning
 
     gone = begun(1, "--prediction=gone.json")
-    assert gone is not None
     assert gone.predictions == ("gone.json",)
     assert "not found" in str(gone.reason)
     assert begun(1, "--prediction formula") is None
@@ -308,9 +286,7 @@ def test_a_report_says_where_the_search_was_told_to_begin():
 def test_what_was_recorded_is_shown_where_todays_formula_says_nothing():
     own_data = msgspec.structs.replace(QUESTION, data="my.batches:packed")
     study = study_of(question=own_data, expectations=(told("formula", 0),))
-    table = predicted_cells(report_of(study))
-    assert table is not None
-    *silent, recorded = table.rows[0][1:4]
+    *silent, recorded = predicted_cells(report_of(study)).rows[0][1:4]
     assert silent == ["-", "-"]
     assert recorded.startswith("none by ")
 
@@ -330,7 +306,6 @@ def test_each_cell_says_what_predicted_it_before_its_trials_and_what_ordered_tho
     begun = [(cell.expected_tokens, cell.begun_at_tokens) for cell in report.cells]
     assert begun == [(4096, None), (8192, 8192)]
     table = predicted_cells(report)
-    assert table is not None
     (at,) = [n for n, name in enumerate(table.columns) if "today" in name and "likely" in name]
     today = [f"{cell.predicted.likely_tokens:,}" for cell in report.cells if cell.predicted]
     assert [row[at] for row in table.rows] == today
@@ -353,7 +328,6 @@ VANILLA = Settings(loss="full", allocator="native")
 
 
 def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
-    """A trial of which the second rank ran out first."""
     said = {"kind": "device_memory", "phase": "backward", "text": "out", "at_unix_s": 1.0}
     late = Failure(kind="error", phase="forward", text="lost its peer", at_unix_s=2.0)
     first = Failure(**{**said, "alive": alive, **failure})
@@ -362,8 +336,7 @@ def result_of(alive: AliveMemory | None, **failure: object) -> TrialResult:
 
 
 def test_a_line_says_where_what_how_much_and_what_to_try():
-    line = request_line(result_of(LOGITS, layer=27), VANILLA, Layout())
-    assert line == (
+    assert request_line(result_of(LOGITS, layer=27), VANILLA, Layout()) == (
         "backward of layer 27: no room for 4.00 GiB of logits; optimizer states 6.00 GiB alive; "
         "1.00 GiB fragmented → chunked loss"
     )
@@ -373,7 +346,7 @@ def test_a_line_says_where_what_how_much_and_what_to_try():
 
 
 def test_the_line_of_the_guide_is_what_a_recorded_trial_has():
-    docs = Path(__file__).parents[2] / "docs"
+    docs = ROOT / "docs"
     recorded = from_json((docs / "results/profiler/runs_out.json").read_bytes(), TrialResult)
     line = request_line(recorded, VANILLA, Layout())
     guide = (docs / "guides/out-of-memory.md").read_text()
@@ -414,30 +387,20 @@ def test_the_setting_to_try_is_one_that_is_not_there_yet(alive, settings, settin
     assert setting is None or setting in ADVICE
 
 
-def test_where_copies_have_states_of_their_own_fewer_copies_are_tried_first():
+def test_what_is_advised_begins_with_fewer_copies_and_can_be_typed():
     layout = Layout(gpus=4, replicate_degree=2)
     assert setting_of(ADDED_UP, VANILLA, layout) == "fewer copies"
     assert setting_of(ACTIVATIONS, VANILLA, layout) == "context parallel"
-
-
-def test_on_the_cpu_nothing_is_advised_by_what_alone_is_counted():
     counted = {"parameters_bytes": GIB, "gradients_bytes": GIB, "optimizer_states_bytes": 2 * GIB}
     assert setting_of(AliveMemory(**counted), VANILLA, Layout(gpus=2, replicate_degree=2)) is None
     asked = {"requested_bytes": 4 * GIB, "requested_by": LOGITS.requested_by}
     assert setting_of(AliveMemory(**counted, **asked), VANILLA, Layout()) == "chunked loss"
-
-
-def test_whatever_is_advised_can_be_typed():
     asked = {words for text in ADVICE.values() for words in re.findall(r"--[a-z-]+(?: \w+)?", text)}
     assert len(asked) >= len(ADVICE)
     for words in asked - {"--offload"}:
         flag, value = words.split()
         assert parse(["find", "Qwen3-0.6B", flag, value]).model == "Qwen3-0.6B"
     assert parse(["find", "Qwen3-0.6B", "--offload"]).offload
-
-
-def test_every_category_has_its_words():
-    assert set(CATEGORY_WORDS) == set(CATEGORIES)
 
 
 def test_the_tables_of_a_trial_and_of_a_study_have_the_line_and_nothing_acts_in_it():

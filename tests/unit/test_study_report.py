@@ -1,6 +1,4 @@
-"""The report of a study: brackets, figures and commands are those of its trials; what looks like a
-secret is in none, and what only resembles one stays.
-"""
+"""The report of a study: brackets, figures and commands are those of its trials."""
 
 import shlex
 import time
@@ -61,13 +59,11 @@ def test_figures_of_a_real_study_are_those_of_its_fullest_rank():
     fourth = report.trials[3]
     assert (fourth.length_tokens, fourth.outcome) == (131072, Outcome.FIT)
     assert (fourth.peak_reserved_bytes, fourth.limit_bytes) == (148908277760, 150109880320)
-    assert fourth.device_used_bytes is not None
     assert fourth.headroom_bytes == 150109880320 - fourth.device_used_bytes
     assert fourth.allocator == "expandable_segments:False"
     assert report.versions["torch"] == ("2.11.0+cu130",)
     assert report.device_names == ("NVIDIA H200",)
-    assert report.label == "measured"
-    assert report.predictions.shared_trials == 3
+    assert (report.label, report.predictions.shared_trials) == ("measured", 3)
 
 
 def test_a_report_is_one_document_that_can_be_read_again():
@@ -76,7 +72,7 @@ def test_a_report_is_one_document_that_can_be_read_again():
     assert report.schema_version == 1
 
 
-def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else():
+def test_a_bracket_closes_by_what_trials_told_with_the_margin():
     ends = {8192: Outcome.FIT, 65536: Outcome.OUT_OF_MEMORY}
     undecided = (Outcome.TIMEOUT, Outcome.CRASHED, Outcome.HOST_OUT_OF_MEMORY)
     told = [*ends.items(), *((32768, each) for each in undecided)]
@@ -85,9 +81,6 @@ def test_a_bracket_closes_by_what_trials_told_and_by_nothing_else():
     steps = [(s.fits_tokens, s.does_not_fit_tokens) for s in report.cells[0].bracket]
     open_ones, closed = [(8192, None), *[(8192, 65536)] * 3], [(8192, 32768), *[(16384, 32768)] * 2]
     assert steps == open_ones + closed
-
-
-def test_a_fit_below_the_margin_does_not_count():
     question = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
     report = report_of(study_of(trial(8192, Outcome.FIT, used_bytes=79 * GIB), question=question))
     assert not report.trials[0].counts_as_fit
@@ -96,9 +89,7 @@ def test_a_fit_below_the_margin_does_not_count():
 
 def test_a_cell_without_an_answer_shows_how_far_its_bracket_has_closed():
     def edge(*trials: RecordedTrial) -> tuple[str, ...]:
-        table = predicted_cells(report_of(study_of(*trials)))
-        assert table is not None
-        return table.rows[0][-2:]
+        return predicted_cells(report_of(study_of(*trials))).rows[0][-2:]
 
     assert edge() == ("-", "-")
     assert edge(trial(8192, Outcome.OUT_OF_MEMORY)) == ("-", "8,192")
@@ -136,8 +127,7 @@ def test_what_was_measured_lies_inside_the_interval_or_it_is_said(outcome, used,
     interval = msgspec.structs.replace(a_prediction().interval, **ends)
     study = study_of(trial(8192, outcome, used_bytes=None if used is None else used * GIB))
     predicted = msgspec.structs.replace(a_prediction(), interval=interval)
-    reported = msgspec.structs.replace(report_of(study).trials[0], predicted=predicted)
-    assert judged(reported) == said
+    assert judged(msgspec.structs.replace(report_of(study).trials[0], predicted=predicted)) == said
 
 
 def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_limit():
@@ -148,9 +138,7 @@ def test_a_trial_that_ran_out_is_no_surprise_where_the_upper_end_is_above_its_li
 
 
 def a_prediction() -> PredictedTrial:
-    """By formula, with its interval."""
     found: TrialReport = report_of(study_of(trial(8192, Outcome.FIT))).trials[0]
-    assert found.predicted is not None
     assert found.predicted.interval is not None
     return found.predicted
 
@@ -172,12 +160,10 @@ def test_where_the_formula_has_nothing_to_say_the_report_says_why(changes, said)
 
 
 def the_question(words: tuple[str, ...], machine: Machine) -> Question:
-    """What ``highwater find`` would ask after these words."""
     return plan(request_from(typed_values(parse(words[1:]))), machine).question
 
 
 def the_trial(words: tuple[str, ...], machine: Machine) -> TrialSpec:
-    """What ``highwater try`` would run after these words."""
     arguments = parse(words[1:])
     return plan_trial(request_from(typed_values(arguments)), machine, int(arguments.length))
 
@@ -227,9 +213,7 @@ REST = ("--loss", "full", *FULL)
         ((), "logs/tiny/study-1.jsonl", (*REST, "--study", "logs/tiny/study-1.jsonl")),
     ],
 )
-def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
-    named, path, words, tmp_path, monkeypatch
-):
+def test_the_command_for_the_rest_is_about_the_file_read(named, path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     find = ("highwater", "find", "tiny")
     study = study_of(path=path.format(here=tmp_path), command=(*find, *named, "--loss", "full"))
@@ -241,9 +225,7 @@ def test_the_command_that_answers_the_rest_is_about_the_file_that_was_read(
 @pytest.mark.parametrize(
     ("here", "home", "shown"), table("study_report", "wherever_a_report_is_made_your_own_home")
 )
-def test_wherever_a_report_is_made_your_own_home_is_not_named(
-    here, home, shown, tmp_path, monkeypatch
-):
+def test_wherever_a_report_is_made_no_home_is_named(here, home, shown, tmp_path, monkeypatch):
     kept = tmp_path / "mine" / "kept"
     kept.mkdir(parents=True)
     (tmp_path / "other").mkdir()
@@ -255,8 +237,7 @@ def test_wherever_a_report_is_made_your_own_home_is_not_named(
 
 def test_a_failure_is_in_the_words_of_the_rank_that_failed_first():
     crashed = trial(8192, Outcome.CRASHED, text="ValueError: no\nsecond line")
-    report = report_of(study_of(crashed), LogEnd(lines=("the end",)))
-    (failed,) = report.failures
+    (failed,) = report_of(study_of(crashed), LogEnd(lines=("the end",))).failures
     assert (failed.trial, failed.rank, failed.phase) == (1, 0, "forward")
     assert failed.text.splitlines() == ["ValueError: no", "second line"]
     assert failed.log.lines == ("the end",)
@@ -283,12 +264,10 @@ letter takes minutes."""
 
 @pytest.mark.parametrize("text", table("secrets", "texts"))
 def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(text):
-    hidden = without_secrets(text)
-    assert HIDDEN in hidden
+    assert HIDDEN in without_secrets(text)
     study = study_of(trial(8192, Outcome.CRASHED, text=text), command=("highwater", "find", text))
     document = to_json(report_of(study, LogEnd(lines=(text,))))
-    value = text.split("=")[-1].split()[-1].strip("\"'}")
-    assert value not in document
+    assert text.split("=")[-1].split()[-1].strip("\"'}") not in document
 
 
 @pytest.mark.parametrize("command", table("secrets", "commands"))
@@ -348,8 +327,7 @@ def test_no_part_of_a_secret_is_left_where_a_text_is_cut():
     whole = "hf_abcdefghijklmnopqrst"
     for before in range(KEPT * 3 // 4 - 100, KEPT * 3 // 4 + 10):
         start, end = "x " * (before // 2), "z " * (KEPT // 8 - 30 + before % 30)
-        short = kept(f"{start}{whole} {'y' * KEPT} {whole} {end}")
-        assert "hf_" not in short
+        assert "hf_" not in kept(f"{start}{whole} {'y' * KEPT} {whole} {end}")
 
 
 def test_what_a_runner_returns_is_kept_and_recorded_without_secrets_and_within_bounds(tmp_path):

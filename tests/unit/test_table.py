@@ -1,6 +1,4 @@
-"""Tables: what a study says, in a terminal of any width and in a file; every figure whole, and
-nothing in it is ever a command to the terminal.
-"""
+"""Tables: what a study says, in a terminal of any width and in a file; every figure whole."""
 
 import json
 import re
@@ -40,14 +38,11 @@ def columns(line: str) -> list[str]:
 
 
 def published(studies: list[Study]) -> str:
-    """What ``show --as published`` prints."""
     return "\n\n".join(map(published_text, published_tables(studies)))
 
 
 def answered(question: Question, *capacities: int | None) -> Study:
-    """A study whose cells have these capacities, in order; cells beyond them are not answered
-    yet.
-    """
+    """A study whose cells have these capacities, in order."""
     figures = {"peak_reserved_bytes": 70 * GIB, "headroom_bytes": GIB, "tokens_per_s": 12345.6}
     answers = tuple(
         answer_of(cell, None, None, limit="inconclusive", reason="the worker crashed", **figures)
@@ -74,7 +69,6 @@ def test_the_final_table_has_each_figure_once_and_says_how_it_was_got():
 def tried(
     question: Question, cell: int, outcomes: dict[int, Outcome | None]
 ) -> tuple[RecordedTrial, ...]:
-    """Trials of one cell by length, each with 1 GiB of headroom; None is one that did not end."""
     return tuple(
         RecordedTrial(
             spec=question.trial(
@@ -91,7 +85,6 @@ FIT, OUT = Outcome.FIT, Outcome.OUT_OF_MEMORY
 
 
 def unfinished(question: Question, *cells: dict[int, Outcome | None]) -> Study:
-    """A study whose first cell's capacity is 36,864, with these trials of the cells after it."""
     trials = tuple(
         trial
         for cell, outcomes in enumerate(cells, start=1)
@@ -116,12 +109,9 @@ def test_an_unfinished_cell_shows_the_longest_length_that_fit_so_far():
     assert " fits at 51,200 tokens, and does not at 61,440" in study_answer(study)
 
 
-def test_a_length_that_leaves_too_little_is_not_shown_as_one_that_fit():
+def test_an_unfinished_cell_shows_what_fit_with_its_margin_and_what_memory_held():
     greedy = msgspec.structs.replace(QUESTION, margin_bytes=2 * GIB)
     assert "≥" not in plain_table(answer_table(unfinished(greedy, {4096: FIT})))
-
-
-def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_trained():
     by_memory = msgspec.structs.replace(QUESTION, proof="memory", timeout_s=300.0)
     study = unfinished(
         by_memory, {4096: FIT, 8192: Outcome.TIMEOUT, 65536: Outcome.MEMORY_ONLY_FIT}, {4096: FIT}
@@ -132,7 +122,6 @@ def test_an_unfinished_cell_shows_what_a_memory_only_trial_held_beside_what_was_
 
 
 def under(*, length: int = 4096, **report: Any) -> RecordedTrial:
-    """A trial of the first cell that fit, with what its rank reported."""
     ranks = (RankReport(rank=0, **report),)
     result = TrialResult(outcome=Outcome.FIT, reason="", ranks=ranks)
     return RecordedTrial(spec=QUESTION.trial(QUESTION.cells[0], length), result=result)
@@ -161,8 +150,7 @@ def test_a_study_resumed_under_other_versions_says_so_and_one_under_the_same_doe
 
 
 def test_the_published_layout_has_a_table_for_each_rung():
-    text = published([answered(QUESTION, 36864, 51200, 0, None)])
-    vanilla, env, chunked = text.split("\n\n")
+    vanilla, env, chunked = published([answered(QUESTION, 36864, 51200, 0, None)]).split("\n\n")
     rows = [re.split(" *\\| *", line) for line in vanilla.splitlines()[1:]]
     assert rows == [["#GPU", "SP", "Qwen3-0.6B"], ["1", "1", "36864"]], "no line without a figure"
     assert env.splitlines()[2] == "1    | 1  | 51200*", "its columns line up"
@@ -232,7 +220,6 @@ HEADINGS = st.sampled_from(SOME)
 
 @st.composite
 def tables(draw: st.DrawFn) -> TextTable:
-    """Tables of names and figures."""
     kinds = draw(st.lists(st.sampled_from([NAMES, FIGURES]), min_size=1, max_size=9))
     rows = draw(st.lists(st.tuples(*kinds), min_size=1, max_size=6))
     return TextTable(
@@ -346,7 +333,6 @@ def test_a_name_that_stands_for_several_rows_has_a_line_of_its_own():
 
 
 def place_of(piece: str, lines: list[str]) -> tuple[int, int]:
-    """The line and the column of the only place where a piece stands."""
     word = re.compile(rf"(?<!\S){re.escape(piece)}(?!\S)")
     found = [(at, match.start()) for at, line in enumerate(lines) for match in word.finditer(line)]
     (place,) = found

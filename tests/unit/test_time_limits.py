@@ -1,6 +1,4 @@
-"""The time limit of a study may change: what was cut short is run again with more time, and nothing
-that told is.
-"""
+"""The time limit of a study may change: what was cut short is run again with more time."""
 
 import re
 from collections.abc import Sequence
@@ -25,14 +23,13 @@ from highwater.pages.study_page import question_table, state
 from highwater.search.scheduler import recorded_search
 from highwater.store.journal import open_journal, read_study
 from highwater.trials.simulated import OneByOne
-from places import examples
+from places import FOUND, examples
 from trial_specs import TimedRunner, TimeLaw, answers_among
 
 Ends = Sequence[Outcome | None]
 
 SLOW = 1e13
 """FLOPs each second: 20 s are too short for 100 steps of the grid, even memory-only."""
-FOUND = Path(__file__).parents[2] / "docs" / "results" / "find"
 KILLS = st.none() | st.integers(0, 8)
 ENDS = st.lists(st.sampled_from([None, Outcome.TIMEOUT, Outcome.CRASHED]), max_size=16)
 CRASHES = st.lists(st.sampled_from([None, None, Outcome.CRASHED]), max_size=12)
@@ -41,9 +38,7 @@ TIMED = [path for path in STUDIES if read_study(path).question.timeout_s is not 
 
 
 class Ran(OneByOne):
-    """A simulated GPU that keeps what it ran, and may be killed. ``ends`` of its launches are
-    given: None is what memory says.
-    """
+    """A simulated GPU that keeps what it ran, and may be killed."""
 
     def __init__(
         self, capacity: int, step_time: TimeLaw | float, timeout_s: float | None,
@@ -55,7 +50,6 @@ class Ran(OneByOne):
         self._kill, self._ends = kill, ends
         self.specs: list[TrialSpec] = []
         self.keys: set[tuple[str, int]] = set()
-        """Specification and repeat of each."""
 
     def run(self, spec: TrialSpec, *, attempt: int = 1, repeat: int = 0) -> TrialResult:
         if len(self.specs) == self._kill:
@@ -69,7 +63,6 @@ class Ran(OneByOne):
 
     @property
     def tokens(self) -> list[tuple[int, bool]]:
-        """Lengths, and whether memory-only, as they were run."""
         return [(spec.length_tokens, spec.is_memory_only) for spec in self.specs]
 
 
@@ -80,13 +73,11 @@ def within(timeout_s: float, **changes: object) -> Question:
 def search(
     path: Path, question: Question, ran: Ran, *, retry_crashed: bool = False
 ) -> tuple[CellAnswer, ...]:
-    """A search as the interface makes it: recorded, and resumed from what is."""
     with open_journal(path, question, retry_crashed=retry_crashed) as journal:
         return tuple(answers_among(recorded_search(question, ran, journal)))
 
 
 def told(path: Path) -> set[tuple[str, int]]:
-    """Trials that told about memory, by specification and repeat."""
     ended = [trial for trial in read_study(path).trials if trial.result is not None]
     return {(trial.spec.key, trial.repeat) for trial in ended if trial.result.outcome.tells}
 
@@ -156,9 +147,7 @@ def test_whatever_limits_a_study_met_nothing_that_told_runs_twice_and_no_answer_
 @example(  # killed when the launch of a length had run out of time, before its cell was answered
     capacity=11, searches=[(6, [*(None,) * 5, Outcome.TIMEOUT])], method="bisect", confirm=0
 )
-def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
-    tmp_path_factory, capacity, searches, method, confirm
-):
+def test_a_full_answer_without_a_run_stays(tmp_path_factory, capacity, searches, method, confirm):
     path = tmp_path_factory.mktemp("study") / "study.jsonl"
     question = ask(proof="full", timeout_s=None, method=method, confirm=confirm)
     for kill, ends in searches:
@@ -168,16 +157,13 @@ def test_with_the_proof_full_an_answer_that_nothing_was_run_for_stays(
             search(path, question, ran)
         assert not before & ran.keys
     (answer,) = search(path, question, Ran(capacity, 1e15, None), retry_crashed=True)
-    assert answer.capacity_tokens == capacity * STEP
-    assert answer.limit == "memory"
+    assert (answer.capacity_tokens, answer.limit) == (capacity * STEP, "memory")
     assert answer.monotone is True
     assert_stays(path, question, (answer,), Ran(capacity, 1e15, None))
 
 
 def assert_stays(path: Path, question: Question, answers: tuple[CellAnswer, ...], ran: Ran) -> None:
-    """Asked again, the study answers the same, runs nothing, and gets no line but that it was
-    opened.
-    """
+    """Asked again, the study answers the same, runs nothing."""
     before = path.read_text().splitlines()
     assert search(path, question, ran) == answers
     assert ran.specs == []
@@ -329,11 +315,9 @@ def test_a_trial_that_was_cut_short_twice_counts_by_its_own_limits(tmp_path):
     record(path, 300.0, (2, LATE))
     for timeout_s in (200.0, 300.0):
         assert recorded(path, timeout_s) == [LATE, LATE]
-    assert recorded(path, 301.0) == [LATE, None]
-    assert recorded(path, 601.0) == [None, None]
+    assert (recorded(path, 301.0), recorded(path, 601.0)) == ([LATE, None], [None, None])
     record(path, 900.0, (1, TrialResult(outcome=Outcome.MEMORY_ONLY_FIT, reason="fit")))
-    told = recorded(path, 900.0)[1]
-    assert told == LATE, "the first attempt told: nobody needs the second"
+    assert recorded(path, 900.0)[1] == LATE, "the first attempt told: nobody needs the second"
     limits = [trial.timeout_s for trial in read_study(path).trials]
     assert limits == [300.0, 900.0], "what was run again stands where it ended"
 
@@ -345,17 +329,14 @@ def test_what_a_study_says_of_its_limit_is_the_last_one(tmp_path):
     question = read_study(path).question
     proof = ["--proof", "memory", "--timeout", "600s", "--dry-run"]
     assert list(find_words(question))[-5:] == proof
-    rows = dict(question_table(report_of(read_study(path))).rows)
-    assert "up to 10m 00s" in rows["search"]
+    assert "up to 10m 00s" in dict(question_table(report_of(read_study(path))).rows)["search"]
     with pytest.raises(StudyError) as refusal:
         open_journal(path, within(900.0, confirm=1))
     assert "confirm is 0 there" in refusal.value.problem
     assert "timeout" not in refusal.value.problem
 
 
-def test_a_report_says_which_answers_had_less_time_and_that_a_longer_search_is_not_finished(
-    tmp_path,
-):
+def test_a_report_says_which_answers_had_less_time_and_that_a_search_is_not_finished(tmp_path):
     path = tmp_path / "study.jsonl"
     answers = search(path, within(300.0), Ran(100, 2e14, 300.0))
     with suppress(KeyboardInterrupt):

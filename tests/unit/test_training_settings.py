@@ -20,27 +20,11 @@ from highwater.errors import EXIT_USER, MachineError, UsageError
 from highwater.memory.formula.formula import likely_footprint
 from highwater.memory.formula.layers import Step
 from highwater.model.model import load_model
+from highwater.nouns import training
 from highwater.nouns.codec import to_json
 from highwater.nouns.request import request_from
-from highwater.nouns.training import (
-    CHECKPOINTS,
-    STATE_FILE,
-    RunState,
-    Schedule,
-    TrainingProgress,
-    TrainingRequest,
-    TrainingResult,
-    TrainingSpec,
-    checkpoint_name,
-    training_request_from,
-)
 from highwater.nouns.trial import PROMPT_TOKENS
-from highwater.recommendation.training_settings import (
-    ChosenTrial,
-    chosen_trial,
-    data_notes,
-    named_settings,
-)
+from highwater.recommendation.training_settings import chosen_trial, data_notes, named_settings
 from highwater.store.directory import TrainingFolder
 from highwater.store.journal import read_study
 from highwater.trials.probe import probe
@@ -59,7 +43,9 @@ STUDY = Path(__file__).parents[2] / "docs/results/other_trainers/studies/one-gpu
 
 def asked(length: str | int, settings: str | None = None):
     values = {"data": ("data.jsonl",), "length": length, "steps": 10, "output": "run"}
-    return training_request_from(values | ({} if settings is None else {"settings": settings}))
+    return training.training_request_from(
+        values | ({} if settings is None else {"settings": settings})
+    )
 
 
 def on_the_cpu(memory: str, **named):
@@ -78,9 +64,7 @@ def test_what_is_named_is_taken_and_what_is_not_is_recommended():
 @pytest.mark.parametrize(
     "words", [("--objective", "dpo"), ("--objective", "rw"), ("--lora", "4", "--lora-merged")]
 )
-def test_pairs_and_merged_adapters_are_planned_before_the_data_is_asked_for(
-    words, in_a_folder, capsys
-):
+def test_pairs_and_merged_adapters_are_planned_before_any_data_is_read(words, in_a_folder, capsys):
     typed = ("train", "tiny", "--data", "none.jsonl", "--length", "64", "--device", "cpu")
     assert main([*typed, "--steps", "2", "--output", "run", *words]) == EXIT_USER
     assert "none.jsonl" in capsys.readouterr().err.splitlines()[0]
@@ -91,9 +75,6 @@ def test_the_simplest_settings_that_fit_are_recommended():
     roomy, tight = (chosen_trial(on_the_cpu(it), wanted, MACHINE) for it in ("64GiB", "16GiB"))
     assert (roomy.spec.settings.loss, tight.spec.settings.loss) == ("full", "chunked")
     assert tight.predicted.footprint.needed_bytes < roomy.predicted.footprint.needed_bytes
-
-
-def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would():
     with pytest.raises(MachineError) as refused:
         chosen_trial(on_the_cpu("16GiB", loss="full"), asked(16384), MACHINE)
     assert "do not fit" in refused.value.problem
@@ -103,7 +84,7 @@ def test_what_is_predicted_not_to_fit_is_refused_with_the_settings_that_would():
     assert "--memory" in refused.value.hint
 
 
-def chosen_with(rows: int | None, memory: str = "64GiB", loss: str = "chunked") -> ChosenTrial:
+def chosen_with(rows: int | None, memory: str = "64GiB", loss: str = "chunked") -> Any:
     """A training of so many rows a step on the CPU."""
     wanted = msgspec.structs.replace(asked(4096), rows=rows)
     return chosen_trial(on_the_cpu(memory, loss=loss), wanted, MACHINE)
@@ -133,15 +114,12 @@ def test_a_studys_answer_is_taken_for_the_length_that_it_measured():
     assert f"--length {answer.reach_tokens}" in refused.value.hint
 
 
-def test_a_study_of_whole_models_says_nothing_of_adapters_that_are_named_beside_it():
+def test_a_study_of_whole_models_says_nothing_of_adapters_which_are_trained():
     values = {"model": "Qwen3-4B", "memory": "80GiB", "gpus": [1], "lora": 16}
     request = request_from(values, keywords=True)
     with pytest.raises(UsageError, match="was trained as it is named") as refused:
         chosen_trial(request, asked(4096, str(STUDY)), machine_with(1))
     assert "--settings recommended" in refused.value.hint
-
-
-def test_an_adapter_is_what_is_trained_and_not_how():
     assert named_settings(on_the_cpu("64GiB", recompute="none", lora=8)) == ("recompute",)
 
 
@@ -159,14 +137,12 @@ HALF_BYTES = 4 * VOCABULARY * LENGTH // 2
 """Logits in float32 of the half of a sequence that a trial takes for a prompt."""
 
 ROOM = {"4GiB": HALF_BYTES - 1, "8GiB": HALF_BYTES}
-"""Bytes that are left, by the memory."""
 
 
 def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str, ...]:
-    """What is noted of a corpus of a thousand tokens, of settings as a study measured them."""
     fields = {"model": "tiny", "device": "cpu", "memory": memory, "loss": loss}
     request = request_from(fields, keywords=True)
-    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    asked = training.TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
     corpus = corpus_of(length_tokens=LENGTH, tokens=1000, trained_tokens=trained_tokens)
     chosen = chosen_trial(request, asked, probe())
     assert data_notes(chosen, corpus) == (), "every token is predicted to be trained"
@@ -179,9 +155,7 @@ def notes(*, memory: str, trained_tokens: int, loss: str = "full") -> tuple[str,
 @pytest.mark.parametrize(
     "otherwise", [{}, {"memory": "8GiB"}, {"trained_tokens": 500}, {"loss": "chunked"}], ids=str
 )
-def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logits_lack_room(
-    otherwise,
-):
+def test_texts_that_are_trained_from_their_beginning_are_noted_where_logits_lack_room(otherwise):
     """Not where there is room, a prompt or a chunked loss."""
     found = notes(**{"memory": "4GiB", "trained_tokens": 999, **otherwise})
     said = f"up to {format_bytes(HALF_BYTES)} more of logits than predicted"
@@ -190,7 +164,7 @@ def test_texts_that_are_trained_from_their_beginning_are_noted_where_their_logit
 
 def test_a_prediction_of_a_training_has_the_logits_of_every_token():
     fields = {"model": "tiny", "device": "cpu", "memory": "4GiB", "loss": "full"}
-    asked = TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
+    asked = training.TrainingRequest(data=("data.jsonl",), length=LENGTH, steps=1, output="run")
     chosen = chosen_trial(request_from(fields, keywords=True), asked, probe())
     spec, shape = chosen.spec, load_model(chosen.spec.model_directory).shape
     in_a_trial = likely_footprint(Step(shape, spec.settings, spec.layout, LENGTH, "cpu"))
@@ -203,7 +177,7 @@ TYPED = ("train", "tiny", "--data", "data.jsonl", "--length", "8k", "--steps", "
 
 
 def test_what_is_typed_is_what_python_is_given():
-    assert training_request_of(parse(TYPED)) == training_request_from(ASKED)
+    assert training_request_of(parse(TYPED)) == training.training_request_from(ASKED)
     more = {"rows": 8, "schedule": "cosine", "warmup_steps": 10, "eval_every": 20, "seed": 3}
     more |= {"save_every": 25, "long_documents": "split", "train_on": "all"}
     more |= {"resume_from": "step-000025"}
@@ -211,7 +185,9 @@ def test_what_is_typed_is_what_python_is_given():
     for name, value in more.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     held_out = {"eval_data": ("held_out.jsonl", "more.jsonl")}
-    assert training_request_of(parse(words)) == training_request_from(ASKED | more | held_out)
+    assert training_request_of(parse(words)) == training.training_request_from(
+        ASKED | more | held_out
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +204,7 @@ def test_what_is_typed_is_what_python_is_given():
 def test_what_cannot_be_is_refused_by_its_name(changes, problem, hint):
     """Of the other fields tests/data/hints.json has what is typed, and what is offered works."""
     with pytest.raises(UsageError) as refused:
-        training_request_from({**ASKED, **changes})
+        training.training_request_from({**ASKED, **changes})
     assert problem in refused.value.problem
     assert hint in refused.value.hint
 
@@ -238,22 +214,20 @@ def test_what_has_to_be_named_is_asked_for_with_an_example(flag):
     at = TYPED.index(flag)
     with pytest.raises(UsageError) as refused:
         training_request_of(parse([*TYPED[:at], *TYPED[at + 2 :]]))
-    named = {"-o": "--output ./run"}.get(flag, flag)
-    assert named in refused.value.hint
+    assert {"-o": "--output ./run"}.get(flag, flag) in refused.value.hint
 
 
 def test_a_schedule_is_a_share_of_the_rate_and_ends_where_it_says():
-    linear = Schedule(name="linear", warmup_steps=4, steps=12)
+    linear = training.Schedule(name="linear", warmup_steps=4, steps=12)
     assert [linear.factor(step) for step in (1, 2, 3, 4, 5)] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert linear.factor(12) == pytest.approx(1 / 8)
-    cosine = Schedule(name="cosine", warmup_steps=0, steps=8)
+    cosine = training.Schedule(name="cosine", warmup_steps=0, steps=8)
     assert cosine.factor(1) == 1.0
     assert cosine.factor(5) == pytest.approx(0.5)
-    assert {Schedule(steps=9).factor(step) for step in range(1, 10)} == {1.0}
+    assert {training.Schedule(steps=9).factor(step) for step in range(1, 10)} == {1.0}
 
 
 def train(folder: Path, **changes: Any) -> None:
-    """Ask for two steps of a tiny model on the CPU."""
     data = folder / "data.jsonl"
     data.write_text('{"text": "a text"}\n')
     usual: dict[str, Any] = {"data": str(data), "length": 256, "steps": 2, "device": "cpu"}
@@ -299,9 +273,7 @@ def test_a_keyword_of_searches_is_refused_by_its_name(name, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["dry_run: true", "runner: ray", "trainer: trl"])
-def test_a_file_that_names_another_run_than_the_engines_is_refused(
-    line, tmp_path, monkeypatch, capsys
-):
+def test_a_file_that_names_a_run_not_the_engines_is_refused(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("study.yaml").write_text(f"{line}\n")
     Path("data.jsonl").write_text('{"text": "a text"}\n')
@@ -321,25 +293,23 @@ def test_a_folder_that_was_removed_meanwhile_hides_no_error(tmp_path):
 
 
 def checkpoint(run: Path, name: str, step: int) -> Path:
-    """A checkpoint's folder with its state alone."""
-    path = run / CHECKPOINTS / name
+    path = run / training.CHECKPOINTS / name
     path.mkdir(parents=True)
-    state = RunState(step=step, corpus_digest="c", run_digest="r")
-    (path / STATE_FILE).write_text(to_json(state))
+    (path / training.STATE_FILE).write_text(
+        to_json(training.RunState(step=step, corpus_digest="c", run_digest="r"))
+    )
     return path
 
 
 def test_a_checkpoint_that_is_half_written_or_set_aside_is_none(tmp_path):
     for step in (7, 1_000_000):
-        checkpoint(tmp_path, checkpoint_name(step), step)
+        checkpoint(tmp_path, training.checkpoint_name(step), step)
     for name in ("step-2000000.partial", "step-2000000.set-aside", "step-9", "step-mine"):
         checkpoint(tmp_path, name, 2_000_000)
-    (tmp_path / CHECKPOINTS / "step-3000000").write_text("a file")
+    (tmp_path / training.CHECKPOINTS / "step-3000000").write_text("a file")
     folder = TrainingFolder(tmp_path)
     assert folder.checkpoint_steps() == [7, 1_000_000]
-    state = folder.last_state()
-    assert state is not None
-    assert (state.step, folder.done_steps(None)) == (1_000_000, 1_000_000)
+    assert (folder.last_state().step, folder.done_steps(None)) == (1_000_000, 1_000_000)
     assert folder.done_steps("step-000007") == 7
     folder.refuse_missing("step-000007")
     with pytest.raises(UsageError, match="no checkpoint 'step-000008'") as refused:
@@ -369,15 +339,14 @@ STEPS = 4
 
 
 @pytest.fixture
-def spec() -> TrainingSpec:
-    """A run of four steps on the CPU."""
+def spec() -> training.TrainingSpec:
     request = request_from({"model": "tiny", "device": "cpu", "memory": 2**30}, keywords=True)
-    asked = TrainingRequest(data=("data.jsonl",), length=256, steps=STEPS, output="run")
+    asked = training.TrainingRequest(data=("data.jsonl",), length=256, steps=STEPS, output="run")
     return training_of(chosen_trial(request, asked, probe()).spec, steps=STEPS, micro_batches=1)
 
 
 def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(spec, capsys):
-    started = TrainingProgress(phase="training", steps=STEPS)
+    started = training.TrainingProgress(phase="training", steps=STEPS)
     before = msgspec.structs.replace(started, evaluation_loss=3.5, evaluation_step=0)
     first = msgspec.structs.replace(before, step=1, loss=3.25, tokens=512, seconds=2.0)
     last = msgspec.structs.replace(first, step=4, evaluation_loss=3.125, evaluation_step=4)
@@ -401,25 +370,23 @@ def test_without_a_terminal_every_evaluation_is_a_line_of_its_own(spec, capsys):
 )
 def test_a_held_out_loss_is_of_before_only_where_it_was_measured_then(evaluations, said):
     steps = {"step": 12, "steps": 12, "losses": (5.0,), "evaluations": evaluations}
-    result = TrainingResult(status="done", output_directory="run", **steps)
+    result = training.TrainingResult(status="done", output_directory="run", **steps)
     assert ("held-out loss", said) in training_table(result).rows
 
 
 @pytest.fixture
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which this runs, with a model."""
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "tiny")
     return tmp_path
 
 
 def prepared_with(record: Any, on_phase: Any = None, **named: Any) -> Any:
-    """A training of two steps on one record, prepared in this folder."""
     Path("data.jsonl").write_text(json.dumps(record) + "\n")
     words = {"data": ["data.jsonl"], "length": 64, "steps": 2, "output": "run"}
     request = request_from({"model": "tiny", "device": "cpu", **named})
     told = {} if on_phase is None else {"on_phase": on_phase}
-    return prepare_training(request, training_request_from(words), **told)
+    return prepare_training(request, training.training_request_from(words), **told)
 
 
 @pytest.mark.parametrize(
@@ -453,9 +420,7 @@ def test_adapters_learn_faster_unless_a_rate_is_named(named, rate, in_a_folder):
     ],
     ids=str,
 )
-def test_conversations_without_a_tokenizer_are_refused_before_anything_reads_them(
-    record, in_a_folder
-):
+def test_conversations_without_a_tokenizer_are_refused_before_they_are_read(record, in_a_folder):
     phases: list[str] = []
     with pytest.raises(UsageError, match=r"data\.jsonl:1 is a conversation"):
         prepared_with(record, phases.append)

@@ -1,6 +1,4 @@
-"""Answers and their trials: every answer of a search is borne out by its trials, and no other is
-called measured.
-"""
+"""Answers and their trials: every answer of a search is borne out by its trials."""
 
 import json
 import random
@@ -35,12 +33,10 @@ from highwater.store.journal import open_journal, read_study
 from highwater.store.lines import unsupported
 from highwater.trials.simulated import OneByOne
 from highwater.units import GIB
-from places import examples, question_of
+from places import FOUND, RESULTS, examples, question_of
 from trial_specs import rank_that_used, trial_among
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 RECORDED = sorted(RESULTS.rglob("*.jsonl"))
-FOUND = RESULTS / "find"
 PROVEN_BEFORE = 42
 """Answers in the recorded studies, each of which was shown as measured when it was recorded."""
 
@@ -58,9 +54,7 @@ def test_every_answer_of_every_recorded_study_is_proven_as_it_stands_in_its_file
 
 
 class Odd(OneByOne):
-    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt; what fits
-    leaves some headroom.
-    """
+    """A runner of outcomes that follow no law: seeded, by length, repeat and attempt."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -100,9 +94,7 @@ def asked(**changes: object) -> Question:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(seed=st.integers(0, 10**9), changes=st.sampled_from(QUESTIONS))
-def test_every_answer_that_a_search_gives_is_borne_out_by_its_trials_however_they_end(
-    seed, changes
-):
+def test_every_answer_of_a_search_is_borne_out_by_its_trials_however_they_end(seed, changes):
     question = asked(**changes)
     trials: list[RecordedTrial] = []
     for event in search_cells(question, Odd(seed)):
@@ -140,7 +132,6 @@ WHOLE = FOUND / "qwen3-0.6b-79gib-full.jsonl"
 
 
 def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> Study:
-    """A copy of a study whose lines say something else, or are others."""
     lines = [json.loads(line) for line in WHOLE.read_text().splitlines()]
     lines = change(lines) or lines
     target.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -148,7 +139,6 @@ def edited(target: Path, change: Callable[[list[dict]], list[dict] | None]) -> S
 
 
 def claiming(target: Path, claim: dict[str, object]) -> Study:
-    """A copy of a study whose first answer says something else."""
 
     def change(lines: list[dict]) -> None:
         next(each["answer"] for each in lines if each["kind"] == "cell_answered").update(claim)
@@ -193,8 +183,7 @@ def test_no_table_line_or_page_calls_it_measured(tmp_path):
             assert not ("1,000,000" in line and "unproven" not in line), form
     document = json.loads(report_text(report, ".json"))
     assert [answer["capacity_tokens"] for answer in document["study"]["answers"]] == [196_608]
-    commands = " ".join(word for command in report.commands for word in command.words)
-    assert "1000000" not in commands
+    assert "1000000" not in " ".join(word for command in report.commands for word in command.words)
 
 
 def test_no_guide_recommendation_or_configuration_takes_it(tmp_path):
@@ -249,9 +238,7 @@ OF_ANOTHER |= {"memory_budget_bytes": GIB}
         (with_trials("result", "trial_finished", simulated=True), ""),
     ],
 )
-def test_an_answer_without_its_trials_or_by_those_of_another_question_is_unproven(
-    change, why, tmp_path
-):
+def test_an_answer_without_its_trials_or_by_other_ones_is_unproven(change, why, tmp_path):
     study = edited(tmp_path / "study.jsonl", change)
     assert (len(study.answers), len(study.unproven)) == (0, 2)
     assert why in study.unproven[0].why
@@ -269,5 +256,4 @@ def test_a_resumed_search_answers_an_unproven_cell_anew_from_the_trials_there_ar
         list(recorded_search(before.question, Nothing(), journal))
     after = read_study(path)
     assert after.unproven == ()
-    assert after.answers == read_study(WHOLE).answers
-    assert after.trials == before.trials
+    assert (after.answers, after.trials) == (read_study(WHOLE).answers, before.trials)

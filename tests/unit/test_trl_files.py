@@ -1,6 +1,4 @@
-"""A trial as TRL's configuration: what is the trial's own, what stays the user's, what is
-refused; and what TRL's log shows of its steps.
-"""
+"""A trial as TRL's configuration."""
 
 import sys
 from pathlib import Path
@@ -18,15 +16,8 @@ from highwater.trainers.accelerate import FILE
 from highwater.trainers.files import FinetunerTrial, TrialPlace
 from highwater.trainers.foreign import OwnFile, TrialFiles
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.trial import (
-    batch_of,
-    document_tokens,
-    own_files,
-    refuse_untried,
-    trial_files,
-)
+from highwater.trainers.trl import trial as trl
 from highwater.trials.foreign_trial import check_foreign, python_of, versions_there
-from highwater.trials.trial_process import cache_directory
 from tiny_models import write_model
 from trial_specs import trial_of
 
@@ -43,7 +34,7 @@ def files(spec: TrialSpec, *, has_flash: bool = False, **base: Any) -> TrialFile
     scaled = yarn(model, length_tokens=spec.length_tokens)
     launched = FinetunerTrial(spec, model.shape, PLACE, scaled, has_flash)
     launcher = base.pop("launcher", {})
-    return trial_files(launched, OwnFile(config=base, launcher=launcher, source="base.yaml"))
+    return trl.trial_files(launched, OwnFile(config=base, launcher=launcher, source="base.yaml"))
 
 
 def test_a_trial_has_its_length_batch_steps_data_and_output():
@@ -55,7 +46,7 @@ def test_a_trial_has_its_length_batch_steps_data_and_output():
     own |= {"save_strategy": "no", "report_to": "none"}
     config = files(spec).config
     assert {name: config[name] for name in own} == own
-    assert batch_of(spec, {}).sequences == 12
+    assert trl.batch_of(spec, {}).sequences == 12
 
 
 def test_flash_attention_is_asked_for_where_the_trainer_has_it():
@@ -100,28 +91,21 @@ def test_one_of_both_recomputes(settings, base, by_trl, by_fsdp):
     assert found.beside[FILE]["fsdp_config"]["fsdp_activation_checkpointing"] is by_fsdp
 
 
-def test_a_setting_that_is_named_is_the_trials():
+def test_a_named_setting_is_the_trials_and_a_ring_is_accelerates():
     adapted = files(trial(lora=16), lora_r=64, use_peft=True).config
     assert (adapted["lora_r"], adapted["dtype"]) == (16, "bfloat16")
     assert files(trial(), lora_r=64, use_peft=True).config["lora_r"] == 64
-
-
-def test_a_ring_is_accelerates_whatever_the_user_has():
+    spec = trial(length_tokens=81920)
+    found = files(spec, model_init_kwargs={"use_kernels": True}).config["model_init_kwargs"]
+    assert found["rope_parameters"]["factor"] == 2.0
+    assert found["use_kernels"] is True
     spec = trial(layout={"gpus": 2, "ring_degree": 2})
     found = files(spec, attn_implementation="flash_attention_2", packing=True)
     assert found.config["attn_implementation"] == "sdpa"
     assert found.config["packing"] is False
     assert found.config["pad_to_multiple_of"] == 4
-    shared = found.beside[FILE]["parallelism_config"]
-    assert shared["parallelism_config_cp_size"] == 2
-    assert batch_of(spec, {}).sequences == 2, "both GPUs have one sequence together"
-
-
-def test_positions_are_scaled_past_the_native_length():
-    spec = trial(length_tokens=81920)
-    found = files(spec, model_init_kwargs={"use_kernels": True}).config["model_init_kwargs"]
-    assert found["rope_parameters"]["factor"] == 2.0
-    assert found["use_kernels"] is True
+    assert found.beside[FILE]["parallelism_config"]["parallelism_config_cp_size"] == 2
+    assert trl.batch_of(spec, {}).sequences == 2, "both GPUs have one sequence together"
 
 
 def test_the_users_launcher_stays_but_for_processes_and_shards():
@@ -139,12 +123,12 @@ def test_the_users_launcher_stays_but_for_processes_and_shards():
 def test_grpo_generates_so_many_tokens_and_no_fewer():
     spec = trial(objective="grpo")
     whole = files(spec).config
-    assert whole["max_completion_length"] == LENGTH - document_tokens(spec, {})
+    assert whole["max_completion_length"] == LENGTH - trl.document_tokens(spec, {})
     assert whole["generation_kwargs"] == {"min_new_tokens": whole["max_completion_length"]}
     assert whole["gradient_accumulation_steps"] == whole["num_generations"] == 8
     named = {"max_completion_length": 1024, "generation_kwargs": {"top_k": 5}}
     part = files(spec, **named).config
-    assert document_tokens(spec, named) == LENGTH - 1024
+    assert trl.document_tokens(spec, named) == LENGTH - 1024
     assert part["generation_kwargs"] == {"top_k": 5, "min_new_tokens": 1024}
     with pytest.raises(UsageError, match="leave none for a prompt"):
         files(spec, max_completion_length=LENGTH)
@@ -165,11 +149,10 @@ def test_grpo_generates_so_many_tokens_and_no_fewer():
 )
 def test_what_trl_is_not_tried_with_is_refused_by_name(spec, said):
     with pytest.raises(UsageError, match=said):
-        refuse_untried(spec, load_model(spec.model_directory).shape)
+        trl.refuse_untried(spec, load_model(spec.model_directory).shape)
 
 
 def steps(*told: tuple[str, str], length: int = 512, **shared: int) -> int:
-    """Steps that count in a log of these losses and tokens seen so far."""
     lines = (
         f" 50%|█ | 1/2\r{{'loss': '{loss}', 'grad_norm': '0.6', 'num_tokens': '{tokens}', "
         "'epoch': '0.25'}"
@@ -180,13 +163,10 @@ def steps(*told: tuple[str, str], length: int = 512, **shared: int) -> int:
 
 def test_steps_are_read_from_the_log_and_none_on_other_lengths_or_without_a_finite_loss():
     assert steps(("6.2", "512"), ("6.1", "1024")) == 2
-    assert steps(("6.2", "1.311e+05"), length=131072) == 1
-    assert steps(("6.2", "511")) == 0
+    assert (steps(("6.2", "1.311e+05"), length=131072), steps(("6.2", "511"))) == (1, 0)
     assert steps(("6.2", "1.31e+05"), length=131072) == 0
-    assert steps(("6.2", "512"), ("6.1", "1023")) == 1
-    assert steps(("6.2", "1024")) == 0
-    assert steps(("6.2", "1024"), shared_by=2) == 1
-    assert steps(("nan", "512")) == 0
+    assert (steps(("6.2", "512"), ("6.1", "1023")), steps(("6.2", "1024"))) == (1, 0)
+    assert (steps(("6.2", "1024"), shared_by=2), steps(("nan", "512"))) == (1, 0)
     assert steps(("6.2", "512"), ("inf", "1024")) == 1
     older = "{'loss': 6.2, 'grad_norm': 0.6, 'num_tokens': 512.0, 'epoch': 0.25}"
     end = "{'train_runtime': '0.1', 'train_loss': '6.254', 'epoch': '0.5'}"
@@ -195,14 +175,13 @@ def test_steps_are_read_from_the_log_and_none_on_other_lengths_or_without_a_fini
 
 
 def test_accelerates_file_is_read_beside_the_configuration(tmp_path):
-    assert not own_files(trainer_of("trl")).config
+    assert not trl.own_files(trainer_of("trl")).config
     own = tmp_path / "base.yaml"
     own.write_text("learning_rate: 1.0e-4\naccelerate_config: launch.yaml\n")
     (tmp_path / "launch.yaml").write_text("distributed_type: DEEPSPEED\n")
-    base = own_files(trainer_of("trl", own))
+    base = trl.own_files(trainer_of("trl", own))
     assert base.config["learning_rate"] == 1e-4
-    assert base.launcher == {"distributed_type": "DEEPSPEED"}
-    assert base.source == "base.yaml"
+    assert (base.launcher, base.source) == ({"distributed_type": "DEEPSPEED"}, "base.yaml")
 
 
 @pytest.mark.parametrize(
@@ -217,26 +196,22 @@ def test_what_is_no_configuration_is_refused(text, said, tmp_path):
     own = tmp_path / "base.yaml"
     own.write_text(text)
     with pytest.raises(UsageError, match=said):
-        own_files(trainer_of("trl", own))
+        trl.own_files(trainer_of("trl", own))
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
-    """TRL's, of this Python."""
     path = tmp_path / "trl"
     path.write_text(f"#!{sys.executable}\nprint(1)\n")
     path.chmod(0o755)
     return path
 
 
-def test_the_python_of_a_program_is_that_of_its_first_line(program, tmp_path):
+def test_the_python_of_a_program_is_in_its_first_line_and_has_its_versions(program, tmp_path):
     assert python_of(str(program)) == Path(sys.executable)
     program.write_text("#!/bin/sh\nexec trl\n")
     assert python_of(str(program)) is None
     assert python_of(str(tmp_path / "nowhere")) is None
-
-
-def test_versions_are_those_of_the_other_python(tmp_path):
     found = versions_there(Path(sys.executable), ("msgspec", "no-such-package"))
     assert list(found) == ["msgspec"]
     assert versions_there(tmp_path / "nowhere", ("msgspec",)) == {}
@@ -247,22 +222,14 @@ def checked(spec: TrialSpec, program: Path) -> tuple[str, ...]:
     return check_foreign([msgspec.structs.replace(spec, foreign=foreign)])
 
 
-def test_what_a_reader_should_know_is_said_before_the_first_trial(program, tmp_path):
+def test_what_a_reader_should_know_is_said_before_the_first_trial(program, tmp_path, monkeypatch):
     spec = trial("Qwen3-0.6B", objective="grpo")
     said = "\n".join(checked(spec, program))
     for each in ("weights", "tokenizer", "sdpa", "8 micro-batches", "generated one by one"):
         assert each in said
     with pytest.raises(HighwaterError, match="not found"):
         checked(spec, tmp_path / "nowhere")
-
-
-def test_a_disk_without_room_for_random_weights_is_said(program, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    huge = write_model(tmp_path / "huge", intermediate_size=10**9)
-    spec = trial(str(huge))
+    spec = trial(str(write_model(tmp_path / "huge", intermediate_size=10**9)))
     with pytest.raises(MachineError, match="has no weights here"):
         checked(spec, program)
-
-
-def test_prepared_models_are_in_the_users_cache():
-    assert cache_directory("models", {"XDG_CACHE_HOME": "/here"}) == Path("/here/highwater/models")

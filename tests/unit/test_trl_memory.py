@@ -47,14 +47,11 @@ def learned(edges: tuple[Residual, ...]) -> tuple[float, float]:
     """The ends of the interval that these edges teach, as shares of a prediction."""
     most, least = [each.factor for each in edges], [each.least_factor for each in edges]
     factors = factors_of(most, "expandable", least=least)
-    assert factors is not None
     return factors.lower, factors.upper
 
 
 def bundled() -> tuple[Residual, ...]:
-    residuals = MEMORY["trl"].residuals
-    assert residuals is not None
-    return residuals()
+    return MEMORY["trl"].residuals()
 
 
 def test_the_edges_that_come_along_are_those_of_the_recorded_studies():
@@ -74,7 +71,6 @@ def test_no_recorded_trial_is_outside_the_interval(name):
     assert total is not None
     for trial in recorded.trials:
         spec, result = trial.spec, trial.result
-        assert result is not None
         step = Step(shape, spec.settings, spec.layout, spec.length_tokens)
         found = MEMORY["trl"].formula(step)
         caps = [rank.budget.allocator_cap_bytes for rank in result.ranks if rank.budget]
@@ -107,8 +103,7 @@ def test_an_edge_lies_between_what_it_was_given_at_both_lengths():
     specs = [trial.spec for trial in recorded.trials]
     by_length = {spec.length_tokens: told(step_of(shape, spec)) for spec in specs}
     fit, ran_out = by_length[24_576].needed_bytes, by_length[32_768].needed_bytes
-    assert edge.length_tokens == 24_576
-    assert edge.predicted_bytes == fit
+    assert (edge.length_tokens, edge.predicted_bytes) == (24_576, fit)
     assert edge.least_factor / edge.factor == pytest.approx(fit / ran_out, rel=1e-9)
     budgets = [rank.budget for rank in recorded.trials[0].result.ranks]
     (cap,) = {budget.allocator_cap_bytes for budget in budgets}
@@ -131,9 +126,7 @@ def test_a_study_that_ran_out_nowhere_has_no_edge():
     st.integers(1, 2**15),
     st.sampled_from([None, 16]),
 )
-def test_a_longer_sequence_never_needs_less_nor_more_gpus_more(
-    model, objective, length, more, lora
-):
+def test_a_longer_sequence_never_needs_less_on_any_gpus(model, objective, length, more, lora):
     pairs = 2 if objective in ("rw", "dpo") else 1
     settings = {"objective": objective, "lora": lora, "sequences_per_micro_batch": pairs}
     one = needed(model, length, **settings)
@@ -194,8 +187,7 @@ def test_a_search_of_trl_starts_where_the_formula_says_and_is_done_in(name, tria
     runner = SimulatedRunner(fits_up_to(before.capacity_tokens))
     (found,) = answers_among(search_cells(recorded.question, runner))
     assert found.capacity_tokens == before.capacity_tokens
-    assert found.does_not_fit_tokens == before.does_not_fit_tokens
-    assert found.trials == trials
+    assert (found.does_not_fit_tokens, found.trials) == (before.does_not_fit_tokens, trials)
     assert trials < before.trials
 
 
@@ -224,7 +216,5 @@ def test_a_study_of_trl_teaches_and_counts_once():
     asked = {"gpus": "1xH200-141GB", "trainer": "trl", "length": "8k"}
     known = highwater.predict("Qwen3-4B", **asked).calibration
     own = [RESULTS / "studies" / "one-gpu-trl.jsonl"]
-    again = highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
-    assert known is not None
-    assert known == again
+    assert known == highwater.predict("Qwen3-4B", **asked, calibrate_with=own).calibration
     assert (known.edges, known.own_trials) == (3, 0)

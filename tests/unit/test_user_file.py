@@ -33,7 +33,6 @@ FSDP: dict[str, Any] = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_versio
 def predicted(
     folder: Path, trainer: TrainerName, config: dict[str, Any], *, gpus: str = "1", **typed: Any
 ) -> Prediction:
-    """What is predicted of such a file on so many H100s."""
     path = folder / "own.yaml"
     path.write_text(yaml.safe_dump(config))
     asked: dict[str, Any] = {"model": "Qwen3-8B", "trainer_config": str(path), **typed}
@@ -41,28 +40,22 @@ def predicted(
 
 
 def settings(found: Prediction) -> Settings:
-    """The settings that all cells have, by the first one."""
     return found.cells[0].cell.settings
 
 
-def test_axolotls_adapters_batch_and_length_are_the_files(tmp_path: Path):
+def test_axolotls_file_has_its_adapters_length_kernels_and_offload(tmp_path: Path):
     found = predicted(tmp_path, "axolotl", AXOLOTL)
     said = settings(found)
     assert (said.lora, said.lora_alpha, said.lora_base) == (32, 16, "nf4")
-    assert said.lora_targets == "all-linear"
-    assert said.sequences_per_micro_batch == 2
+    assert (said.lora_targets, said.sequences_per_micro_batch) == ("all-linear", 2)
     assert {each.cell.settings.loss for each in found.cells} == {"full"}
     assert {each.cell.settings.activations for each in found.cells} == {"gpu"}
     assert found.length_tokens == 16_384
     assert any("has this length" in note for note in found.notes)
-
-
-def test_axolotls_kernels_have_to_be_all_of_ligers_and_offload_is_its_hidden_states(tmp_path: Path):
     kernels = ("rope", "rms_norm", "glu_activation", "fused_linear_cross_entropy")
     whole = {f"liger_{name}": True for name in kernels}
     found = predicted(tmp_path, "axolotl", AXOLOTL | whole | {"activation_offloading": True})
-    assert settings(found).loss == "chunked"
-    assert settings(found).activations == "host"
+    assert (settings(found).loss, settings(found).activations) == ("chunked", "host")
     some = predicted(tmp_path, "axolotl", AXOLOTL | {"liger_rope": True})
     assert settings(some).loss == "full"
     assert any("takes more" in note for note in some.notes)
@@ -82,11 +75,7 @@ KERNELS: dict[str, tuple[TrainerName, dict[str, Any], tuple[str, str]]] = {
         ("chunked", "all"),
     ),
     "one switch": ("ms-swift", SWIFT, ("chunked", "all")),
-    "its kernels named": (
-        "ms-swift",
-        SWIFT | {"liger_kernel_config": CONFIG},
-        ("chunked", "loss"),
-    ),
+    "its kernels named": ("ms-swift", SWIFT | {"liger_kernel_config": CONFIG}, ("chunked", "loss")),
     "layers alone": (
         "ms-swift",
         SWIFT | {"liger_kernel_config": {"fused_linear_cross_entropy": False}},
@@ -126,9 +115,7 @@ def test_paged_optimizers_are_read_by_their_names_in_transformers(tmp_path: Path
 
 
 @pytest.mark.parametrize("trainer", ["axolotl", "trl"])
-def test_paged_moments_that_are_sharded_or_trls_are_taken_as_on_the_gpu(
-    tmp_path: Path, trainer: TrainerName
-):
+def test_paged_moments_sharded_or_of_trl_are_on_the_gpu(tmp_path: Path, trainer: TrainerName):
     key = {"axolotl": "optimizer", "trl": "optim"}[trainer]
     config = {"axolotl": AXOLOTL | {"adapter": "lora", "load_in_4bit": False}, "trl": TRL}[trainer]
     config = config | {key: "paged_adamw_32bit", "fsdp_version": 2, "fsdp_config": {"a": 1}}
@@ -157,28 +144,20 @@ def test_ms_swifts_stage_3_is_deepspeeds_and_says_so(tmp_path: Path):
     assert settings(usual).lora == 8
 
 
-def test_trls_length_and_rank_are_the_files_and_its_launcher_says_how_states_are_shared(
-    tmp_path: Path,
-):
+def test_trls_file_has_length_and_rank_and_accelerates_how_all_is_shared(tmp_path: Path):
     alone = predicted(tmp_path, "trl", TRL, gpus="2")
     assert settings(alone).lora == 64
-    assert alone.length_tokens == 32_768
-    assert alone.cells[0].cell.layout.replicate_degree == 2
+    assert (alone.length_tokens, alone.cells[0].cell.layout.replicate_degree) == (32_768, 2)
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(FSDP))
     zero = predicted(tmp_path, "trl", TRL | {"deepspeed": "zero3"}, gpus="2")
     assert any("taken as FSDP2" in note for note in zero.notes)
     shared = predicted(tmp_path, "trl", TRL | {"accelerate_config": "launch.yaml"}, gpus="2")
     assert shared.cells[0].cell.layout.shard_degree == 2
-
-
-def test_accelerates_file_says_how_processes_share_and_nothing_else(tmp_path: Path):
     of_file: dict[str, Any] = {"gpus": "4", "length": "16k"}
     sharded = predicted(tmp_path, "accelerate", FSDP, **of_file)
-    copies = predicted(
-        tmp_path, "accelerate", {"distributed_type": "MULTI_GPU"}, **of_file, lora=16
-    )
+    ddp = predicted(tmp_path, "accelerate", {"distributed_type": "MULTI_GPU"}, **of_file, lora=16)
     assert sharded.cells[0].cell.layout.shard_degree == 4
-    assert copies.cells[0].cell.layout.replicate_degree == 4
+    assert ddp.cells[0].cell.layout.replicate_degree == 4
     assert any("the script all the rest" in note for note in sharded.notes)
 
 
@@ -192,15 +171,11 @@ def test_activations_on_the_host_are_those_of_accelerates_file(tmp_path: Path, i
         assert all(each.cell.settings.activations == "host" for each in found.cells)
 
 
-def test_what_is_typed_goes_first(tmp_path: Path):
+def test_what_is_typed_goes_first_and_what_nobody_can_tell_is_named(tmp_path: Path):
     found = predicted(tmp_path, "axolotl", AXOLOTL, lora=8, length="8k")
     assert settings(found).lora == 8
     assert found.length_tokens == 8192
-    longest = predicted(tmp_path, "axolotl", AXOLOTL, max_length="1m")
-    assert longest.length_tokens is None
-
-
-def test_what_nobody_can_tell_is_named(tmp_path: Path):
+    assert predicted(tmp_path, "axolotl", AXOLOTL, max_length="1m").length_tokens is None
     found = predicted(tmp_path, "axolotl", AXOLOTL | {"neftune_noise_alpha": 5, "wandb_name": "x"})
     (said,) = (note for note in found.notes if "is not predicted" in note)
     assert said.endswith("of these is not predicted: neftune_noise_alpha")
@@ -263,22 +238,17 @@ def test_deepspeeds_own_file_decides_its_stage_and_what_is_on_the_host(tmp_path:
     found = predicted(tmp_path, "ms-swift", MS_SWIFT | {"deepspeed": zero}, gpus="4")
     assert (settings(found).deepspeed, settings(found).deepspeed_bucket) == (form, bucket)
     assert any("by its source" in note for note in found.notes)
-    host = sum(term.bytes for term in found.cells[0].footprint.host)
-    assert (host > 0) == ("offload" in form)
+    assert (sum(term.bytes for term in found.cells[0].footprint.host) > 0) == ("offload" in form)
 
 
-def test_zero_2_beside_a_model_in_nf4_is_taken_as_ddp(tmp_path: Path):
+def test_zero_2_beside_nf4_is_ddp_and_accelerates_own_fields_are_read(tmp_path: Path):
     found = predicted(tmp_path, "axolotl", AXOLOTL | {"deepspeed": "zero2"}, gpus="2")
     assert settings(found).deepspeed == "none"
     assert found.cells[0].cell.layout.replicate_degree == 2
     assert any("taken as DDP" in note for note in found.notes)
-
-
-def test_accelerates_own_fields_of_deepspeed_are_read(tmp_path: Path):
     own = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "none"}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    beside = {"deepspeed_config_file": "ds.json"}
-    for section, form in ((own, "zero2-offload"), (beside, "zero3")):
+    for section, form in ((own, "zero2-offload"), ({"deepspeed_config_file": "ds.json"}, "zero3")):
         config = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": section}
         found = predicted(tmp_path, "accelerate", config, gpus="2", length="8k")
         assert settings(found).deepspeed == form
@@ -299,9 +269,7 @@ def test_what_is_recommended_of_a_file_is_told_in_its_own_keys(tmp_path: Path):
     path.write_text(yaml.safe_dump(AXOLOTL | {"adapter": "lora", "load_in_4bit": False}))
     asked: dict[str, Any] = {"trainer": "axolotl", "trainer_config": str(path)}
     found = highwater.recommend("Qwen3-8B", length=None, gpus="1xA100-40GB", **asked)
-    assert found.chosen is not None
-    assert found.length_tokens == 16_384
-    assert found.chosen.cell.settings.lora == 32
+    assert (found.length_tokens, found.chosen.cell.settings.lora) == (16_384, 32)
     first, *_ = found.notes
     assert f"`{FUSED}`" in first
     keys = re.findall(r"(?<=`)(\w+): (\w+)(?=`)", first)
@@ -309,8 +277,7 @@ def test_what_is_recommended_of_a_file_is_told_in_its_own_keys(tmp_path: Path):
     written = AXOLOTL | {"adapter": "lora", "load_in_4bit": False}
     written |= {name: yaml.safe_load(value) for name, value in keys}
     again = predicted(tmp_path, "axolotl", written)
-    chosen = found.chosen.cell.settings
-    assert chosen in [each.cell.settings for each in again.cells]
+    assert found.chosen.cell.settings in [each.cell.settings for each in again.cells]
 
 
 @pytest.mark.parametrize("trainer", [each for each in FILE_WORDS if FILE_WORDS[each].length])

@@ -1,6 +1,4 @@
-"""Weights beside a config.json: which files are read, what their headers tell, and what is refused
-before anything starts.
-"""
+"""Weights beside a config.json: which files are read, what their headers tell."""
 
 import json
 import os
@@ -36,11 +34,8 @@ def refused(directory: Path) -> ModelError:
         ({"bits": 4}, "quantization_config"),
     ],
 )
-def test_a_quantised_checkpoint_is_refused_by_its_methods_name_and_the_hint_works(
-    block, method, tmp_path
-):
-    directory = write_model(tmp_path / "m", quantization_config=block)
-    problem = refused(directory)
+def test_a_quantised_checkpoint_is_refused_by_method_and_usefully(block, method, tmp_path):
+    problem = refused(write_model(tmp_path / "m", quantization_config=block))
     assert f"a quantised checkpoint ({method})" in problem.problem
     assert "quantization_config" in problem.hint
     assert written_model(tmp_path / "copy").shape.layers == 2
@@ -116,7 +111,6 @@ def test_the_single_file_goes_before_the_index_and_both_before_pytorchs_own(tmp_
 
 
 def write_numbered(directory: Path, *names: str) -> Path:
-    """Two numbered files, each of one tensor."""
     for number, name in enumerate(names, 1):
         file = directory / f"model-0000{number}-of-00002.safetensors"
         write_safetensors(file, {name: ("F32", (4,))})
@@ -145,9 +139,7 @@ def test_numbered_files_without_an_index_are_read_when_all_are_there(tmp_path):
         ("other.safetensors", "not in Hugging Face's files"),
     ],
 )
-def test_weights_that_would_not_be_read_are_refused_and_not_replaced_by_random_ones(
-    name, said, tmp_path
-):
+def test_weights_that_would_not_be_read_are_refused_and_not_made_random(name, said, tmp_path):
     """An adapter also beside the weights of its model."""
     directory = write_model(tmp_path)
     (directory / name).touch()

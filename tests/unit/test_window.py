@@ -1,6 +1,4 @@
-"""Sliding windows: no length ends at one, and a ring that would share longer documents is refused
-before anything starts, with a layout that works.
-"""
+"""Sliding windows: no length ends at one."""
 
 import shlex
 from itertools import product
@@ -46,14 +44,11 @@ def test_no_length_ends_at_a_window(mistral):
     assert spec.length_tokens == 16384
 
 
-def test_a_ring_shares_documents_up_to_the_window(mistral):
+def test_a_ring_shares_documents_up_to_the_window_and_refuses_longer_ones(mistral):
     asked = {"model": mistral, "gpus": [2], "ring": [2]}
     within = plan(request_from({**asked, "max_length": 8192}), machine_with(2))
     assert {cell.layout.ring_degree for cell in within.question.cells} == {2}
     assert plan_trial(request_from(asked), machine_with(2), 8192).layout.ring_degree == 2
-
-
-def test_a_ring_of_longer_documents_is_refused_and_the_hint_works(mistral):
     asked = {"model": mistral, "gpus": [2], "ring": [2], "max_length": 16384}
     with pytest.raises(UsageError, match=RING) as refusal:
         plan(request_from(asked), machine_with(2))
@@ -73,15 +68,11 @@ def test_so_is_a_predicted_one_before_anything_is_traced(mistral, exact):
         recommend(mistral, gpus="2xH100-80GB", ring=[2], length=16384)
 
 
-def test_one_layout_of_several_is_skipped_and_that_is_said(mistral):
+def test_a_ring_that_would_be_refused_is_skipped_and_never_offered(mistral, tmp_path):
     asked = {"model": mistral, "gpus": [2], "ring": [1, 2], "max_length": 16384}
     result = plan(request_from(asked), machine_with(2))
     assert {cell.layout.ring_degree for cell in result.question.cells} == {1}
     assert len(about_windows(result.notes)) == 1
-
-
-def test_no_ring_is_offered_that_would_be_refused(tmp_path):
-    """Three GPUs, between which two key heads cannot be divided."""
     sizes = {"max_position_embeddings": 32768, "num_attention_heads": 8, "num_key_value_heads": 2}
     windowed, full = (
         str(write_model(tmp_path / name, model_type=name, sliding_window=8192, **sizes))
@@ -184,7 +175,6 @@ def refusal_of(gpus: int, *, within_machines: bool = False, **settings: Any) -> 
 
 
 def offered(hint: str) -> list[dict[str, Any]]:
-    """What the hint offers to type, as settings."""
 
     def settings(words: list[str]) -> dict[str, Any]:
         named = zip(words[::2], words[1::2], strict=True)

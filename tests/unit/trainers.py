@@ -2,15 +2,12 @@
 
 import json
 import re
-from pathlib import Path
 
-DATA = Path(__file__).parents[1] / "data"
+from places import DATA
 
 
 def recorded(package: str, version: str) -> dict[str, str]:
-    """Each setting's type, by its name; fails for another version than the one that is emitted
-    for.
-    """
+    """Each setting's type, by its name."""
     document = json.loads((DATA / f"settings_{package}.json").read_text())
     assert (document["package"], document["version"]) == (package, version), (
         "`record_trainers.py` renews it"

@@ -1,6 +1,4 @@
-"""What accelerate's own launcher makes of a configuration file: the environment of the processes
-that it would start.
-"""
+"""What accelerate's own launcher makes of a configuration file."""
 
 import os
 import socket
@@ -27,7 +25,6 @@ def launched(words):
 
 @contextmanager
 def environment(variables):
-    """The variables, for a while."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -38,7 +35,6 @@ def environment(variables):
 
 
 def alone():
-    """The environment of a process that is all of a group."""
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         port = each.getsockname()[1]
@@ -48,14 +44,11 @@ def alone():
 
 
 def shared(words):
-    """How states and sequences are shared, offloaded and recomputed, by the objects that a process
-    makes of its environment.
-    """
+    """How states and sequences are shared, offloaded and recomputed, by a process's own objects."""
     return made(launched(words))
 
 
 def made(variables):
-    """The same of the environment that a process has."""
     with environment(variables):
         common = {
             "gpus": int(variables["PROCESSES"]),

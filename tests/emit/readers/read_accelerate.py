@@ -1,6 +1,4 @@
-"""Read ``accelerate.yaml`` in each folder with accelerate's own loader and launcher:
-``read_accelerate.py FOLDER...``.
-"""
+"""Read ``accelerate.yaml`` in each folder with accelerate's own loader and launcher."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Read ``areal.yaml`` in each folder with AReaL's ``load_expr_config``: ``read_areal.py
-FOLDER...``.
-"""
+"""Read ``areal.yaml`` in each folder with AReaL's ``load_expr_config``."""
 
 import json
 import os

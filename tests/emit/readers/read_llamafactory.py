@@ -1,6 +1,4 @@
-"""Read ``llamafactory.yaml`` in each folder as each process of LLaMA-Factory does, and what
-accelerate launches beside it: ``read_llamafactory.py FOLDER...``.
-"""
+"""Read ``llamafactory.yaml`` in each folder as each process of LLaMA-Factory does."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Read ``ms-swift.yaml`` in each folder as ``swift sft`` does, and the file of FSDP2 that it names:
-``read_ms-swift.py FOLDER...``.
-"""
+"""Read ``ms-swift.yaml`` in each folder as ``swift sft`` does."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Read ``torchtitan_settings.py`` in each folder with torchtitan's ConfigManager:
-``read_torchtitan.py FOLDER...``.
-"""
+"""Read ``torchtitan_settings.py`` in each folder with torchtitan's ConfigManager."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Read ``trinity.yaml`` in each folder with Trinity-RFT's ``load_config``: ``read_trinity.py
-FOLDER...``.
-"""
+"""Read ``trinity.yaml`` in each folder with Trinity-RFT's ``load_config``."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Read ``trl.yaml`` in each folder as ``trl sft --config`` does, and what it launches:
-``read_trl.py FOLDER...``.
-"""
+"""Read ``trl.yaml`` in each folder as ``trl sft --config`` does, and what it launches."""
 
 import json
 import os

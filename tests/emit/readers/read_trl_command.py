@@ -1,6 +1,4 @@
-"""Read ``trl.yaml`` in each folder as another command of TRL's does, and print what its parser made
-of every name in it: ``read_trl_command.py COMMAND FOLDER...``.
-"""
+"""Read ``trl.yaml`` in each folder as another command of TRL's does."""
 
 import json
 import os
