@@ -16,11 +16,12 @@ import re
 import shlex
 
 from highwater.errors import UsageError
+from highwater.memory.formula.rollout import ON_PAPER
 from highwater.nouns.environment import ENV_IN_WORDS
-from highwater.nouns.objective import Lora
+from highwater.nouns.objective import Lora, Rollout
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
-from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget
+from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -47,9 +48,11 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     values = _values(found, chosen, model_path or MODEL_PATH)
     settings = chosen.cell.settings
     said = [
-        "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
-        "how much, `highwater predict --rollout vllm` what it may be"
+        "what the rollout keeps on the GPU while the actor trains is not in it: `--rollout vllm` "
+        "predicts it, or `--reserved` says how much"
     ]
+    if found.rollout is not None:
+        said = [f"vLLM is on the same GPUs. {ON_PAPER}"]
     if settings.allocator == "expandable":
         said.append(
             "expandable segments: verl turns them on after each exchange of weights; "
@@ -98,7 +101,20 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
         f"{_ROLLOUT}.max_model_len": found.length_tokens,
+        **_rollout_values(found.rollout),
         **_lora_values(chosen.cell.settings.adapters),
+    }
+
+
+def _rollout_values(rollout: Rollout | None) -> dict[str, Value]:
+    """What tells vLLM of its share; empty where nobody named a rollout."""
+    if rollout is None:
+        return {}
+    return {
+        f"{_ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization or 0,
+        f"{_ROLLOUT}.tensor_model_parallel_size": rollout.rollout_tensor_parallel,
+        f"{_ROLLOUT}.max_num_seqs": rollout.rollout_sequences or 0,
+        f"{_ROLLOUT}.free_cache_engine": True,
     }
 
 
@@ -146,5 +162,5 @@ TARGET = EmitTarget(
     emit=verl,
     yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
-    knows=OF_ALL | OF_LORA | {"activations"},
+    knows=OF_ALL | OF_LORA | {"activations"} | (OF_ROLLOUT - {"sleep_level"}),
 )
