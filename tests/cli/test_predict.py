@@ -42,6 +42,12 @@ def test_a_layout_that_cannot_be_is_told_of_where_somebody_named_it(highwater, t
     assert ("Ulysses 2 is skipped" in done.stderr) == is_told
 
 
+def test_of_a_ring_that_is_named_no_degree_of_heads_that_nobody_named_is_told(highwater):
+    one = ("predict", "Qwen3-8B", *A100S, "--length", "32k", "--ring")
+    assert "is skipped" not in highwater(*one, "4").stderr
+    assert "ring 3 on 4 GPUs is skipped" in highwater(*one, "3", "4").stderr
+
+
 def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater):
     done = highwater(
         "predict", "Qwen3-8B", "--gpus", "1xH200-141GB", "--length", "64k", "--explain", "--all"

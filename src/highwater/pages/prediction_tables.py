@@ -645,7 +645,8 @@ def data_answer(found: "DataLengths") -> str:
         f"{name}: {about}{format_tokens(found.whole_tokens)} tokens hold 99 % of {documents} whole"
     ]
     if found.trained_by is not None:
-        reach = f"up to {format_tokens(found.reach_tokens)}" if found.reach_tokens else "none"
+        reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
+        reach = f"up to {reach}" if reach else "none"
         lines[0] += f"; {plain(found.trained_by)} {reach}"
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)

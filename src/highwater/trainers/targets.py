@@ -20,7 +20,7 @@ from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import words_of
-from highwater.nouns.objective import ATTENTION, RolloutRequest, expert_targets
+from highwater.nouns.objective import ATTENTION, TRAITS, RolloutRequest, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
@@ -212,7 +212,8 @@ def hub_id_of(name: str) -> str | None:
 def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
     words = shlex.join(words_of(unknown))
     problem, hint = f"{trainer_title(target)}'s configuration has no words for", "leave `{}` out"
-    if unknown.get("objective") == "ppo" or "critic" in unknown:
+    traits = TRAITS.get(str(unknown.get("objective")))
+    if "critic" in unknown or (traits is not None and traits.critic):
         hint += ": what PPO and its critic take, `highwater predict` says of this engine alone"
     return UsageError(f"{problem} {words}", hint=hint.format(words))
 
