@@ -466,9 +466,8 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
     """
     typed = vars(arguments)
     is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
-    is_named = typed.get("ring") or typed.get("copies")  # beside each Ulysses degree
-    hidden = "Ulysses .* is skipped: " if is_named else ".* is skipped: "
-    return [each for each in notes if is_whole or not re.match(hidden, each)]
+    hidden = "Ulysses .*" if typed.get("ring") or typed.get("copies") else ".*"  # beside each
+    return [each for each in notes if is_whole or not re.match(f"{hidden} is skipped: ", each)]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:

@@ -7,7 +7,6 @@ import argparse
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -92,7 +91,10 @@ def recommend(arguments: argparse.Namespace) -> int:
 
 def found_for(arguments: argparse.Namespace) -> Recommendation:
     """The recommendation that was asked for."""
-    model, settings = _named(arguments)
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
+    if arguments.length is None and "trainer_config" not in settings:
+        whole = shlex.join((*arguments.command_line, "--length", "32k"))
+        raise UsageError("no length is named", hint=f"use `{whole}`")
     request_from({"model": model, **settings})  # raises for a value that cannot be, as a flag
     typed = vars(arguments)
     aims: list[Aim] = [aim for aim in ("fastest", "lightest") if typed.get(aim)]
@@ -106,15 +108,6 @@ def found_for(arguments: argparse.Namespace) -> Recommendation:
         **typed_place(arguments),
         **settings,
     )
-
-
-def _named(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The model and settings; UsageError where neither words nor a file name a length."""
-    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
-    if arguments.length is None and "trainer_config" not in settings:
-        whole = shlex.join((*arguments.command_line, "--length", "32k"))
-        raise UsageError("no length is named", hint=f"use `{whole}`")
-    return model, settings
 
 
 def _next(arguments: argparse.Namespace, found: Recommendation) -> str:
@@ -171,7 +164,7 @@ def emit(arguments: argparse.Namespace) -> int:
     there is none, and the document is what `recommend --json` prints.
     """
     row = TARGETS[arguments.for_]
-    model, settings = _named(arguments)
+    model, settings = named_model(arguments, arguments.studies, example=EXAMPLE)
     _refuse_other_class(arguments, model)
     arguments.predicted_for = _predicting(arguments, model, settings)
     is_predicted = is_step_of(arguments.predicted_for, arguments.for_)
@@ -279,7 +272,7 @@ def _predicting(
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)
         where = trainers_gpus(gpus, arguments.rollout_gpus)
-        trainer_question(model, where, own, parse_tokens(arguments.length), settings)
+        trainer_question(model, where, own, parse_tokens(arguments.length or ""), settings)
         return own
     return OURS
 

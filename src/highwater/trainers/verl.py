@@ -18,7 +18,7 @@ import shlex
 from highwater.errors import UsageError
 from highwater.memory.formula.rollout import ON_PAPER
 from highwater.nouns.environment import ENV_IN_WORDS
-from highwater.nouns.objective import Lora, Rollout
+from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
 from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
@@ -81,7 +81,13 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
-    is_on_host = chosen.cell.settings.activations == "host"
+    is_on_host, rollout = chosen.cell.settings.activations == "host", found.rollout
+    vllm: dict[str, Value] = {}
+    if rollout is not None:
+        vllm["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
+        vllm["tensor_model_parallel_size"] = rollout.rollout_tensor_parallel
+        vllm["max_num_seqs"] = rollout.rollout_sequences or 0
+        vllm["free_cache_engine"] = True
     return {
         "algorithm.adv_estimator": chosen.cell.settings.objective,
         "trainer.nnodes": 1,
@@ -101,20 +107,8 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
         f"{_ROLLOUT}.max_model_len": found.length_tokens,
-        **_rollout_values(found.rollout),
+        **{f"{_ROLLOUT}.{name}": value for name, value in vllm.items()},
         **_lora_values(chosen.cell.settings.adapters),
-    }
-
-
-def _rollout_values(rollout: Rollout | None) -> dict[str, Value]:
-    """What tells vLLM of its share; empty where nobody named a rollout."""
-    if rollout is None:
-        return {}
-    return {
-        f"{_ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization or 0,
-        f"{_ROLLOUT}.tensor_model_parallel_size": rollout.rollout_tensor_parallel,
-        f"{_ROLLOUT}.max_num_seqs": rollout.rollout_sequences or 0,
-        f"{_ROLLOUT}.free_cache_engine": True,
     }
 
 
