@@ -57,7 +57,7 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         if is_its_own:
             trained = "scripts" if target == "accelerate" else "trainer"
             where = f"4 x H20-96GB for {trainer_title(target)}'s {trained}"
-            said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where}: safe, "
+            said = f"# Yes: Qwen3-8B trains 65,536 tokens (1.6 x native 40,960) on {where}: safe, "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert ("highwater's own engine" in done.stdout) != is_its_own

@@ -59,7 +59,7 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", length="64k")
     first = next(cell for cell in found.cells if cell.capacity_tokens)
     said = prediction_answer(found)
-    native = "65,536 tokens (1.6 x its native 40,960)"
+    native = "65,536 tokens (1.6 x native 40,960)"
     assert said.startswith(f"Yes: Qwen3-8B trains {native} on 4 x A100-80GB: safe, ")
     assert " of each GPU left, about " in said.partition(". With ")[0]
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
@@ -93,7 +93,7 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     assert not any(cell.capacity_tokens for cell in found.cells)
     least = min(cell.lacks_bytes for cell in found.cells)
     said = prediction_answer(found)
-    native = "65,536 tokens (1.6 x its native 40,960)"
+    native = "65,536 tokens (1.6 x native 40,960)"
     assert said.startswith(f"No: Qwen3-32B does not train at {native} on 1 x H100-80GB")
     assert said.endswith(f"lacks {format_bytes(least)} of each GPU.")
     everywhere = prediction_answer(highwater.predict("Qwen3-32B", gpus="1xRTX-3090", offload=False))

@@ -466,7 +466,7 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
     """
     typed = vars(arguments)
     is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
-    hidden = "Ulysses .*" if typed.get("ring") or typed.get("copies") else ".*"  # beside each
+    hidden = r"Ulysses (?!1\b).*" if typed.get("ring") or typed.get("copies") else ".*"
     return [each for each in notes if is_whole or not re.match(f"{hidden} is skipped: ", each)]
 
 

@@ -57,8 +57,10 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """The answer with a line for the settings, for the longest, and for what would fit."""
-    return re.sub(r"(?<=\.) (?=With |The longest |What would fit|Nearest is)", "\n", answer)
+    """The answer with a line for settings that are long, for the longest, for what would fit."""
+    return re.sub(
+        r"(?<=\.) (?=With (?!.{1,44}\.( |$))|The longest |What |Nearest is)", "\n", answer
+    )
 
 
 def prediction_answer(
@@ -186,12 +188,11 @@ def _of_objective(cell: Cell, trainer: AnyTrainer) -> str:
         first = f" The reference runs before training (`{words}`)." if words else ""
         return f" Lengths are of one sequence of a pair.{first}"
     most = 1 if known is None else known.usual_sequences
-    whole = " Lengths are of a prompt and its response." * (traits.advantages != "none")
-    if most == 1 or not whole:
-        return whole
+    if most == 1 or traits.advantages == "none":
+        return ""
     title, flag = REGISTRY[trainer].title, f"`--sequences-per-micro-batch {most}`"
     usual = f"; {title}'s own default is {most} ({flag})" * (rows == 1)
-    return f"{whole} A micro-batch has {counted(rows, 'sequence')}{usual}."
+    return f" A micro-batch has {counted(rows, 'sequence')}{usual}."
 
 
 def recommendation_answer(found: Recommendation, target: str | None = None) -> str:
@@ -224,7 +225,7 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
 
 def _tokens(length_tokens: int, native: int) -> str:
     """A length, and how many times the native one it is, where it is longer."""
-    times = f" ({length_tokens / native:.3g} x its native {format_tokens(native)})"
+    times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
     return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
 
 
@@ -598,9 +599,8 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
         ("vLLM generates", awake, rollout.bytes - awake, None),
         ("the step trains", asleep, training - asleep, footprint.host_bytes),
     )
-    said = "" if asked.own_gpus else f"the larger decides: {_peak_phase(prediction, told)}; "
-    if told.binding == "rollout":
-        said += "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
+    ends = "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
+    said = ends * (told.binding == "rollout")
     cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
     length = told.capacity_tokens or told.likely_edge_tokens or prediction.length_tokens
     table = table_of(
