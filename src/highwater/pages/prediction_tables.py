@@ -59,7 +59,7 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 def in_lines(answer: str) -> str:
     """The answer with a line for settings that are long, for the longest, for what would fit."""
     return re.sub(
-        r"(?<=\.) (?=With (?!.{1,44}\.( |$))|The longest |What |Nearest is)", "\n", answer
+        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
     )
 
 
