@@ -7,6 +7,7 @@ import argparse
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
