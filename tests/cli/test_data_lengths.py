@@ -94,7 +94,8 @@ def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(h
     assert done.returncode == 0, done.stderr
     first, *_ = done.stdout.splitlines()
     reach = highwater_api.predict("Qwen3-8B", gpus="8xH100-80GB").explained.capacity_tokens
-    assert first.endswith(f" whole; 8 x H100-80GB train Qwen3-8B up to {reach:,}.")
+    times = "(25.6 x native 40,960)"
+    assert first.endswith(f" whole; 8 x H100-80GB train Qwen3-8B up to {reach:,} tokens {times}.")
     assert " times as long" in done.stdout
     assert " dollars, predicted" in done.stdout
     assert "recommend Qwen3-8B --gpus 8xH100-80GB --length 65536" in done.stderr.splitlines()[-1]
@@ -143,7 +144,7 @@ def test_of_another_trainer_the_share_that_its_longest_length_cuts_is_told(run, 
     done = run("highwater", "predict", "Qwen3-8B", *words, "--data", data)
     first, second, *_ = done.stdout.splitlines()
     by = "2 x RTX-4090 train Qwen3-8B for LLaMA-Factory's trainer"
-    assert first.endswith(f" whole; {by} up to {at:,}.")
+    assert first.endswith(f" whole; {by} up to {at:,} tokens.")
     assert second.startswith(f"{longer} of 100 documents ({longer / 100:.1%}) ")
     assert f" longer than {at:,} tokens; cut there, {kept(at) / TOKENS:.1%} of" in second
     assert f"--length {at}" in done.stderr.splitlines()[-1]

@@ -131,7 +131,8 @@ def test_a_command_in_a_document_runs(command, document, run):
     grids = not {"--length", "--proof", "--print-config", "--data", "--json"} & set(words)
     if words[0] == "predict" and grids:
         first = done.stdout.splitlines()[0]
-        assert re.search(r" trains? (up to|its native) [\d,]+ tokens on |^No: ", first)
+        tokens = r"(up to|its native) [\d,]+ tokens( \(longest: ≥?[\d,]+\))?"
+        assert re.search(rf" trains? {tokens} on |^No: ", first)
     if words[0] == "find" and grids:
         assert " trains up to " in done.stdout
 

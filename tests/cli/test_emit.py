@@ -57,7 +57,7 @@ def test_each_of_the_others_prints_its_file_and_the_command_that_follows_works(h
         if is_its_own:
             trained = "scripts" if target == "accelerate" else "trainer"
             where = f"4 x H20-96GB for {trainer_title(target)}'s {trained}"
-            said = f"# Yes: Qwen3-8B trains 65,536 tokens on {where}: safe, "
+            said = f"# Yes: Qwen3-8B trains 65,536 tokens (1.6 x native 40,960) on {where}: safe, "
         assert answer.startswith(said)
         assert heading.startswith(f"{first}: Qwen3-8B, ")
         assert ("highwater's own engine" in done.stdout) != is_its_own
@@ -141,6 +141,8 @@ def test_the_page_of_what_to_check_says_what_was_predicted_and_what_is_missing(h
         ("trinity --lora 8 --lora-targets q_proj", "layers by their names"),
         ("llamafactory --ulysses 2", "shares no sequence"),
         ("trl --attention block_sparse", "no words for --attention block_sparse"),
+        ("verl --objective ppo --critic", "no words for --critic --objective ppo"),
+        ("verl --rollout vllm --sleep-level 0", "no words for --sleep-level 0"),
     ],
 )
 def test_what_a_flag_alone_decides_is_refused_before_a_prediction(monkeypatch, words, said):
@@ -171,3 +173,24 @@ def test_trainers_of_rollouts_are_written_for_grpo_which_may_be_named(highwater,
     assert named.stdout.count(" for verl's trainer: ") == (target == "verl")
     problem, _ = refusal(highwater(*asked, "--objective", "dpo"), 2)
     assert "no words for --objective dpo" in problem
+
+
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "trl", "verl"])
+def test_without_a_length_the_command_with_one_is_the_hint(highwater, target):
+    asked = ("emit", "Qwen3-0.6B", "--for", target, "--gpus", "2xL40S-48GB", "--lora", "32")
+    problem, hint = refusal(highwater(*asked), 2)
+    assert problem == "no length is named"
+    assert hint == f"use `highwater {' '.join(asked)} --length 32k`"
+
+
+def test_verl_is_told_what_vllm_takes_beside_it(highwater):
+    vllm = ("--rollout", "vllm", "--gpu-memory-utilization", "0.4")
+    shared = ("--rollout-tensor-parallel", "2", "--rollout-sequences", "64")
+    done = highwater("emit", *ASKED, "--for", "verl", "--objective", "grpo", *vllm, *shared)
+    assert done.returncode == 0, done.stderr
+    rollout = dict(re.findall(r"actor_rollout_ref\.rollout\.(\w+)=(\S+)", done.stdout))
+    assert rollout["gpu_memory_utilization"] == "0.4"
+    assert rollout["tensor_model_parallel_size"] == "2"
+    assert rollout["max_num_seqs"] == "64"
+    assert rollout["free_cache_engine"] == "True"
+    assert "such sequences at once" in done.stdout

@@ -46,7 +46,8 @@ def test_without_gpus_here_the_kinds_that_one_can_rent_are_compared(highwater):
     asked = ("predict", "Qwen3-8B", "--lora", "16", *LENGTH)
     done = highwater(*asked)
     assert done.returncode == 0, done.stderr
-    assert " is the cheapest of these to train Qwen3-8B at 65,536 tokens for " in done.stdout
+    length = "65,536 tokens (1.6 x native 40,960)"
+    assert f" is the cheapest of these to train Qwen3-8B at {length} for " in done.stdout
     assert "no GPU is here: kinds with a list price are compared" in done.stderr
     offers = json.loads(highwater(*asked, "--json").stdout)["offers"]
     assert len(offers) > 4
@@ -61,7 +62,7 @@ def test_without_gpus_here_the_kinds_that_one_can_rent_are_compared(highwater):
 
 def test_kinds_whose_speed_nobody_knows_are_compared_by_the_hour(highwater):
     done = highwater("predict", "Qwen3-8B", "--lora", "16", *LENGTH, "--trainer", "trl")
-    assert re.search(r"tokens for [\d.]+ dollars an hour", done.stdout)
+    assert re.search(r"native 40,960\) for [\d.]+ dollars an hour", done.stdout)
     offers = highwater_api.cheapest_gpus(
         "Qwen3-8B", gpus=("H20", "H200", "L40S"), length="64k", lora=16, trainer="trl"
     ).offers
@@ -140,7 +141,8 @@ def test_a_price_for_each_kind_decides_and_a_number_stays(highwater):
 
 def test_a_length_has_the_time_and_dollars_of_a_million_tokens_or_of_as_many_as_named(highwater):
     asked = ("predict", "Qwen3-14B", "--gpus", "8xH100", "--length", "16k")
-    assert " A million tokens take " in highwater(*asked, "--price", "2.50").stdout
+    first, *_ = highwater(*asked, "--price", "2.50").stdout.splitlines()
+    assert ". Predicted. A million tokens take " in first
     found = highwater(*asked, "--price", "2.50", "--tokens", "500M", "--json")
     document = json.loads(found.stdout)
     cost = document["cost"]

@@ -18,12 +18,12 @@ A100S = ("--gpus", "4xA100-80GB")
 def test_capacities_are_predicted_for_gpus_that_are_not_here(highwater):
     done = highwater("predict", "Qwen3-8B", *A100S)
     assert done.returncode == 0, done.stderr
-    answer, settings, longest, _, title, *_ = done.stdout.splitlines()
-    assert answer.startswith("Qwen3-8B trains its native 40,960 tokens on 4 x A100-80GB: safe, ")
-    assert settings.startswith("With ")
+    answer, longest, _, title, *_ = done.stdout.splitlines()
+    native = "its native 40,960 tokens (longest: ≥1,048,576)"
+    assert answer.startswith(f"Qwen3-8B trains {native} on 4 x A100-80GB: safe, ")
+    assert answer.endswith(" Predicted. With nothing set.")
     assert longest.startswith("The longest is ")
     assert title == "Qwen3-8B on 4 x A100-80GB, 79.15 GiB each: predicted by formula"
-    assert "Predicted." in answer
     caveat = done.stdout.rstrip().splitlines()[-1]
     assert caveat.endswith(" more: try it first")
     assert "Qwen3-8B" in caveat, "nobody has measured it"
@@ -40,6 +40,14 @@ def test_a_layout_that_cannot_be_is_told_of_where_somebody_named_it(highwater, t
     done = highwater("predict", "gemma-3-27b-text", *A100S, *training, *typed)
     assert done.returncode == 0, done.stderr
     assert ("Ulysses 2 is skipped" in done.stderr) == is_told
+
+
+def test_of_a_ring_that_is_named_no_degree_of_heads_that_nobody_named_is_told(highwater):
+    one = ("predict", "Qwen3-8B", *A100S, "--length", "32k", "--ring")
+    assert "is skipped" not in highwater(*one, "4").stderr
+    named = highwater(*one, "3", "4").stderr
+    assert "Ulysses 1, ring 3 on 4 GPUs is skipped" in named
+    assert named.count("is skipped") == 1
 
 
 def test_a_length_turns_it_round_and_the_first_rung_that_fits_is_explained(highwater):
@@ -247,8 +255,8 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     done = highwater("predict", *words)
     assert done.returncode == 0
     assert done.stdout == (
-        "Yes: Qwen3-4B trains 131,072 tokens on 1 x H200-141GB for TRL's trainer: safe, "
-        "39.76 GiB of each GPU left. Predicted.\n"
+        "Yes: Qwen3-4B trains 131,072 tokens (3.2 x native 40,960) on 1 x H200-141GB for "
+        "TRL's trainer: safe, 39.76 GiB of each GPU left. Predicted.\n"
         "With expandable segments, a chunked loss and YaRN.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "

@@ -15,7 +15,8 @@ def test_the_simplest_rung_that_fits_is_named_with_why_nothing_simpler_and_what_
     done = highwater(*ASKED)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Yes: Qwen3-8B trains 98,304 tokens on 4 x H20-96GB: safe, ")
+    length = "98,304 tokens (2.4 x native 40,960)"
+    assert lines[0].startswith(f"Yes: Qwen3-8B trains {length} on 4 x H20-96GB: safe, ")
     assert lines[1].startswith("With ")
     assert lines[3] == "Qwen3-8B, 98,304 tokens on 4 x H20-96GB, 95.10 GiB each: predicted"
     rows = [re.split(" {2,}", line) for line in done.stdout.split("\n\n")[2].splitlines()]

@@ -38,7 +38,10 @@ def test_the_native_length_comes_first_and_then_the_longest_with_what_is_left():
     found = highwater.predict("Qwen3-4B", gpus="1xH100-80GB")
     best = max(found.cells, key=lambda cell: cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Qwen3-4B trains its native 40,960 tokens on 1 x H100-80GB: ")
+    longest = format_tokens(best.capacity_tokens)
+    assert said.startswith(
+        f"Qwen3-4B trains its native 40,960 tokens (longest: {longest}) on 1 x H100-80GB: "
+    )
     settings = "expandable segments, a chunked loss, the layers' activations in host memory"
     assert f"The longest is {format_tokens(best.capacity_tokens)} tokens with {settings}" in said
     assert format_bytes(best.footprint.host_bytes) in said
@@ -52,7 +55,8 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
     found = highwater.predict("Qwen3-8B", gpus="4xA100-80GB", length="64k")
     first = next(cell for cell in found.cells if cell.capacity_tokens)
     said = prediction_answer(found)
-    assert said.startswith("Yes: Qwen3-8B trains 65,536 tokens on 4 x A100-80GB: safe, ")
+    native = "65,536 tokens (1.6 x native 40,960)"
+    assert said.startswith(f"Yes: Qwen3-8B trains {native} on 4 x A100-80GB: safe, ")
     assert " of each GPU left, about " in said.partition(". With ")[0]
     assert ("expandable segments" in said) == (first.cell.settings.allocator == "expandable")
 
@@ -83,7 +87,8 @@ def test_where_nothing_fits_it_is_no_and_what_the_nearest_lacks():
     assert not any(cell.capacity_tokens for cell in found.cells)
     least = min(cell.lacks_bytes for cell in found.cells)
     said = prediction_answer(found)
-    assert said.startswith("No: Qwen3-32B does not train at 65,536 tokens on 1 x H100-80GB")
+    native = "65,536 tokens (1.6 x native 40,960)"
+    assert said.startswith(f"No: Qwen3-32B does not train at {native} on 1 x H100-80GB")
     assert said.endswith(f"lacks {format_bytes(least)} of each GPU.")
     everywhere = prediction_answer(highwater.predict("Qwen3-32B", gpus="1xRTX-3090", offload=False))
     assert everywhere.startswith("No: Qwen3-32B does not train at 4,096 tokens or more")

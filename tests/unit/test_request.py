@@ -324,6 +324,7 @@ def hint_of(*words: str) -> str:
         ("train", "--kl-coef 0.1", "--kl-coefficient 0.1"),
         ("find", "--ulysses-sequence-parallel-size 4", "--ulysses 4"),
         ("recommend", "--cpu-offload", "--offload"),
+        ("predict", "--no-offload", "--offload false"),
     ],
 )
 def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, ours):
@@ -331,6 +332,29 @@ def test_a_word_of_others_is_told_as_our_flag_which_then_works(command, typed, o
     assert hint_of(command, "Qwen3-8B", *beside, *typed.split()) == f"use `{ours}`"
     if command not in ("train",):
         assert parse([command, "Qwen3-8B", *beside, *ours.split()])
+
+
+@pytest.mark.parametrize(("word", "meant"), [("none", "false"), ("cpu", "true"), ("xyz", None)])
+def test_a_word_for_offload_is_answered_with_one_that_works(word, meant):
+    with pytest.raises(UsageError) as error:
+        request_from(typed_values(parse(["predict", "Qwen3-8B", "--offload", word])))
+    assert error.value.hint == f"for example `{' '.join(filter(None, ('--offload', meant)))}`"
+    typed = [meant] if meant else []
+    request_from(typed_values(parse(["predict", "Qwen3-8B", "--offload", *typed])))
+
+
+@pytest.mark.parametrize("word", ["distill", "GKD"])
+def test_distillation_is_told_to_be_sft(word):
+    with pytest.raises(UsageError) as error:
+        request_from({"model": "Qwen3-8B", "objective": word})
+    assert "`--objective sft`" in error.value.hint
+
+
+def test_the_model_that_a_command_names_is_in_the_hint():
+    command = "python t.py --model_name_or_path Qwen/Qwen3-8B --l {length}"
+    with pytest.raises(UsageError) as error:
+        request_from({"trainer": "command", "command": command})
+    assert "`highwater find Qwen/Qwen3-8B --trainer command " in error.value.hint
 
 
 @pytest.mark.parametrize(
@@ -369,7 +393,7 @@ def test_a_flag_of_other_commands_names_them(command, typed, said):
     [
         *("rollout-n", "beta", "tp", "zero", "fp16", "lora-dropout", "logging-steps"),
         *("num-generations", "attn-implementation", "max-completion-length"),
-        *("gradient-accumulation-steps",),
+        *("gradient-accumulation-steps", "teacher", "distill"),
     ],
 )
 def test_a_word_of_others_without_a_flag_is_never_taken_for_another_one(word):

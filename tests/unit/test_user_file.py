@@ -261,6 +261,46 @@ def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path, trainer: Trai
         highwater.predict("Qwen3-8B", gpus="1xH100-80GB", **gone)
 
 
+DPO: dict[str, Any] = {"max_length": 8192, "per_device_train_batch_size": 2}
+DPO |= {"gradient_checkpointing": True, "precompute_ref_log_probs": False}
+
+
+def test_a_row_of_pairs_is_two_sequences_and_a_reference_that_stays_is_told(tmp_path: Path):
+    found = predicted(tmp_path, "trl", DPO, objective="dpo")
+    assert settings(found).sequences_per_micro_batch == 4
+    assert settings(predicted(tmp_path, "trl", DPO)).sequences_per_micro_batch == 2
+    assert any("`precompute_ref_log_probs: False`" in note for note in found.notes)
+    first = DPO | {"precompute_ref_log_probs": True}
+    notes = predicted(tmp_path, "trl", first, objective="dpo").notes
+    assert not any("precompute_ref_log_probs" in note for note in notes)
+    before, after = (Settings(objective="dpo", sequences_per_micro_batch=n) for n in (4, 2))
+    path = tmp_path / "own.yaml"
+    assert "`per_device_train_batch_size: 1`" in changes("trl", path, before, after)
+
+
+def test_what_a_file_does_not_shard_or_offload_is_not_taken_as_if_it_did(tmp_path: Path):
+    alone = predicted(tmp_path, "trl", DPO, objective="dpo", gpus="4")
+    assert alone.answer is None, "each GPU has a copy"
+    assert {each.cell.settings.offload for each in alone.cells} == {False}
+    assert any("shards nothing; FSDP from elsewhere is `--copies 1`" in e for e in alone.notes)
+    shared = predicted(tmp_path, "trl", DPO, objective="dpo", gpus="4", copies=1)
+    assert shared.answer is not None
+    assert not any("shards nothing" in note for note in shared.notes)
+    (technique,) = (
+        each
+        for each in highwater.recommend(
+            "Qwen3-8B",
+            length=None,
+            gpus="4xH100-80GB",
+            trainer="trl",
+            objective="dpo",
+            trainer_config=str(tmp_path / "own.yaml"),
+        ).alternatives
+        if each.kind == "technique"
+    )
+    assert technique.flags == ("--copies", "1")
+
+
 FUSED = "liger_fused_linear_cross_entropy: true"
 
 

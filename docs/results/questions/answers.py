@@ -164,11 +164,12 @@ def _page(document: dict[str, list[Answer]]) -> Iterator[str]:
         "seen the program, and then asked with its help alone, three tries each, at 80 columns. "
         "**Judged strictly, the first line was right and sufficient for two, mostly for two, half "
         "for three, and not for three** ([blind.ndjson](blind.ndjson), at `0e4bdb89`). Somebody "
-        "else wrote twenty more ([blind_second.md](blind_second.md)): **of the first ten two were "
+        "else wrote twenty more ([blind.md](blind.md)): **of the first ten two were "
         "right and three mostly; of the second ten, asked after what misled in the first had been "
-        "mended, one was right and three mostly** ([blind_second.ndjson](blind_second.ndjson), at "
-        "`691b749e`). A question that nobody foresaw is answered in the first line of the first "
-        "command by one or two of ten, and somewhere in an answer by about half."
+        "mended, one was right and three mostly** ([blind.ndjson](blind.ndjson), at "
+        "`691b749e`). **Of a fourth ten, at `d99687f7`, none was right, five mostly, three half, "
+        "and two not.** A question that nobody foresaw is answered in the first line of the first "
+        "command by none to two of ten, and somewhere in an answer by about half."
     )
     yield ""
     summary = runpy.run_path(str(HERE / "agreement.py"))["summary"]

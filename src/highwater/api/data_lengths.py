@@ -78,6 +78,8 @@ class DataLengths(Record, frozen=True, kw_only=True):
     """
     reach_tokens: int | None = None
     """The longest length that trains on the GPUs; None: none are named; 0: no length does."""
+    native_length_tokens: int = 0
+    """The model's; 0: none is named."""
     trained_by: str | None = None
     """Who trains which model on which GPUs; None where none are named."""
     notes: tuple[str, ...]
@@ -108,10 +110,10 @@ def data_lengths(
     hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
-    folder, vocab_size = None, _BYTES
+    folder, vocab_size, native = None, _BYTES, 0
     if model is not None:
         read = load_model(model)
-        vocab_size = read.shape.vocab_size
+        vocab_size, native = read.shape.vocab_size, read.shape.native_length_tokens
         folder = None if missing_files(Path(read.directory)).tokenizer else read.directory
     order = CorpusOrder(
         data=read_from,
@@ -155,6 +157,7 @@ def data_lengths(
         lengths=kept,
         whole_tokens=-(-documents[-(-99 * len(documents) // 100) - 1] // _ROUND) * _ROUND,
         reach_tokens=reach,
+        native_length_tokens=native,
         cut=None if cut is None else keep(cut),
         trained_by=trained_by,
         notes=(*corpus.notes, LISTED) if is_listed else corpus.notes,

@@ -1,6 +1,7 @@
 """Flags that commands alone have, declared as settings are; and what was typed, as requests."""
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -464,8 +465,9 @@ def told_notes(arguments: argparse.Namespace, notes: Sequence[str]) -> list[str]
     where everything is asked for.
     """
     typed = vars(arguments)
-    is_whole = any(typed.get(name) for name in ("ulysses", "ring", "copies", "all_", "explain"))
-    return [each for each in notes if is_whole or " is skipped: " not in each]
+    is_whole = any(typed.get(name) for name in ("ulysses", "all_", "explain"))
+    hidden = r"Ulysses (?!1\b).*" if typed.get("ring") or typed.get("copies") else ".*"
+    return [each for each in notes if is_whole or not re.match(f"{hidden} is skipped: ", each)]
 
 
 def trial_limits(arguments: argparse.Namespace) -> list[str]:

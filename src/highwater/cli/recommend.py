@@ -273,7 +273,7 @@ def _predicting(
     with suppress(HighwaterError):
         gpus = gpus_meant(arguments.cluster, arguments.gpu_memory)
         where = trainers_gpus(gpus, arguments.rollout_gpus)
-        trainer_question(model, where, own, parse_tokens(arguments.length), settings)
+        trainer_question(model, where, own, parse_tokens(arguments.length or ""), settings)
         return own
     return OURS
 

@@ -81,7 +81,7 @@ FUNCTION = ValueKind("module:function", "MODULE:FUNCTION", "my_package.batches:p
 PREDICTION = ValueKind("formula, trace or a file", "{formula,trace,FILE}", "formula")
 STEPS = ValueKind("steps, `0,1`, or profile_steps, max_entries and ranks of them", "STEPS", "0,1")
 SWITCH = ValueKind("true or false", None, True)
-OFFLOAD = ValueKind("true, false or states", "states", True, stands_alone=True)
+OFFLOAD = ValueKind("true, false or states", "{states,false}", True, stands_alone=True)
 
 
 @dataclass(frozen=True, slots=True)

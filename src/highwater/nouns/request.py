@@ -34,6 +34,7 @@ from highwater.nouns.declaration import (
     Topic,
     choices_of,
     in_file,
+    meant_word,
     nearest,
     setting,
     word_hint,
@@ -540,7 +541,9 @@ def _check_names(values: Mapping[str, object], spelling: Spelling) -> None:
         hint = "name a directory, an id of the Hub or a catalog model: `highwater find Qwen3-0.6B`"
         if values.get("command"):
             typed = shlex.join(("--trainer", "command", "--command", str(values["command"])))
-            hint = f"name the one that your command trains: `highwater find Qwen3-0.6B {typed}`"
+            own = re.search(r"--model(?:[-_]\w+)*[ =](\S+)", str(values["command"]))
+            one = own[1] if own else "Qwen3-0.6B"
+            hint = f"name the one that your command trains: `highwater find {one} {typed}`"
         raise UsageError(f"{where}no model is named", hint=hint)
     if all(values.get(name) is not None for name in PACKINGS):
         one, other = map(spelling.name, PACKINGS)
@@ -586,7 +589,8 @@ def _mistyped(
         any_other = row.any_other and f"; `{typed(row.any_other)}` stands for any other"
         hint = word_hint(name, shown, allowed, typed=typed, listed=_EVERY_SETTING)
         return UsageError(f"{problem} one of {', '.join(allowed)}", hint=f"{hint}{any_other}")
-    near = nearest(shown, allowed) or row.example or row.kind.example
+    known = (*allowed, "true", "false") if row.stands_alone else allowed
+    near = meant_word(name, shown, known) or row.example or row.kind.example
     works = spelling.setting(name, DEFAULTS.get(name, near))
     if name == "gpus" and spelling is TYPED and " " not in shown:
         with suppress(UsageError):

@@ -164,8 +164,8 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
     """``bf16``: an update rounds to either neighbour at random (engine/training/low_bit.py)."""
     offload: Offload = kinds.OFFLOAD(
         False,
-        "keep parameters, gradients and optimizer states in host memory; states: the "
-        "optimizer's moments alone, and the GPU updates, bit by bit as without",
+        "keep parameters, gradients and optimizer states in host memory; states: the optimizer's "
+        "moments alone, and the GPU updates, bit by bit as without; false: neither is tried",
         labels={True: "Offload", "states": "Offload-states"},
         told={
             True: ("states on host", "all states in host memory"),

@@ -57,8 +57,10 @@ _SURE: dict[Risk | None, str] = {"safe": "Yes", "likely": "Likely", "tight": "Ti
 
 
 def in_lines(answer: str) -> str:
-    """The answer with a line for the settings, for the longest, and for what would fit."""
-    return re.sub(r"(?<=\.) (?=With |The longest |What would fit|Nearest is)", "\n", answer)
+    """The answer with a line for settings that are long, for the longest, for what would fit."""
+    return re.sub(
+        r"(?<=\.) (?=With (?!.{1,40}\.( |$))|The longest |What |Nearest is)", "\n", answer
+    )
 
 
 def prediction_answer(
@@ -78,10 +80,6 @@ def prediction_answer(
     if prediction.explained.footprint.peak.name == GENERATION:
         said += " Generation by transformers ends it, whose keys and values are of a whole batch:"
         said += " `--rollout vllm` has a cache of its own size."
-    if (cost := prediction.cost) is not None:
-        money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
-        many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
-        said += f" {many} tokens take {format_seconds(cost.time_s)}{money}."
     return said
 
 
@@ -94,6 +92,10 @@ def _answered(
     model, where = plain(prediction.model_name), _where(prediction)
     answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
     by = predicted_as(prediction.trainer, known.own_trials if known else 0)
+    if (cost := prediction.cost) is not None:
+        money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
+        many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
+        by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
     if answer is None:
         return _nothing(prediction, f"{where}, {by}", longest, alternatives, change)
     tokens = answer.capacity_tokens or answer.likely_edge_tokens
@@ -101,10 +103,12 @@ def _answered(
     usual = (limit.host_bytes, limit.usual_host)
 
     def told(first: str, each: CellPrediction, length_tokens: int) -> str:
-        return _told(f"{first} on {where}", each, *usual, by=by, is_scaled=length_tokens > native)
+        peak = _peak_phase(prediction, each)
+        said = f"{by}{peak and f'; memory peaks while {peak}'}"
+        return _told(f"{first} on {where}", each, *usual, by=said, is_scaled=length_tokens > native)
 
     if asked is not None:
-        first = f"{_SURE[answer.risk]}: {model} trains {format_tokens(asked)} tokens"
+        first = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native)}"
         return told(first, answer, asked)
     reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
     simplest = prediction.native
@@ -112,7 +116,9 @@ def _answered(
         may = "trains" if answer.capacity_tokens else "may train"
         said = told(f"{model} {may} up to {reach}", answer, tokens)
         return f"{said}{_beside(prediction, answer)}"
-    said = told(f"{model} trains its native {format_tokens(native)} tokens", simplest, native)
+    first = f"{model} trains its native {format_tokens(native)} tokens"
+    first += f" (longest: {_least(answer, native)}{format_tokens(tokens)})" * (tokens > native)
+    said = told(first, simplest, native)
     if tokens <= native:
         fails = answer.does_not_fit_tokens
         said += "" if fails is None else f" {format_tokens(fails)} do not fit."
@@ -126,7 +132,7 @@ def _answered(
 def choice_answer(choice: "GpuChoice") -> str:
     """Say which GPUs train a length for the least money, or are the fewest where nobody knows."""
     best, model = choice.offers[0], plain(choice.model_name)
-    tokens = f"{format_tokens(choice.length_tokens)} tokens"
+    tokens = _tokens(choice.length_tokens, choice.native_length_tokens)
     if best.trained is None:
         kinds = listed([each.device_name for each in choice.offers])
         return f"No: {model} does not train at {tokens} on up to {best.gpus} of {kinds}, predicted."
@@ -196,10 +202,10 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     model = plain(found.model_name)
     where = _where(found, target)
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
-    tokens, chosen = format_tokens(found.length_tokens), found.chosen
+    tokens, chosen = _tokens(found.length_tokens, found.native_length_tokens), found.chosen
     if chosen is None:
         how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        said = f"No: {model} does not train at {tokens} tokens on {where}, {how}."
+        said = f"No: {model} does not train at {tokens} on {where}, {how}."
         is_scaled = found.length_tokens > found.native_length_tokens
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -207,7 +213,7 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
-    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} tokens on {where}"
+    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} on {where}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
@@ -215,6 +221,12 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
         f"{_of_objective(chosen.cell, found.trainer)}{outside and f' {outside}'}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
+
+
+def _tokens(length_tokens: int, native: int) -> str:
+    """A length, and how many times the native one it is, where it is longer."""
+    times = f" ({length_tokens / native:.3g} x native {format_tokens(native)})"
+    return f"{format_tokens(length_tokens)} tokens{times * (length_tokens > native)}"
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
@@ -263,8 +275,8 @@ def _nothing(
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
-    what = f"at {format_tokens(asked or shortest or 0)} tokens{'' if asked else ' or more'}"
     native = prediction.native_length_tokens
+    what = f"at {_tokens(asked or shortest or 0, native)}{'' if asked else ' or more'}"
     said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
     if change:
         most = max(prediction.explained.footprint.peak.terms, key=lambda term: term.bytes)
@@ -587,9 +599,8 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
         ("vLLM generates", awake, rollout.bytes - awake, None),
         ("the step trains", asleep, training - asleep, footprint.host_bytes),
     )
-    said = "" if asked.own_gpus else f"the larger decides: {bars[rollout.bytes < training][0]}; "
-    if told.binding == "rollout":
-        said += "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
+    ends = "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
+    said = ends * (told.binding == "rollout")
     cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
     length = told.capacity_tokens or told.likely_edge_tokens or prediction.length_tokens
     table = table_of(
@@ -610,6 +621,15 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
     return (table,)
 
 
+def _peak_phase(prediction: Prediction, cell: CellPrediction) -> str:
+    """What the GPUs do when their memory peaks; empty where no rollout shares them."""
+    footprint, asked = cell.footprint, prediction.memory_limit.rollout
+    if asked is None or asked.own_gpus or footprint.rollout is None:
+        return ""
+    training = footprint.device_used_bytes - footprint.cached_bytes
+    return "the step trains" if footprint.rollout.bytes < training else "vLLM generates"
+
+
 def _bar(size: int, largest: int) -> str:
     return "#" * round(_LONGEST_BAR * size / largest)
 
@@ -625,7 +645,8 @@ def data_answer(found: "DataLengths") -> str:
         f"{name}: {about}{format_tokens(found.whole_tokens)} tokens hold 99 % of {documents} whole"
     ]
     if found.trained_by is not None:
-        reach = f"up to {format_tokens(found.reach_tokens)}" if found.reach_tokens else "none"
+        reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
+        reach = f"up to {reach}" if reach else "none"
         lines[0] += f"; {plain(found.trained_by)} {reach}"
     if found.cut is not None:
         longer, at = found.documents - found.cut.documents, format_tokens(found.cut.length_tokens)

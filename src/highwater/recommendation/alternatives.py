@@ -30,7 +30,7 @@ MOST_GPUS_TRIED = 64
 """GPUs tried at the most: machines have powers of two."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
-    *("allocator", "loss", "copies", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
+    *("allocator", "loss", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
     "attention_head_groups",
 )
 """Settings that keep rungs, layouts or what saves memory out of what is tried."""
@@ -157,6 +157,9 @@ def _needed_technique(goal: Goal) -> Alternative:
 
 def _techniques(goal: Goal) -> Iterator[_Change]:
     """Changes of settings to try, one after another."""
+    if goal.settings.get("copies", [1]) != [1]:  # typed, or of a user's file
+        one = replace(goal, settings={**goal.settings, "copies": [1]})
+        yield "one copy of the states, in shards", ("--copies", "1"), (), one
     for name in _RESTRICTIONS:
         if name in goal.settings:
             flag = flag_of(name)

@@ -20,7 +20,7 @@ from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
 from highwater.nouns.codec import SETTINGS_BYTES, read_file
 from highwater.nouns.declaration import words_of
-from highwater.nouns.objective import ATTENTION, RolloutRequest, expert_targets
+from highwater.nouns.objective import ATTENTION, TRAITS, RolloutRequest, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
 from highwater.nouns.settings import Settings
@@ -87,6 +87,7 @@ OF_ALL = frozenset(
     )
 )
 OF_LORA = {"lora", "lora_alpha", "lora_targets"}
+OF_ROLLOUT = {*RolloutRequest.__struct_fields__}
 OF_THE_ENGINE = OF_ALL | {
     *("loss", "recompute", "mlp_tiles", "attention_head_groups", "micro_batches", "ring", "copies")
 }
@@ -210,10 +211,11 @@ def hub_id_of(name: str) -> str | None:
 
 def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
     words = shlex.join(words_of(unknown))
-    return UsageError(
-        f"{trainer_title(target)}'s configuration has no words for {words}",
-        hint=f"leave `{words}` out",
-    )
+    problem, hint = f"{trainer_title(target)}'s configuration has no words for", "leave `{}` out"
+    traits = TRAITS.get(str(unknown.get("objective")))
+    if "critic" in unknown or (traits is not None and traits.critic):
+        hint += ": what PPO and its critic take, `highwater predict` says of this engine alone"
+    return UsageError(f"{problem} {words}", hint=hint.format(words))
 
 
 def named(cell: Cell) -> dict[str, object]:

@@ -18,7 +18,7 @@ from highwater.memory.trainers import MEMORY
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
-from highwater.nouns.objective import ALL_LINEAR
+from highwater.nouns.objective import ALL_LINEAR, TRAITS
 from highwater.nouns.settings import RUNG_ROWS, Settings, listed
 from highwater.nouns.study import RecordedTrial, Study
 from highwater.nouns.trainer import FOREIGN, TRAINERS, TrainerName
@@ -99,7 +99,7 @@ class FileSettings(NamedTuple):
 
 
 def settings_of(
-    trainer: TrainerName, path: Path, *, gpus: int, typed: Iterable[str]
+    trainer: TrainerName, path: Path, *, gpus: int, typed: Mapping[str, Any]
 ) -> FileSettings:
     """What a user's file of a trainer says of a step on so many GPUs, but for what is ``typed``.
 
@@ -124,7 +124,17 @@ def settings_of(
         notes.append(ZERO_NOTE)
         found = {}
     if words.length:
+        if "copies" in found and "copies" not in typed:
+            notes.append(f"{source} shards nothing; FSDP from elsewhere is `--copies 1`")
         found = _training(words, config, source, typed, notes) | found
+        if (traits := TRAITS.get(str(typed.get("objective")))) is not None:  # a row is a pair
+            found["sequences_per_micro_batch"] *= traits.documents_together
+        first, _, value = TRAINERS[trainer].reference_first.partition(": ")
+        if first in config and str(config[first]).lower() != value:
+            notes.append(
+                f"{source} has `{first}: {config[first]}`: predicted is `{value}`, and "
+                "a reference that stays takes more"
+            )
         if "paged" in found and not (is_known and (gpus == 1 or "copies" in found)):
             notes.append("paged moments are taken as on the GPU, which takes more")
             del found["paged"]
@@ -165,13 +175,14 @@ def changes(trainer: TrainerName, path: Path, before: Settings, after: Settings)
     into the environment; empty where its files have no words for all of that.
     """
     words = FILE_WORDS[trainer]
+    rows = after.sequences_per_micro_batch // after.traits.documents_together
     *beside, fused = words.fused
     with_it = f" (beside {listed([*beside, *words.fused_by])})" if beside else ""
     keys = {
         **dict.fromkeys(("loss", "liger"), f"`{fused}: true`{with_it}"),
         "activations": "".join(f"`{name}: true`" for name in words.on_host[:1]),
         "recompute": "`gradient_checkpointing: true`",
-        "sequences_per_micro_batch": f"`{words.rows}: {after.sequences_per_micro_batch}`",
+        "sequences_per_micro_batch": f"`{words.rows}: {rows}`",
         "offload": "",
     }
     more = {"loss": "full", "activations": "gpu"}  # what takes more needs no change
@@ -209,8 +220,8 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
         spec, path = trial.spec, Path(foreign.base_config_path or "")
         try:
             if content is not None:
-                typed = _of_a_trial(spec.settings, content, is_launched=is_launched)
-                read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=typed)
+                told = _of_a_trial(spec.settings, content, is_launched=is_launched)
+                read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=dict.fromkeys(told))
                 notes |= dict.fromkeys(read.notes)
                 copies = read.settings.pop("copies", [spec.layout.replicate_degree])
                 layout = msgspec.structs.replace(spec.layout, replicate_degree=copies[0])
@@ -312,8 +323,8 @@ def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) ->
         return _by_zero(zero or mapping_in(launcher, "deepspeed_config"), path)
     fsdp = {**fsdp_keys(config), **fsdp_keys(launcher)}
     if not (config.get("fsdp") or config.get("fsdp_version") or fsdp or mode == "FSDP"):
-        return {"copies": [gpus]} if gpus > 1 else {}
-    found: dict[str, Any] = {}
+        return {"copies": [gpus], "offload": False} if gpus > 1 else {}
+    found: dict[str, Any] = {"offload": False}
     if fsdp.get("fsdp_activation_checkpointing_offload"):
         found["activations"] = "host"
     if fsdp.get("fsdp_offload_params") or "offload" in str(config.get("fsdp")):

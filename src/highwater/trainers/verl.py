@@ -16,11 +16,12 @@ import re
 import shlex
 
 from highwater.errors import UsageError
+from highwater.memory.formula.rollout import ON_PAPER
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.objective import Lora
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.trainers.emitted import Dialect, Emitted, Value, literal, model_lies, yarn_lines
-from highwater.trainers.targets import OF_ALL, OF_LORA, EmitTarget
+from highwater.trainers.targets import OF_ALL, OF_LORA, OF_ROLLOUT, EmitTarget
 
 VERSION = "0.9.1"
 _WORDS = Dialect("verl", "verl", VERSION)
@@ -47,9 +48,11 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
     values = _values(found, chosen, model_path or MODEL_PATH)
     settings = chosen.cell.settings
     said = [
-        "what the rollout keeps on the GPU while the actor trains is not in it, `--reserved` says "
-        "how much, `highwater predict --rollout vllm` what it may be"
+        "what the rollout keeps on the GPU while the actor trains is not in it: `--rollout vllm` "
+        "predicts it, or `--reserved` says how much"
     ]
+    if found.rollout is not None:
+        said = [f"vLLM is on the same GPUs. {ON_PAPER}"]
     if settings.allocator == "expandable":
         said.append(
             "expandable segments: verl turns them on after each exchange of weights; "
@@ -78,7 +81,13 @@ def verl(found: Recommendation, chosen: Candidate, *, model_path: str | None = N
 
 def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[str, Value]:
     budget, offload = chosen.token_budget_tokens, chosen.cell.settings.offloads_model
-    is_on_host = chosen.cell.settings.activations == "host"
+    is_on_host, rollout = chosen.cell.settings.activations == "host", found.rollout
+    vllm: dict[str, Value] = {}
+    if rollout is not None:
+        vllm["gpu_memory_utilization"] = rollout.gpu_memory_utilization or 0
+        vllm["tensor_model_parallel_size"] = rollout.rollout_tensor_parallel
+        vllm["max_num_seqs"] = rollout.rollout_sequences or 0
+        vllm["free_cache_engine"] = True
     return {
         "algorithm.adv_estimator": chosen.cell.settings.objective,
         "trainer.nnodes": 1,
@@ -98,6 +107,7 @@ def _values(found: Recommendation, chosen: Candidate, model_path: str) -> dict[s
         f"{_ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": budget,
         f"{_ROLLOUT}.max_model_len": found.length_tokens,
+        **{f"{_ROLLOUT}.{name}": value for name, value in vllm.items()},
         **_lora_values(chosen.cell.settings.adapters),
     }
 
@@ -146,5 +156,5 @@ TARGET = EmitTarget(
     emit=verl,
     yours=("data and reward, as words after `./launch.sh`: `data.train_files=...`",),
     predicted_for="trinity",
-    knows=OF_ALL | OF_LORA | {"activations"},
+    knows=OF_ALL | OF_LORA | {"activations"} | (OF_ROLLOUT - {"sleep_level"}),
 )

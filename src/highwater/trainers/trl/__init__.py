@@ -50,7 +50,7 @@ from highwater.nouns.study import Study
 from highwater.nouns.trainer import OF_FINETUNERS, SHARED, ForeignTraits, TrainerTraits
 from highwater.nouns.trial import PROMPT_TOKENS, TrialSpec
 from highwater.trainers.foreign import TrialStart
-from highwater.trainers.targets import OF_LORA, OF_THE_ENGINE, EmitTarget
+from highwater.trainers.targets import OF_LORA, OF_ROLLOUT, OF_THE_ENGINE, EmitTarget
 from highwater.trainers.trl import trial
 from highwater.trainers.trl.words import trl
 from highwater.units import MIB
@@ -218,5 +218,5 @@ TARGET = EmitTarget(
     knows=OF_THE_ENGINE
     | OF_LORA
     | {"lora_base", "optimizer", "activations"}
-    | ({*RolloutRequest.__struct_fields__} - {"rollout_sequences"}),
+    | (OF_ROLLOUT - {"rollout_sequences"}),
 )
