@@ -10,6 +10,7 @@ import pytest
 from environments import program_of
 
 import highwater
+from highwater.api.search import prepare_trial
 from highwater.errors import HighwaterError
 from highwater.model.model import load_model
 from highwater.nouns.request import request_from
@@ -115,7 +116,7 @@ def test_what_trl_cannot_be_told_is_refused_before_anything_starts(model):
 def test_a_trial_that_is_ended_leaves_nothing(model, tmp_path, phase):
     ended = Event()
     request = request_from({"model": str(model), **settings(memory=ROOMY)})
-    spec = highwater.api.search.prepare_trial(request, 4096)
+    spec = prepare_trial(request, 4096)
     launcher = ForeignLauncher(log_directory=tmp_path / "logs", timeout_s=600)
 
     def on_phase(told: str) -> None:

@@ -466,8 +466,9 @@ LIGER: frozenset[str] = frozenset(
 CUT_CROSS_ENTROPY: frozenset[str] = frozenset(
     (
         *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "exaone_moe", "glm"),
-        *("glm4_moe", "granite", "granitemoe", "granitemoeshared", "minimax_m2", "ministral3"),
-        *("olmo", "olmoe", "qwen2_moe", "seed_oss"),
+        *("gemma4_text", "glm4_moe", "granite", "granitemoe", "granitemoehybrid"),
+        *("granitemoeshared", "minimax_m2", "ministral3", "olmo", "olmoe", "qwen2_moe"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
     )
 )
 """Families that train here and whose loss Axolotl fuses by Cut Cross Entropy, and not by Liger."""

@@ -13,10 +13,11 @@ slice for each layer would fill a tensor of zeros as large as all of them, layer
 Shapes:  B 1  T tokens  L layers  P numbers of a layer's embedding  E hidden size
 """
 
+from collections import UserDict
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
@@ -26,7 +27,7 @@ def hand_over_earlier_keys(causal_lm: PreTrainedModel) -> None:
     Parameters keep their names; what is computed stays the same.
     """
     backbone: Any = getattr(causal_lm, causal_lm.base_model_prefix)
-    if hasattr(backbone, "_maybe_slice_kv_shared_inputs"):
+    if hasattr(backbone, "project_per_layer_inputs"):
         kind = type(backbone)
         backbone.__class__ = type(kind.__name__, (_HandsOver, kind), {})
 
@@ -49,7 +50,7 @@ class _HandsOver:
 
     def _maybe_slice_kv_shared_inputs(self, *of_tokens: Any, **_: Any) -> tuple[Any, ...]:
         """Keep every token in hidden states, embeddings, positions and masks: a slice of them all
-        would copy their gradient.
+        would copy their gradient. transformers before 5.23 cuts none.
         """
         return of_tokens[:4]
 
@@ -67,9 +68,10 @@ class _ByLayer:
 
 def _earlier_keys() -> Any:
     """Return a mapping of keys and values by kind of layer, which drops what is stored again."""
-    from transformers.cache_utils import KVSharingDict
+    # transformers before 5.23 hands over any UserDict, later ones their own kind
+    kind: Any = getattr(cache_utils, "KVSharingDict", UserDict)
 
-    class EarlierKeys(KVSharingDict):
+    class EarlierKeys(kind):
         def __setitem__(self, kind: str, tensors: tuple[Tensor, ...]) -> None:
             if kind in self:  # its layer is recomputed: all layers that read it have gone backward
                 del self[kind]
