@@ -117,7 +117,8 @@ def simplest_of(prediction: Prediction, tokens: int) -> tuple[str, Cell | None]:
     for each in cells:
         if each.capacity_tokens >= tokens:
             return f"{each.cell.words}{' ?' * is_open}", each.cell
-        is_open |= each.does_not_fit_tokens is None
+        too_long = each.does_not_fit_tokens
+        is_open |= too_long is None or tokens < too_long  # it was not asked of every length
     return "?" if is_open else "-", None
 
 

@@ -79,7 +79,9 @@ class ChooserPlace:
     answers: tuple[Answer, ...]
     """Answers, the shortest length first."""
     longest_tokens: int | None
-    """The longest length that is known to fit, safe if any is; None: none fits."""
+    """The longest length that fits by the pessimistic end, as predictions have it; else the longest
+    that is only tight; None: none fits.
+    """
 
 
 def known_recommendation(
@@ -254,7 +256,7 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
     if not answers:
         answers = tuple(_known_answers(made, group))
     fitting = [each.found for each in answers if each.found.chosen is not None]
-    sure = [each for each in fitting if each.chosen and each.chosen.risk in (None, "safe")]
+    sure = [each for each in fitting if each.chosen and each.chosen.risk != "tight"]
     return ChooserPlace(
         model_name=first.model_name,
         device_name=table.device_name,
