@@ -3,6 +3,7 @@
     python docs/results/families/gemma_times.py --predict >> docs/results/families/gemma_times.jsonl
     python docs/results/families/gemma_times.py --measure steps attention >> \
         docs/results/families/gemma_times.jsonl
+    python docs/results/families/gemma_times.py --predict --unfitted   # and --measure
     python docs/results/families/gemma_times.py --table
 
 Each line of ``gemma_times.jsonl`` is a document: one attention of one layer, forward and both ways,
@@ -38,6 +39,16 @@ TRIALS = tuple(
     )
 )
 """What ``highwater try`` is asked: adapters on all linear layers, of the mixture on attention."""
+UNFITTED = tuple(
+    f"{trial} {COMMON}"
+    for trial in (
+        "gemma-4-E4B --length 65536 --lora 16 --activations host",
+        "gemma-4-E2B --length 32768 --lora 16 --activations gpu",
+        "gemma-4-31B --length 8192 --lora 16 --activations gpu",
+        "gemma-4-26B-A4B --length 32768 --lora 16 --activations host",
+    )
+)
+"""Trials of which no constant is made: predicted, committed, and then measured once."""
 LIMIT_S = 100
 """A trial that takes longer is ended."""
 
@@ -65,13 +76,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--measure", nargs="+", default=[], choices=("steps", "attention"))
     parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--unfitted", action="store_true")
     parser.add_argument("--table", action="store_true")
     words = parser.parse_args()
+    trials = UNFITTED if words.unfitted else TRIALS
     asked: list[Iterator[dict[str, Any]]] = []
     if words.predict:
-        asked.append(map(predicted, TRIALS))
+        asked.append(map(predicted, trials))
     if "steps" in words.measure:
-        asked.append(map(tried, TRIALS))
+        asked.append(map(tried, trials))
     if "attention" in words.measure:
         asked.append(attentions())
     for line in chain.from_iterable(asked):
@@ -218,6 +231,19 @@ def table(lines: list[dict[str, Any]]) -> str:
         cells.append(f"{peak / 2**30:.3f} GiB")
         cells += [f"{each['allocated_bytes'] / peak - 1:+.2%}" for each in (said[0], said[-1])]
         rows.append(f"| {trial.replace(f' {COMMON}', '')} | {' | '.join(cells)} |")
+    rows += ["", "| nothing fitted to it | a step | predicted before | allocated | predicted |"]
+    rows.append(f"| --- |{' ---: |' * 4}")
+    for trial in UNFITTED:
+        said, found = (
+            next(line for line in lines if (line["what"], line.get("trial")) == (what, trial))
+            for what in ("prediction", "step")
+        )
+        step_s, peak = found["step_times_s"][-1], found["peak_allocated_bytes"]
+        rows.append(
+            f"| {trial.replace(f' {COMMON}', '')} | {step_s:.2f} s "
+            f"| {said['time_s']:.2f} s, {said['time_s'] / step_s - 1:+.0%} | {peak / 2**30:.3f} GiB "
+            f"| {said['allocated_bytes'] / peak - 1:+.2%} |"
+        )
     return "\n".join(rows)
 
 
