@@ -240,9 +240,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         )
         step_s, peak = found["step_times_s"][-1], found["peak_allocated_bytes"]
         rows.append(
-            f"| {trial.replace(f' {COMMON}', '')} | {step_s:.2f} s "
-            f"| {said['time_s']:.2f} s, {said['time_s'] / step_s - 1:+.0%} | {peak / 2**30:.3f} GiB "
-            f"| {said['allocated_bytes'] / peak - 1:+.2%} |"
+            f"| {trial.replace(f' {COMMON}', '')} "
+            f"| {step_s:.2f} s | {said['time_s']:.2f} s, {said['time_s'] / step_s - 1:+.0%} "
+            f"| {peak / 2**30:.3f} GiB | {said['allocated_bytes'] / peak - 1:+.2%} |"
         )
     return "\n".join(rows)
 
