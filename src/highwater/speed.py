@@ -145,7 +145,7 @@ class KernelRates(NamedTuple):
 
 _WIDE_HEADS = KernelRates(forward=143e12, backward=181e12, half_rows=260)
 """Heads wider than fused kernels take, by blocks of matrix products. Source, as of the next:
-docs/results/families/gemma_times.jsonl, from 8,192 to 131,072 tokens."""
+docs/results/families/gemma_times.ndjson, from 8,192 to 131,072 tokens."""
 _WINDOWS = KernelRates(forward=280e12, backward=185e12)
 """Windows with heads of 256 numbers, the most that flash attention takes."""
 _UNLIKE_LAUNCHES, _UNLIKE_BYTES = 4.1, 75

@@ -243,7 +243,7 @@ def test_grpo_with_vllm_on_the_same_gpus_is_told_in_trls_own_words():
     }
     assert {f"grpo.{name}" for name in told} <= {*recorded("trl", trl_file.VERSION)}
     assert "its sleep mode does not start" in emitted.text
-    with pytest.raises(UsageError, match="no words for --rollout vllm"):
+    with pytest.raises(UsageError, match="no words for --sleep-level 2"):
         refuse_unknown_settings("verl", asked, "highwater")
 
 

@@ -216,16 +216,10 @@ def test_what_its_class_does_not_build_is_refused_by_its_field(tmp_path, changes
     assert refusal.value.hint
 
 
-def test_the_last_layer_attends_in_full_and_layers_without_keys_have_no_adapters(tmp_path):
+def test_the_last_layer_attends_in_full(tmp_path):
     kinds = [SLIDING, FULL, SLIDING, SLIDING]
     shape = shape_of(tmp_path, layer_types=kinds, num_hidden_layers=4, num_kv_shared_layers=0)
     assert shape.runs[-1].kind.attention.window_tokens is None
-    shape = shape_of(tmp_path)
-    lora = Lora(rank=4, alpha=8.0, targets="k_proj")
-    counts = [len(adapter_matrices(run.kind, shape.model_type, lora)) for run in shape.runs]
-    assert counts == [2] * 4 + [0] * 2
-    with pytest.raises(UsageError, match="projection of embeddings for its layers"):
-        refuse_no_target(shape, Lora(rank=4, alpha=8.0))
 
 
 def test_no_ring_attends_with_heads_wider_than_kernels_take(tmp_path):

@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
+import psutil
 import pynvml
 import pytest
 
@@ -89,6 +91,8 @@ def test_a_gpu_in_use_is_reported_with_bytes_and_processes_and_a_free_one_is_off
 def test_ranks_that_end_since_their_launcher_was_killed_are_waited_for():
     words = [sys.executable, "-c", "import time; time.sleep(1)", "highwater.engine.training.worker"]
     with subprocess.Popen(words) as rank:
+        while words[-1] not in psutil.Process(rank.pid).cmdline():
+            time.sleep(0.01)  # it has none for a moment
         refuse_busy_gpus(machine_with(1, processes=(rank.pid,)), count=1)
         assert rank.poll() is not None
 

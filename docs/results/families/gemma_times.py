@@ -1,12 +1,12 @@
 """How long attention and whole steps of Gemma 4 take on one GPU.
 
-    python docs/results/families/gemma_times.py --predict >> docs/results/families/gemma_times.jsonl
+    python docs/results/families/gemma_times.py --predict >> docs/results/families/gemma_times.ndjson
     python docs/results/families/gemma_times.py --measure steps attention >> \
-        docs/results/families/gemma_times.jsonl
+        docs/results/families/gemma_times.ndjson
     python docs/results/families/gemma_times.py --predict --unfitted   # and --measure
     python docs/results/families/gemma_times.py --table
 
-Each line of ``gemma_times.jsonl`` is a document: one attention of one layer, forward and both ways,
+Each line of ``gemma_times.ndjson`` is a document: one attention of one layer, forward and both ways,
 in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
 weights; or what was predicted of such a trial before. Steps are measured before this process holds
 anything of the GPU, attention from the shortest length to the longest. Both take three minutes on
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from hybrids import COMMON, asked, figures
 
-FILE = Path(__file__).with_suffix(".jsonl")
+FILE = Path(__file__).with_suffix(".ndjson")
 LENGTHS = {8_192: 5, 32_768: 3, 131_072: 1}
 """Tokens of the one document, and how often it is timed."""
 TRIALS = tuple(
