@@ -49,7 +49,7 @@ BASIS_IN_WORDS: dict[Basis, str] = {
     "scaled by data sheets; there no trial was timed, around a ring one (docs/results/families)",
     "of_wide_heads": "heads wider than 256 numbers attend by blocks of matrix products, as no "
     "fused kernel takes them; these and windows with heads of 256 were timed on an H200, and the "
-    "rest is by a GPU's rates: nine trials on H200s took 0.93 to 1.15 times as long; on other "
+    "rest is by a GPU's rates: ten trials on H200s took 0.90 to 1.15 times as long; on other "
     "kinds all are scaled by data sheets (docs/results/families)",
 }
 """Accuracy of predicted times, as notes say it."""

@@ -166,4 +166,4 @@ def test_steps_of_gemma_4_take_as_long_as_notes_say(words, measured_s):
     found = highwater.predict(name, gpus="1xH200-141GB", ulysses=1, **asked)
     (step,) = (c.step for c in found.cells if not c.cell.settings.offload)
     assert step is not None
-    assert 0.95 < measured_s / step.time_s < 1.15
+    assert 0.90 < measured_s / step.time_s < 1.15
