@@ -1,13 +1,13 @@
 """How long attention and whole steps of Gemma 4 take on one GPU.
 
-    python docs/results/families/gemma_times.py --predict >> docs/results/families/gemma_times.ndjson
-    python docs/results/families/gemma_times.py --measure steps attention >> \
-        docs/results/families/gemma_times.ndjson
-    python docs/results/families/gemma_times.py --predict --unfitted   # and --measure
-    python docs/results/families/gemma_times.py --table
+    cd docs/results/families
+    python gemma_times.py --predict >> gemma_times.ndjson
+    python gemma_times.py --measure steps attention >> gemma_times.ndjson
+    python gemma_times.py --predict --unfitted  # and --measure steps
+    python gemma_times.py --table
 
-Each line of ``gemma_times.ndjson`` is a document: one attention of one layer, forward and both ways,
-in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
+Each line of ``gemma_times.ndjson`` is a document: one attention of one layer, forward and both
+ways, in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
 weights; or what was predicted of such a trial before. Steps are measured before this process holds
 anything of the GPU, attention from the shortest length to the longest. Both take three minutes on
 an H200; what is measured is said on stderr. ``run`` was added to the lines: between the first and
