@@ -7,11 +7,11 @@
     python gemma_times.py --table
 
 Each line of ``gemma_times.ndjson`` is a document: one attention of one layer, forward and both
-ways, in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with random
-weights; or what was predicted of such a trial before. Steps are measured before this process holds
-anything of the GPU, attention from the shortest length to the longest. Both take three minutes on
-an H200; what is measured is said on stderr. ``run`` was added to the lines: between the first and
-the second one rows of wide heads were aligned.
+ways, in bfloat16 by the engine's own path; one trial of ``highwater try``, two full steps with
+random weights; or what was predicted of such a trial before. Steps are measured before this process
+holds anything of the GPU, attention from the shortest length to the longest. Both take three
+minutes on an H200; what is measured is said on stderr. ``run`` was added to the lines: between the
+first and the second one rows of wide heads were aligned.
 """
 
 import argparse
