@@ -79,8 +79,8 @@ class ChooserPlace:
     answers: tuple[Answer, ...]
     """Answers, the shortest length first."""
     longest_tokens: int | None
-    """The longest length that fits by the pessimistic end, as predictions have it; else the longest
-    that is only tight; None: none fits.
+    """The longest length that leaves the headroom, as predictions have it; else the longest that
+    fits; None: none does.
     """
 
 
@@ -256,7 +256,7 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
     if not answers:
         answers = tuple(_known_answers(made, group))
     fitting = [each.found for each in answers if each.found.chosen is not None]
-    sure = [each for each in fitting if each.chosen and each.chosen.risk != "tight"]
+    sure = [each for each in fitting if _leaves_headroom(each)]
     return ChooserPlace(
         model_name=first.model_name,
         device_name=table.device_name,
@@ -265,6 +265,14 @@ def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float
         answers=answers,
         longest_tokens=max((each.length_tokens for each in sure or fitting), default=None),
     )
+
+
+def _leaves_headroom(found: Recommendation) -> bool:
+    """True if what was chosen was measured, or leaves the headroom and its pessimistic end fits."""
+    chosen = found.chosen
+    if chosen is None or chosen.risk == "tight":
+        return False
+    return chosen.risk is None or (chosen.headroom_bytes or 0) >= found.margin_bytes
 
 
 def _ends(group: Sequence[_Own]) -> tuple[int, int]:
