@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_490,
+    "src_lines": 72_492,
     "src_files": 287,
     "src_small_files": 10,
     "process_starts": 1,
@@ -29,8 +29,8 @@ trainer: 20, and vLLM's own settings where it has no room: the last 6; the delta
 chunks and norms that add 1, each a kernel beside its twin: four, 443 lines; the delta rule around
 a ring: 221 lines; counts and prices of GPUs, which no issue allowed: 218; a user's own file
 answered in its keys, vLLM in TRL's words, attention sinks and heads of 512 in other trainers, and
-the dead ends of thirty blind questions: 471, and ZeRO as thirteen steps had it: 18, of which
-314 are not paid for yet)."""
+the dead ends of thirty blind questions: 473, and ZeRO as thirteen steps had it: 18, of which
+316 are not paid for yet)."""
 WALKED = {
     "predict": {"modules": 84, "files": 52},
     "find": {"modules": 200, "files": 121},

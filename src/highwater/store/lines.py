@@ -208,6 +208,8 @@ def _edge_gaps(question: Question, answer: CellAnswer, shown: _Shown) -> Iterato
         yield f"no trial of {_tokens(beyond)} ran out of host memory"
     elif answer.limit == "ceiling" and longer:
         yield f"it says that the longest length fit, and there are {longer} longer ones to try"
+    elif answer.limit == "time" and not longer:
+        yield "it says that time ended it, and there is no longer length to try"
     elif answer.limit == "time" and ends:
         yield f"it says that time ended it, and a trial of {_tokens(beyond)} told"
     elif answer.limit == "inconclusive" and not shown.crashed:
