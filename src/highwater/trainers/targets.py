@@ -212,8 +212,8 @@ def hub_id_of(name: str) -> str | None:
 def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
     words = shlex.join(words_of(unknown))
     problem, hint = f"{trainer_title(target)}'s configuration has no words for", "leave `{}` out"
-    traits = TRAITS.get(str(unknown.get("objective")))
-    if "critic" in unknown or (traits is not None and traits.critic):
+    needs_critic = [name for name, traits in TRAITS.items() if traits.critic]
+    if "critic" in unknown or unknown.get("objective") in needs_critic:
         hint += ": what PPO and its critic take, `highwater predict` says of this engine alone"
     return UsageError(f"{problem} {words}", hint=hint.format(words))
 

@@ -127,8 +127,8 @@ def settings_of(
         if "copies" in found and "copies" not in typed:
             notes.append(f"{source} shards nothing; FSDP from elsewhere is `--copies 1`")
         found = _training(words, config, source, typed, notes) | found
-        if (traits := TRAITS.get(str(typed.get("objective")))) is not None:  # a row is a pair
-            found["sequences_per_micro_batch"] *= traits.documents_together
+        if typed.get("objective") in [name for name, traits in TRAITS.items() if traits.pairs]:
+            found["sequences_per_micro_batch"] *= 2  # a row is a pair
         first, _, value = TRAINERS[trainer].reference_first.partition(": ")
         if first in config and str(config[first]).lower() != value:
             notes.append(
