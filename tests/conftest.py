@@ -28,12 +28,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    gc.disable()  # until all is collected
 
 
 def pytest_collection_finish() -> None:
-    """What is collected stays: no collection of garbage walks through it again."""
+    """What is collected stays: no collection of garbage walks through it again, and those of what
+    tests make are rarer.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
