@@ -1,6 +1,7 @@
 """What `make test` says it runs, it runs."""
 
 import os
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -42,6 +43,14 @@ def test_ci_runs_the_whole_suite_and_test_all_with_every_combination(pytestconfi
     for kind in ("pages", "emit", "ray"):
         assert f"test-{kind}" in recipe("test-all")
         assert f" -m {kind}" in recipe(f"test-{kind}") or f"-m '{kind} or" in recipe(f"test-{kind}")
+
+
+def test_what_runs_with_the_oldest_versions_is_there():
+    found = re.findall(r"(tests/\w+/test_),\$\(addsuffix \.py,([^)]*)\)", recipe("test-oldest"))
+    names = [(start, name) for start, named in found for name in named.replace("\\", "").split()]
+    files = [ROOT / f"{start}{name}.py" for start, name in names]
+    assert len(files) > 10
+    assert [path for path in files if not path.exists()] == []
 
 
 def test_pages_are_never_passed_over_in_silence(tmp_path):
