@@ -17,6 +17,7 @@ largest of its block, which torchao takes to be 1e-12 at the least: e_m = 0.9 / 
 """
 
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any, cast
 
 import pytest
@@ -299,6 +300,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("shape", [(512, 256), (96, 40), (43, 45), (2, 3), (1, 64)])
 def test_a_packed_weight_is_bitsandbytes(shape, dtype):
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if weight.numel() % 2 and version("bitsandbytes") == "0.49.0":
+        pytest.skip("bitsandbytes 0.49.0 packs no odd count of numbers on the CPU")
     with torch.compiler.set_stance("force_eager"):  # it would compile C++ for the odd shapes
         codes, state = quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
         whole = dequantize_4bit(codes, state)
