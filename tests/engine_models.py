@@ -40,7 +40,9 @@ def built(
     config: PreTrainedConfig | None = None,
     **how: Any,
 ) -> Decoder:
-    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``."""
+    """The model of a folder, or a random one of a config, computed and sharded in ``dtype``; layers
+    are recomputed and logits whole, unless ``how`` says otherwise.
+    """
     usual = {"loss": "full", "recompute": "layer", "compute_dtype": dtype, "master_dtype": dtype}
     return build(
         config or read_config(str(directory), length_tokens=length_tokens, rope="auto"),

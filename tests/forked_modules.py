@@ -1,4 +1,7 @@
-"""A process that imports this, or is forked from one that has, forks what it starts of ours."""
+"""A process that imports this, or is forked from one that has, starts modules of ours as forks of
+itself: they are processes as ever, with their own streams, groups and limits, but for the seconds
+that PyTorch takes to be imported.
+"""
 
 import importlib
 import os

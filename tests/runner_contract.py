@@ -1,4 +1,8 @@
-"""What every runner does, whatever it starts and wherever."""
+"""What every runner does, whatever it starts and wherever: one class of tests, a subclass for each.
+
+A subclass has the fixture ``runner``, a fresh one with nothing running, and says which trials of
+its trainer end how.
+"""
 
 import time
 from concurrent.futures import Future, wait

@@ -14,5 +14,7 @@ def table(file: str, name: str) -> Any:
 
 
 def deep(*cases: Any) -> tuple[Any, ...]:
-    """These cases where ``HIGHWATER_DEEP`` is set, as `make test-all` sets it."""
+    """These cases where ``HIGHWATER_DEEP`` is set, as `make test-all` sets it, and none elsewhere;
+    the processes that a test starts are told, too.
+    """
     return cases if os.environ.get("HIGHWATER_DEEP") else ()

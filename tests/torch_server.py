@@ -1,4 +1,6 @@
-"""The process that has imported PyTorch, transformers and the engine, and forks what is ordered."""
+"""The process that has imported PyTorch, transformers, the engine and the tracer, from which ranks,
+traces and pieces of code are forked: one for all tests of a process.
+"""
 
 from importlib.util import find_spec
 

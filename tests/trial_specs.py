@@ -1,4 +1,6 @@
-"""Trials, questions of one cell, answers and trainings, each by what is special of it."""
+"""Trials, questions of one cell, their answers, and trainings, which a test describes by what is
+special of them; and a simulated runner whose trials take time.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -80,7 +82,9 @@ def question_on(grid: Grid, *cells: Cell, model: str = "Qwen3-0.6B", **changes: 
 
 
 def answer_of(cell: Cell, fits: int | None, fails: int | None, **fields: Any) -> CellAnswer:
-    """An answer that memory ended: of the longest length that fits and the next one."""
+    """An answer that memory ended, of the longest length that fits and the next one, which does
+    not, unless ``fields`` say otherwise.
+    """
     usual = {"limit": "memory", "reason": "memory ran out", "trials": 2}
     return CellAnswer(cell=cell, capacity_tokens=fits, does_not_fit_tokens=fails, **usual | fields)
 
@@ -134,7 +138,9 @@ def corpus_of(**fields: Any) -> Corpus:
 
 
 def rank_that_used(used_bytes: int | None, of_bytes: int = 80 * GIB, **fields: Any) -> RankReport:
-    """What rank 0 says of a GPU that it used so much of, all its budget being the allocator's."""
+    """What rank 0 says of a GPU that it used so much of, all of its budget being the
+    allocator's.
+    """
     budget = MemoryBudget(
         budget_bytes=of_bytes, context_bytes=0, nccl_bytes=0, allocator_cap_bytes=of_bytes
     )

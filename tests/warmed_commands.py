@@ -1,4 +1,6 @@
-"""A process that imports this has answered a command of each family."""
+"""A process that imports this has answered a command of each family: what is forked from it finds
+its imports made, catalogs read, and the parser, decoders and traces there.
+"""
 
 import contextlib
 import io
