@@ -1,6 +1,8 @@
 """Log-probabilities and entropies against log_softmax in float64."""
 
+import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from closeness import assert_near, with_gradients
 from highwater.engine.data.batches import Document, pack, shard
 from highwater.engine.kernels import rows as row_kernels
 from highwater.engine.models import loss as loss_module
+from highwater.engine.models.decoder import MicroBatchStatistics
 from highwater.engine.models.loss import LogitRange, chunk_rows, token_statistics
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.engine.training import objectives
 from highwater.engine.training.objectives import sft, sft_logprob_gradient
+from highwater.engine.training.step import Training, backward_of
 from highwater.model.families import PLAIN, LogitTransform
 
 TOLERANCE = {"float64": 1e-12, "float32": 5e-6, "bfloat16": 1e-2}
@@ -105,6 +109,48 @@ def test_a_known_gradient_saves_computing_logits_twice(loss, monkeypatch):
         flops.append(counter.get_total_flops())
     logits = 2 * 256 * 8 * 11
     assert flops[0] - flops[1] == (logits if loss == "chunked" else 0)
+
+
+def test_sft_tells_its_loss_the_gradient_that_its_objective_has_and_no_other_does():
+    """Of all trained tokens, not of one micro-batch's."""
+    batches = [pack([Document(ids, ids)]) for ids in (torch.arange(5), torch.arange(9))]
+    for asked, logprob_gradient in (
+        ("sft", sft_logprob_gradient(trained_tokens=4 + 8)),
+        ("ppo", None),
+    ):
+        policy = Listening()
+        mesh: Any = SimpleNamespace(size=lambda: 1, device_type="cpu")
+        training = Training(
+            policy=policy,
+            optimizer=torch.optim.SGD(policy.parameters()),
+            mesh=mesh,
+            objective=asked,
+        )
+        backward_of(
+            training,
+            batches
+            if asked == "sft"
+            else [dataclasses.replace(batch, rewards=(1.0,)) for batch in batches],
+        )
+        assert policy.gradients_told == [logprob_gradient, logprob_gradient]
+
+
+class Listening(torch.nn.Module):
+    """A policy whose log-probabilities are all one parameter."""
+
+    gives_scalars = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.gradients_told: list[float | None] = []
+
+    def forward(self, *batch: Any) -> MicroBatchStatistics:
+        _, _, positions_N, _, _, logprob_gradient = batch
+        self.gradients_told.append(logprob_gradient)
+        return MicroBatchStatistics(
+            self.weight.expand(len(positions_N)), torch.zeros(len(positions_N)), None
+        )
 
 
 def test_entropies_of_a_loss_with_a_known_gradient_are_no_part_of_it():
