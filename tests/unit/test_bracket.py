@@ -50,6 +50,17 @@ def test_a_hint_at_the_edge_takes_the_two_trials_that_prove_it(size, data):
         assert search(Bracket(size, first=hint), capacity) <= 2
 
 
+@given(SIZES, st.data())
+def test_a_capacity_in_tiles_is_found_above_shorter_lengths_that_do_not_fit(size, data):
+    tiled_from = data.draw(st.integers(1, size))
+    capacity = data.draw(st.integers(tiled_from, size))
+    untiled = data.draw(st.integers(0, tiled_from - 1))
+    bracket = Bracket(size, data.draw(st.integers(tiled_from, size)), tiled_from=tiled_from)
+    while (index := bracket.ask()) is not None:
+        bracket.tell(index, index <= untiled or tiled_from <= index <= capacity)
+    assert bracket.fits == capacity
+
+
 @pytest.mark.parametrize(
     ("capacity", "without", "worst"),
     [(0, 1, 4), (1, 2, 5), (2, 4, 7), (4, 6, 9), (8, 8, 11), (64, 14, 17)],

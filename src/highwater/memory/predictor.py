@@ -105,12 +105,6 @@ class FormulaPredictor:
         fits = fits and found.fits_host(limit.host_bytes) and not found.lacks_for_rollout_bytes
         return PredictedPeak(footprint=found, needed_bytes=needed_bytes, fits=fits)
 
-    @property
-    def fits_host(self) -> bool:
-        """Whether the host holds what trials keep there at the shortest length."""
-        shortest = self.at(self.question.grid.length(1)).footprint
-        return shortest.fits_host(self.memory_limit.host_bytes)
-
     def sure_bytes(self, factors: Factors | None) -> int:
         """The room for a prediction that leaves the headroom, and whose upper end fits."""
         limit_bytes = self.memory_limit.device_bytes
@@ -209,7 +203,7 @@ def predict_cell(
     formula = predictor.formula
     question, whole_bytes = formula.question, formula.memory_limit.device_bytes
     grid, size = question.grid, max(1, question.size_of(formula.cell))
-    if not formula.fits_host:
+    if not formula.at(grid.length(1)).footprint.fits_host(formula.memory_limit.host_bytes):
         bound = predict_at(formula, grid.length(1), factors)
         return msgspec.structs.replace(bound, likely_tokens=0)
     sure_bytes, likely = formula.sure_bytes(factors), None

@@ -12,7 +12,7 @@ from highwater.nouns.codec import Record, key_of
 from highwater.nouns.declaration import MOST_LENGTHS, MOST_REPEATS
 from highwater.nouns.environment import Environment
 from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.layout import Layout
+from highwater.nouns.layout import EXPERT_TILE_TOKENS, TILED_EXPERTS, Layout
 from highwater.nouns.settings import NOTHING_SET, Settings, short_settings
 from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import PROMPT_TOKENS, Device, Outcome, TrialResult, TrialSpec
@@ -245,17 +245,31 @@ class Question(Record, frozen=True, kw_only=True):
             return self.grid.size
         return min(self.grid.size, self.grid.index_at_most(longest))
 
-    def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
-        """First and last index of lengths that pack as many sequences, from ``size`` down to 1."""
+    def tiled_from(self, cell: Cell) -> int:
+        """Index of the shortest length whose experts go in tiles: some shorter ones take more.
+        0 where they never do, or where a token budget says how much is packed.
+        """
+        settings = cell.settings
+        can_tile = self.model.shape.model_type in TILED_EXPERTS
+        if not can_tile or settings.token_budget_tokens is not None:
+            return 0
+        whole_tokens = EXPERT_TILE_TOKENS * cell.layout.context_degree
+        return self.grid.index_at_most(whole_tokens // settings.sequences_per_micro_batch) + 1
 
-        def sequences(index: int) -> int:
-            length_tokens, degree = self.grid.length(index), cell.layout.context_degree
-            return cell.settings.sequences(length_tokens, context_degree=degree)
+    def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
+        """First and last index of lengths of which a longer one takes more, from ``size`` down to
+        1: they pack as many sequences, and all or none of them have experts in tiles.
+        """
+        tiled_from, degree = self.tiled_from(cell), cell.layout.context_degree
+
+        def packed(index: int) -> tuple[int, bool]:
+            # Sequences fall as lengths grow: negated they are in the order that bisect asks for.
+            length_tokens = self.grid.length(index)
+            sequences = cell.settings.sequences(length_tokens, context_degree=degree)
+            return -sequences, 0 < tiled_from <= index
 
         while size:
-            # Sequences fall as lengths grow: negated they are in the order that bisect asks for.
-            shorter = range(1, size + 1)
-            first = bisect_left(shorter, -sequences(size), key=lambda other: -sequences(other)) + 1
+            first = bisect_left(range(1, size + 1), packed(size), key=packed) + 1
             yield first, size
             size = first - 1
 

@@ -11,7 +11,7 @@ Trials for a capacity at index n, if longer never takes less (``tests/unit/test_
     with a hint up to n  no more than without
     with a longer hint   at most ``HINT_COST`` more, however wrong the hint is
     with n or n + 1      2, the fewest that prove an answer
-    with least_packed    at most one more, also for n = 0
+    with least_packed    at most one more, also for n = 0; with tiled_from one more
 
 These bounds hold for ``bisect``, and for ``linear`` from a start that does not fit. From a start
 that fits, ``linear`` tries each index up to n + 1.
@@ -32,6 +32,8 @@ class Bracket:
     ``first`` is the index to try first: a hint for ``bisect``, the carried start for ``linear``,
     which scans upwards from there. ``least_packed`` is the index that takes the least memory. With
     a token budget it may be above 1, and must fail too before the answer is that nothing fits.
+    ``tiled_from`` is an index that may fit though some below it do not, 0 for none: a bisection
+    that comes from above tries it before those.
 
     Outcomes may be told in any order, more than once, and for indices that were never asked for.
     If they are not monotone, all are kept: ``fits`` is the longest index that fit, the search goes
@@ -46,11 +48,13 @@ class Bracket:
         method: Method = "bisect",
         *,
         least_packed: int = 1,
+        tiled_from: int = 0,
     ) -> None:
         self._size = size
         self._first = min(max(first or 1, 1), size)
         self._method: Method = method
         self._least_packed = least_packed
+        self._tiled_from = tiled_from if tiled_from <= self._first else 0
         self._fit: set[int] = set()
         self._failed: set[int] = set()
         self._undecided: set[int] = set()
@@ -127,8 +131,9 @@ class Bracket:
             return self._least_packed
         # The hint, then further below while they fail: a good one is off by a step or a few per
         # cent. Far above the capacity it says nothing, and costs no more than these trials.
-        first = self._first
-        for index in (first, first - 1, first - max(2, first // 4), self._least_packed):
+        first, tiled_from = self._first, self._tiled_from
+        below = max(first - max(2, first // 4), tiled_from)
+        for index in (first, first - 1, below, tiled_from, self._least_packed):
             if self.fits < index < self.end:
                 return index
         # Gallop away from the start, unless a shorter length failed: longer ones may pack as much.

@@ -65,8 +65,11 @@ class CellSearch:
         self.cell = cell
         self._question = question
         size = question.size_of(cell)
-        packed = least_packed(question, cell, size)
-        self._bracket = Bracket(size, first, question.method, least_packed=packed)
+        self._bracket = Bracket(
+            *(size, first, question.method),
+            least_packed=least_packed(question, cell, size),
+            tiled_from=question.tiled_from(cell),
+        )
         self._outcomes = CellOutcomes(question, cell, self._bracket)
         self._recorded = recorded_trials(question, known)
         """Recorded trials that have not been used yet, in their order."""
