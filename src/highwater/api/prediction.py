@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -115,7 +113,7 @@ def predict(
     if asked != RolloutRequest():
         traits = TRAINERS[trainer].rollout
         beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
-        memory_limit = msgspec.structs.replace(memory_limit, rollout=beside)
+        memory_limit = memory_limit.replace(rollout=beside)
     if exact and beside is not None:
         raise UsageError("a rollout is predicted beside a formula", hint="leave `--exact` out")
     first = question.cells[0].settings

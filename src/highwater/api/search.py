@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.question import placed
 from highwater.nouns.hardware import Machine
@@ -60,7 +58,7 @@ def find(model: str, *, on_event: Listener | None = None, **settings: Any) -> St
     if trial is None:
         return study
     note = diagnose(request, trial).note
-    return msgspec.structs.replace(study, notes=(*study.notes, note))
+    return study.replace(notes=(*study.notes, note))
 
 
 def run_trial(model: str, length: int | str, **settings: Any) -> TrialResult:
@@ -98,19 +96,19 @@ def prepare(request: Request) -> Plan:
     seen = check_foreign(question.trial(cell, shortest) for cell in question.cells)
     of_time = () if question.simulated else time_notes(question, planned.timeout_s)
     notes = (*of_machine, *of_study, *planned.notes, *unforeseen, *seen, *of_time)
-    return msgspec.structs.replace(planned, notes=notes)
+    return planned.replace(notes=notes)
 
 
 def _planned(request: Request, machine: Machine) -> Plan:
     """The plan on this machine, or across as many like it as the request names."""
     if request.nodes == 1:
         return searched(request, machine, cells_of_study(request))
-    together = msgspec.structs.replace(machine, gpus=machine.gpus * request.nodes)
+    together = machine.replace(gpus=machine.gpus * request.nodes)
     of_all = len(together.gpus) or request.nodes
     named = {"gpus": request.gpus or (of_all,)}
     if request.copies == (1,):
         named["copies"] = (request.nodes,)
-    request = msgspec.structs.replace(request, **named)
+    request = request.replace(**named)
     return plan(request, together, within_machines=True, machines=request.nodes)
 
 
@@ -121,7 +119,7 @@ def prepare_trial(request: Request, length: int | str) -> TrialSpec:
     spec = plan_trial(request, machine, parse_tokens(str(length)))
     if request.activations == "auto":
         cell = placed(plan(alone(request, spec.length_tokens), machine).question, machine)
-        spec = msgspec.structs.replace(spec, settings=cell.settings)
+        spec = spec.replace(settings=cell.settings)
     check_machine(request, machine, spec.settings, spec.device, gpus=spec.layout.gpus)
     check_directories(request, spec.settings, spec.device)
     _check_host_memory(spec)
@@ -162,7 +160,7 @@ def answer(
             return asked(path)
         # a dry run leaves nothing behind
         with tempfile.TemporaryDirectory(prefix="highwater-") as folder:
-            return msgspec.structs.replace(asked(Path(folder, "study.jsonl")), path=None)
+            return asked(Path(folder, "study.jsonl")).replace(path=None)
     finally:
         ray_runner.leave()
 
@@ -194,7 +192,7 @@ def _search(
 ) -> Study:
     question = planned.question
     # A dry run depends on no machine.
-    whole = msgspec.structs.replace(request, host_memory=None)  # the machine as it is
+    whole = request.replace(host_memory=None)  # the machine as it is
     where = None if question.simulated else environment(where_trials_run(whole)[0])
     opened = partial(
         open_journal, command=command, environment=where, retry_crashed=request.retry_crashed
@@ -223,7 +221,7 @@ def _search(
         except BudgetSpentError:
             spent = (_spent_note(planned, journal.snapshot()),)
         study = journal.snapshot()
-    return msgspec.structs.replace(study, notes=(*planned.notes, *study.notes, *spent))
+    return study.replace(notes=(*planned.notes, *study.notes, *spent))
 
 
 def _budget(

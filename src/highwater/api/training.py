@@ -129,7 +129,7 @@ def prepare_training(
     corpus = tokenised(order, parent=parent, on_phase=on_phase)
     evaluation = None
     if asked.eval_data:
-        held_out = msgspec.structs.replace(order, data=whole_paths(asked.eval_data))
+        held_out = order.replace(data=whole_paths(asked.eval_data))
         evaluation = tokenised(
             held_out, parent=parent, on_phase=lambda phase: on_phase(f"held out: {phase}")
         )
@@ -143,7 +143,7 @@ def prepare_training(
         )
     is_done = asked.resume_from is None and done_steps == spec.steps
     if before is not None and is_done and before.steps == spec.steps:
-        spec = msgspec.structs.replace(spec, model_directory=before.model_directory)
+        spec = spec.replace(model_directory=before.model_directory)
     else:
         _check_room(folder, trial, has_best=bool(asked.eval_data))
     return PreparedTraining(
@@ -165,7 +165,7 @@ def prepare_training(
 
 def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> None:
     """Raise MachineError without room for two checkpoints and the best one, and the model."""
-    saved = msgspec.structs.replace(trial.settings, checkpoint="sharded", save_hf="last")
+    saved = trial.settings.replace(checkpoint="sharded", save_hf="last")
     needed = checkpoint_bytes(load_model(trial.model_directory).shape, saved, trial.device)
     checkpoints = max(1, 2 + has_best - len(folder.checkpoint_steps()))
     check_run_directory(folder.path, needed, checkpoints=checkpoints)
@@ -174,8 +174,8 @@ def _check_room(folder: TrainingFolder, trial: TrialSpec, *, has_best: bool) -> 
 def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenTrial]:
     """Complete the request and choose its trial; HighwaterError for what cannot be."""
     machine = probe().with_memory(request.host_memory_bytes or sys.maxsize)
-    asked = msgspec.structs.replace(asked, rows=_rows(asked))
-    request = _completed(msgspec.structs.replace(request, log_dir=asked.output))
+    asked = asked.replace(rows=_rows(asked))
+    request = _completed(request.replace(log_dir=asked.output))
     _refuse_other_runs(request)
     check_request(request, machine, steps=asked.steps)
     if asked.reward is not None and TRAITS[request.settings.objective].advantages == "none":
@@ -184,7 +184,7 @@ def _planned(request: Request, asked: TrainingRequest) -> tuple[Request, ChosenT
             hint="leave `--reward` out, or add `--objective grpo`",
         )
     if request.gpus is None and request.device != "cpu" and machine.gpus:
-        request = msgspec.structs.replace(request, gpus=(len(machine.gpus) * request.nodes,))
+        request = request.replace(gpus=(len(machine.gpus) * request.nodes,))
     _refuse_no_gpu(request, machine, asked)
     chosen = chosen_trial(request, asked, machine)
     trial = chosen.spec
@@ -199,7 +199,7 @@ def _completed(request: Request) -> Request:
     implied: dict[str, Any] = {"save_hf": "last"} if named["lora_merged"] else {}
     if named["lora"] is not None and request.learning_rate is None:
         implied["learning_rate"] = ADAPTERS_RATE
-    return msgspec.structs.replace(request, **implied)
+    return request.replace(**implied)
 
 
 def _rows(asked: TrainingRequest) -> int | None:
@@ -225,7 +225,7 @@ def _refuse_no_gpu(request: Request, machine: Machine, asked: TrainingRequest) -
     if request.device == "cpu" or machine.gpus or machine.unreadable_gpus:
         return
     try:
-        chosen_trial(msgspec.structs.replace(request, device="cpu"), asked, machine)
+        chosen_trial(request.replace(device="cpu"), asked, machine)
         hint = "use `--device cpu` to train on it"
     except HighwaterError:
         hint = gpus_hint(request, asked.length_tokens)
@@ -298,11 +298,10 @@ def training_spec(
         snapshots = SnapshotOrder(
             directory=str(folder.snapshots), profiling=request.memory_profiler
         )
-    trial = msgspec.structs.replace(
-        trial,
+    trial = trial.replace(
         seed=asked.seed,
         micro_batches=own,
-        settings=msgspec.structs.replace(trial.settings, accumulates=own > 1),
+        settings=trial.settings.replace(accumulates=own > 1),
         statistics=files,
         memory_snapshots=snapshots,
     )

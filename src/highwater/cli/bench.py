@@ -8,8 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from highwater.cli import console
 from highwater.cli.console import exit_code_of
 from highwater.errors import (
@@ -224,7 +222,7 @@ def _patterns(
     if settings.pattern_type in WINDOWED:
         asked["sparsity_ratio"] = None
     return {
-        name: msgspec.structs.replace(each.pattern, **asked)
+        name: each.pattern.replace(**asked)
         for name, each in _taking("takes_pattern", typed, names).items()
         if each.pattern is not None
     }

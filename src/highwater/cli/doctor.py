@@ -3,8 +3,6 @@
 import argparse
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from highwater.cli import console
 from highwater.errors import EXIT_ANSWERED, EXIT_MACHINE, HighwaterError, MachineError
 from highwater.nouns.codec import Record
@@ -77,10 +75,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     obstacle = None
     if machine.gpus and not package_obstacles(machine):
         obstacle = _refusal(refuse_torch_without_gpu, machine)
-    diagnosis = msgspec.structs.replace(
-        diagnose(machine, torch_obstacle=obstacle),
-        features=features(machine),
-        constants=_measured(machine) if arguments.measure else (),
+    diagnosis = diagnose(machine, torch_obstacle=obstacle).replace(
+        features=features(machine), constants=_measured(machine) if arguments.measure else ()
     )
     code = EXIT_ANSWERED if diagnosis.is_sound else EXIT_MACHINE
     if arguments.json:

@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from highwater.cli import console
 from highwater.cli.flags import (
     named_model,
@@ -196,7 +194,7 @@ def emit(arguments: argparse.Namespace) -> int:
     title = trainer_title(arguments.for_)
     answer = unpredicted(found, chosen, name=title, logits_bytes=emitted.logits_bytes)
     if is_predicted:
-        of_it = msgspec.structs.replace(found, chosen=chosen)
+        of_it = found.replace(chosen=chosen)
         answer = recommendation_answer(of_it, arguments.for_)
         emitted = answered_first(emitted, answer)
     if emitted.fits is False:  # the trainer's logits are larger than a GPU

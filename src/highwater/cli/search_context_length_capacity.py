@@ -18,8 +18,6 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-import msgspec
-
 from highwater.api import search
 from highwater.cli import console
 from highwater.cli.app import guarded
@@ -115,7 +113,7 @@ def _search(
     place = place_of(model, machine, asked, starts=starts)
     settings = settings_of(arguments, os.environ if place["device"] == "cuda" else {})
     request = request_of(arguments, settings, place, typed, from_file)
-    planned = msgspec.structs.replace(search.prepare(request), begins_shortest=starts)
+    planned = search.prepare(request).replace(begins_shortest=starts)
     device = planned.question.device
     unbound = place | ({} if starts or device == "cuda" else {"max_length": LONGEST_TOKENS["cpu"]})
     started = request_of(arguments, settings, unbound, typed, from_file)
@@ -170,7 +168,7 @@ def _listener(planned: Plan, here: Callable[[str], str]) -> Callable[[SearchEven
             console.talk(here(line))
         if isinstance(event, CellAnswered):
             reason = here(event.answer.reason)
-            answer = msgspec.structs.replace(event.answer, reason=reason)
+            answer = event.answer.replace(reason=reason)
             say_line(question, answer.cell, answer)
 
     return hear

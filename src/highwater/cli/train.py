@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import msgspec
-
 from highwater.api import training
 from highwater.api.training import PreparedTraining
 from highwater.cli import console
@@ -106,7 +104,7 @@ def prediction_lines(prepared: PreparedTraining) -> list[str]:
     tokens = spec.steps * spec.micro_batches * trial.length_tokens * sequences
     epochs = f"up to {tokens / max(1, corpus.tokens):.1f} epochs"
     # How many rows a step has is said beside them.
-    settings = msgspec.structs.replace(trial.settings, accumulates=True)
+    settings = trial.settings.replace(accumulates=True)
     shape = load_model(trial.model_directory).shape
     trained = trained_parameters(shape, trial.settings)
     lines = [

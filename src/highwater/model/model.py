@@ -193,8 +193,8 @@ def _runs_by_sizes(shape: ModelShape) -> tuple[LayerRun, ...]:
             shared_width=shape.shared_expert_size,
         ),
     )
-    dense = msgspec.structs.replace(
-        usual, mlp=MlpKind(width=shape.dense_intermediate_size, matrices=shape.mlp_matrices)
+    dense = usual.replace(
+        mlp=MlpKind(width=shape.dense_intermediate_size, matrices=shape.mlp_matrices)
     )
     return runs_of(((shape.dense_layers, dense), (shape.layers - shape.dense_layers, usual)))
 
@@ -239,7 +239,7 @@ def _read(place: ModelPlace) -> Model:
     refuse_quantised(directory, config)
     refuse_dropout(config, source)
     if shape.tied_embeddings and unties(directory):
-        shape = msgspec.structs.replace(shape, tied_embeddings=False)
+        shape = shape.replace(tied_embeddings=False)
     return Model(
         name=place.name,
         directory=str(directory),
@@ -288,10 +288,10 @@ def shape_of(config: dict[str, Any], *, source: str) -> ModelShape:
     _refuse_impossible(shape, config, source)
     runs = _runs(shape, sizes)
     if runs != shape.runs:
-        shape = msgspec.structs.replace(shape, layer_runs=runs)
+        shape = shape.replace(layer_runs=runs)
     if runs[0].kind.embedding_size:
         rows = sizes.optional_size("vocab_size_per_layer_input")
-        shape = msgspec.structs.replace(shape, layer_vocab_size=rows)
+        shape = shape.replace(layer_vocab_size=rows)
     return _with_switches(shape, config)
 
 
@@ -321,8 +321,8 @@ def _runs(shape: ModelShape, sizes: ConfigSizes) -> tuple[LayerRun, ...]:
     def layer(kind: LayerKind, attention: AttentionKind) -> LayerKind:
         width = kind.mlp.plain_width * (2 if doubles and attention.reads_earlier_keys else 1)
         own = {"shared_width" if kind.mlp.is_routed else "width": width}
-        mlp = msgspec.structs.replace(kind.mlp, **own)
-        return msgspec.structs.replace(kind, attention=attention, mlp=mlp, embedding_size=embedding)
+        mlp = kind.mlp.replace(**own)
+        return kind.replace(attention=attention, mlp=mlp, embedding_size=embedding)
 
     return runs_of(
         (1, layer(without if is_dense else usual, attention))
@@ -342,4 +342,4 @@ def _with_switches(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
         )
         for switches in (None, config)
     )
-    return shape if usual == own else msgspec.structs.replace(shape, small_parameters=own)
+    return shape if usual == own else shape.replace(small_parameters=own)

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.errors import ModelError
 from highwater.model.families import (
     EXPERT_COUNTS,
@@ -433,9 +431,7 @@ class ConfigSizes(NamedTuple):
             "soft_cap": self.score_cap(),
             "is_gated": row.delta is not None,
         }
-        softmax = tuple(
-            msgspec.structs.replace(heads, window_tokens=window, **how) for window in self.windows()
-        )
+        softmax = tuple(heads.replace(window_tokens=window, **how) for window in self.windows())
         if row.has_unlike_layers:
             return self._unlike(softmax)
         if row.delta is None:
@@ -490,8 +486,7 @@ class ConfigSizes(NamedTuple):
         own = self._heads_of_full_layers(windowed)
         ties = bool(self.config.get("attention_k_eq_v"))
         return tuple(
-            msgspec.structs.replace(
-                layer,
+            layer.replace(
                 reads_earlier_keys=number >= first,
                 values_are_keys=ties and not windowed[number],
                 **({} if windowed[number] else own),

@@ -5,8 +5,6 @@ from difflib import get_close_matches
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from msgspec.structs import replace
-
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.layout import Device
@@ -318,11 +316,11 @@ class BenchShare(Record, frozen=True, kw_only=True):
                 tried_with = {row.batch for row in done if row.length_tokens == last.length_tokens}
                 for batch in batches:
                     if batch not in tried_with:
-                        return replace(case, length_tokens=last.length_tokens, batch=batch)
+                        return case.replace(length_tokens=last.length_tokens, batch=batch)
             fits = {length: row.fits for length, row in tried.items() if length is not None}
             length = self.order.next_length(fits, most=most)
             if length is not None:
-                return replace(case, length_tokens=length)
+                return case.replace(length_tokens=length)
         return None
 
 

@@ -47,7 +47,7 @@ def default_ladder(
     kept = [(a, x) for a, x in ladder if allocator in (None, a) and loss in (None, x)]
     if not kept or (allocator and loss):
         kept = [(allocator or "native", loss or "full")]
-    return tuple(msgspec.structs.replace(base, allocator=a, loss=x) for a, x in kept)
+    return tuple(base.replace(allocator=a, loss=x) for a, x in kept)
 
 
 def simplicity(cell: Cell) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def cells_of(
     ladders = [ladder(base=request.settings, allocator=request.allocator)]
     if request.activations == "auto" and device == "cuda":
         with suppress(UsageError):  # where no layer keeps its input, nothing moves
-            on_host = msgspec.structs.replace(request.settings, activations="host")
+            on_host = request.settings.replace(activations="host")
             ladders += [ladder(base=on_host, allocator=request.allocator or "expandable")]
     is_packed = request.settings.lora_base == "nf4"
     degrees = product(counts, request.ulysses or (1,), request.ring, request.copies)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import MOST_GPUS_OF_A_MACHINE, MOST_GPUS_PREDICTED
@@ -93,7 +91,7 @@ class Cluster(Record, frozen=True, kw_only=True):
     def on_one_machine(self) -> "Cluster":
         """The GPUs of one of the machines, as many as it can have."""
         own = self.gpus // self.machines if self.machines > 1 else MOST_GPUS_OF_A_MACHINE
-        return msgspec.structs.replace(self, gpus=min(own, self.gpus), machines=1)
+        return self.replace(gpus=min(own, self.gpus), machines=1)
 
     def machine(self) -> Machine:
         """A machine with these GPUs and nothing else known."""
@@ -126,7 +124,7 @@ def cluster(text: str | None, *, gpu_memory_bytes: int | None, machine: Machine 
     if gpu_memory_bytes is not None:
         refuse_small_gpu(gpu_memory_bytes)
     found = _cluster(named, gpu_memory_bytes, machine)
-    return msgspec.structs.replace(found, machines=named.machines)
+    return found.replace(machines=named.machines)
 
 
 class _Named(NamedTuple):

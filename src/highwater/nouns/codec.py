@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -28,6 +28,10 @@ class Record(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True
 ):
     """Base of every record: immutable, keyword-only, unknown fields refused when read."""
+
+    def replace(self, **changes: Any) -> Self:
+        """The record with some of its fields changed, which is checked as any new one."""
+        return msgspec.structs.replace(self, **changes)
 
 
 def to_json(value: object, *, indent: int = 0) -> str:

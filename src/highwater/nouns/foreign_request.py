@@ -13,8 +13,6 @@ from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.nouns.codec import SETTINGS_BYTES, from_json, read_file
 from highwater.nouns.declaration import nearest
@@ -291,4 +289,4 @@ def with_one_count(request: Request, foreign: ForeignTrainer) -> Request:
         return request
     if "gpus" in placeholders_of(foreign.command):
         return request
-    return msgspec.structs.replace(request, gpus=(1,))
+    return request.replace(gpus=(1,))

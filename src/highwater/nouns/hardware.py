@@ -104,8 +104,7 @@ class Machine(Record, frozen=True, kw_only=True):
 
     def with_memory(self, most_bytes: int) -> "Machine":
         """The machine with no more host memory than this."""
-        return msgspec.structs.replace(
-            self,
+        return self.replace(
             host_memory_total_bytes=min(self.host_memory_total_bytes, most_bytes),
             host_memory_available_bytes=min(self.host_memory_available_bytes, most_bytes),
         )

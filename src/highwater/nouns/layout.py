@@ -124,8 +124,7 @@ class Layout(Record, frozen=True, kw_only=True):
 
     def across(self, machines: int) -> "Layout":
         """The layout of as many machines that each have this one, as copies of the states."""
-        return msgspec.structs.replace(
-            self,
+        return self.replace(
             gpus=self.gpus * machines,
             replicate_degree=self.replicate_degree * machines,
             machines=machines,
@@ -135,8 +134,7 @@ class Layout(Record, frozen=True, kw_only=True):
     def of_one_machine(self) -> "Layout":
         """The layout that ``across`` was asked of; this one where no machines were named."""
         machines = self.machines or 1
-        return msgspec.structs.replace(
-            self,
+        return self.replace(
             gpus=self.gpus // machines,
             replicate_degree=max(1, self.replicate_degree // machines),
             machines=msgspec.UNSET,
@@ -145,7 +143,7 @@ class Layout(Record, frozen=True, kw_only=True):
     def without(self, settings: Collection[str]) -> "Layout":
         """The layout of as many GPUs in which the degrees of these settings are 1."""
         fields = (each.field for each in _SPELLINGS if each.setting in settings)
-        return msgspec.structs.replace(self, **dict.fromkeys(fields, 1))
+        return self.replace(**dict.fromkeys(fields, 1))
 
     @property
     def _spelled(self) -> tuple[tuple["_Spelling", int], ...]:

@@ -66,7 +66,7 @@ def grid_of(request: Request, model: Model, device: Device) -> tuple[Grid, tuple
     )
     if request.dry_run and request.method == "bisect":
         finest = min(grid.step_tokens, grid.beyond_step_tokens)
-        grid = msgspec.structs.replace(grid, beyond_step_tokens=finest)
+        grid = grid.replace(beyond_step_tokens=finest)
     return grid, notes
 
 
@@ -235,13 +235,13 @@ def plan(
     device: Device = request.device or ("cuda" if machine.gpus else "cpu")
     asked = request
     if request.device == "cpu" and request.memory is None:
-        request = msgspec.structs.replace(request, memory=cpu_memory(request, machine))
+        request = request.replace(memory=cpu_memory(request, machine))
     of_memory = memory_notes(asked, device, request.memory_bytes)
     foreign = foreign_of(request)
     if foreign is not None:
         refuse_other_class(model, foreign.trainer)
         planned = _foreign_plan(request, machine, model, device, foreign)
-        return msgspec.structs.replace(planned, notes=(*of_memory, *planned.notes))
+        return planned.replace(notes=(*of_memory, *planned.notes))
     _check_proof(request, model)
     _refuse_ragged_experts(model, device)
     _refuse_other_attention(request, model, device)
@@ -285,7 +285,7 @@ def plan(
     timeout_s = timeout_of(request, proof, budget_s, device, cells)
     question = _question(request, model, where, cells, grid)
     if proof == "memory":
-        question = msgspec.structs.replace(question, proof=proof, timeout_s=timeout_s)
+        question = question.replace(proof=proof, timeout_s=timeout_s)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     settings = cells[0].settings
     notes = (
@@ -302,15 +302,15 @@ def _foreign_plan(
     request: Request, machine: Machine, model: Model, device: Device, foreign: ForeignTrainer
 ) -> Plan:
     """The question to a foreign trainer, whose settings are its own: rungs vary the allocator."""
-    request = msgspec.structs.replace(
-        with_one_count(request, foreign), proof="full", loss=FOREIGN[foreign.trainer].loss
+    request = with_one_count(request, foreign).replace(
+        proof="full", loss=FOREIGN[foreign.trainer].loss
     )
     where = hardware_of(request, machine, model, device)
     grid, capped = grid_of(request, model, device)
     cells, skipped = cells_of(request, model.shape, device, where.counts)
     budget_s = budget_of(request, "full", device, cells)
     question = _question(request, model, where, cells, grid)
-    question = msgspec.structs.replace(question, foreign=foreign, prompt_tokens=PROMPT_TOKENS)
+    question = question.replace(foreign=foreign, prompt_tokens=PROMPT_TOKENS)
     question.trial(cells[0], grid.start_tokens)  # raises for what a trial cannot be
     fallback = (ON_THE_CPU_NOTE,) if request.device is None and device == "cpu" else ()
     return Plan(
@@ -366,17 +366,14 @@ def plan_trial(request: Request, machine: Machine, length_tokens: int) -> TrialS
         raise UsageError(
             "one trial runs in one layout, several are named", hint=f"use `{' '.join(words)}`"
         )
-    spec = msgspec.structs.replace(
-        question.trial(cell, length_tokens), attention_depth=request.attention_depth
-    )
+    spec = question.trial(cell, length_tokens).replace(attention_depth=request.attention_depth)
     _check_depth(spec, question.model)
     return spec
 
 
 def alone(request: Request, length_tokens: int) -> Request:
     """The search of one length on one rung."""
-    return msgspec.structs.replace(
-        request,
+    return request.replace(
         proof="full",
         attention_depth=None,
         start_length=length_tokens,
@@ -398,7 +395,7 @@ def _refuse_an_unnamed_cpu(request: Request, machine: Machine, length_tokens: in
 
 def _has_room_on_the_cpu(request: Request, machine: Machine, length_tokens: int) -> bool:
     """True if a trial can be on the CPU, and its states in this machine's memory."""
-    on_the_cpu = msgspec.structs.replace(request, device="cpu")
+    on_the_cpu = request.replace(device="cpu")
     try:
         spec = plan_trial(on_the_cpu, machine, length_tokens)
     except HighwaterError:
@@ -536,7 +533,7 @@ def _adapters_here(request: Request, model: Model) -> tuple[Request, tuple[str, 
     notes, shape = tuple[str, ...](), model.shape
     has_experts = any(run.kind.mlp.experts > 1 for run in shape.runs)
     if has_experts and request.settings.lora_targets == ALL_LINEAR:
-        request = msgspec.structs.replace(request, lora_targets=",".join(ATTENTION))
+        request = request.replace(lora_targets=",".join(ATTENTION))
         notes += ("adapters are on attention alone: routers and experts have none unless named",)
     if shape.model_type == "gpt_oss":
         size = format_bytes(2 * shape.parameters)

@@ -400,7 +400,7 @@ class Request(_WithSettings, frozen=True, kw_only=True):
             values.setdefault("sequences_per_micro_batch", together)
         settings = Settings(**values)
         is_usual = settings.lora is not None and settings.lora_alpha == 2 * settings.lora
-        return msgspec.structs.replace(settings, lora_alpha=None) if is_usual else settings
+        return settings.replace(lora_alpha=None) if is_usual else settings
 
     @property
     def hyperparameters(self) -> Hyperparameters:

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
-from msgspec.structs import replace
-
 from highwater.errors import UsageError
 from highwater.nouns.codec import Record
 from highwater.nouns.declaration import word_hint
@@ -130,7 +128,7 @@ class SparsePatternConfig(Record, frozen=True, repr_omit_defaults=True):
         """The pattern with the share that ``adaptive`` has at a length, for parts of it."""
         if self.sparsity_ratio != "adaptive":
             return self
-        return replace(self, sparsity_ratio=self.ratio_at(length_tokens))
+        return self.replace(sparsity_ratio=self.ratio_at(length_tokens))
 
     def ratio_at(self, length_tokens: int) -> float:
         """Share of the key blocks that a row of blocks keeps, of a pattern without a window."""

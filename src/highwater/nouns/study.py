@@ -4,8 +4,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.model.model import Model
 from highwater.nouns.codec import Record, key_of
@@ -137,8 +135,8 @@ class Cell(Record, frozen=True, kw_only=True):
 
     def changed(self, **settings: Any) -> "Cell":
         """The cell with some of its settings changed."""
-        changed = msgspec.structs.replace(self.settings, **settings)
-        return msgspec.structs.replace(self, settings=changed)
+        changed = self.settings.replace(**settings)
+        return self.replace(settings=changed)
 
     @property
     def words(self) -> str:

@@ -186,8 +186,7 @@ class TrainerTraits(Record, frozen=True, kw_only=True):
 def _composed(traits: TrainerTraits, name: str) -> TrainerTraits:
     """The traits of a trainer that composes another's step, by those of the other."""
     row = REGISTRY[name]
-    return msgspec.structs.replace(
-        traits,
+    return traits.replace(
         step=f"{row.title}'s step, taken as {traits.step}",
         settings=traits.settings and traits.settings - row.lacks,
         is_run=True,
@@ -272,7 +271,7 @@ class ForeignTrainer(Record, frozen=True, kw_only=True):
 
     def as_typed(self, words: tuple[str, ...]) -> Self:
         """The trainer with the words that were typed, to be started and never to be written."""
-        typed = msgspec.structs.replace(self)
+        typed = self.replace()
         msgspec.structs.force_setattr(typed, "command", words)
         return typed
 

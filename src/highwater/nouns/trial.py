@@ -410,8 +410,7 @@ def _headroom(rank: RankReport) -> int | None:
 
 def kept_result(result: TrialResult) -> TrialResult:
     """A trial's result as it is told and recorded, whatever its processes wrote."""
-    return msgspec.structs.replace(
-        result,
+    return result.replace(
         reason=kept(result.reason, most=REASON),
         ranks=tuple(kept_report(rank) for rank in result.ranks),
     )
@@ -423,8 +422,8 @@ def kept_report(report: RankReport) -> RankReport:
     if failure is None:
         return report
     hint = None if failure.hint is None else kept(failure.hint)
-    said = msgspec.structs.replace(failure, text=kept(failure.text), hint=hint)
-    return msgspec.structs.replace(report, failure=said)
+    said = failure.replace(text=kept(failure.text), hint=hint)
+    return report.replace(failure=said)
 
 
 TOLD_S = 0.5

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from markupsafe import Markup
 
 from highwater.errors import HighwaterError, ModelError
@@ -222,7 +221,7 @@ def _group(made: Guide, table: GuideTable, own: Sequence[Capacity]) -> tuple[obj
     query = _query(made, [(table, own)])
     if query is None:
         return (*where, table.source, table.training)
-    return (*where, msgspec.structs.replace(query, model="", studies=()))
+    return (*where, query.replace(model="", studies=()))
 
 
 def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) -> Query | None:
@@ -235,8 +234,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
     known = [query for query in found if query is not None]
     if len(known) < len(found):
         return None
-    return msgspec.structs.replace(
-        known[0],
+    return known[0].replace(
         studies=tuple(dict.fromkeys(path for query in known for path in query.studies)),
         settings=tuple(
             each for each in known[0].settings if all(each in query.settings for query in known)
@@ -393,7 +391,7 @@ def configurations(
                     continue
                 answered = made.emitted
                 if answered.fits:
-                    chosen = msgspec.structs.replace(found, chosen=made.candidate)
+                    chosen = found.replace(chosen=made.candidate)
                     answered = answered_first(answered, recommendation_answer(chosen, target))
                 texts[target] = f"{answered.alone}\n"
     return texts

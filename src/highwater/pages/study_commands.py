@@ -10,8 +10,6 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
 from highwater.errors import HighwaterError
 from highwater.memory.snapshot.attribution import CATEGORY_WORDS, Category, LineRules
 from highwater.memory.snapshot.memory_profile import Advice, advice_of
@@ -74,7 +72,7 @@ def _anew(study: Study) -> tuple[str, ...]:
     """The search as it was typed."""
     typed, limit_s = study.command, study.longest_timeout_s
     if typed[:2] != ("highwater", "find"):
-        return find_words(msgspec.structs.replace(study.question, timeout_s=limit_s))
+        return find_words(study.question.replace(timeout_s=limit_s))
     typed = (*_without(typed, _PROMPT_FLAG), *_words(prompt_tokens=_prompt_tokens(study.question)))
     if limit_s == study.question.timeout_s:
         return _with_its_proof(study.question, typed)

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from highwater.errors import HighwaterError
 from highwater.nouns.codec import Record, from_builtins, to_builtins
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
@@ -224,8 +222,8 @@ def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> S
     }
     study = from_builtins(_hidden(to_builtins(study)), Study)
     if beginning is not None:
-        beginning = msgspec.structs.replace(
-            beginning, predictions=tuple(map(without_secrets, beginning.predictions))
+        beginning = beginning.replace(
+            predictions=tuple(map(without_secrets, beginning.predictions))
         )
     pairs = enumerate(zip(study.trials, predictions.trials, strict=True), 1)
     trials = tuple(_trial(study, number, *pair) for number, pair in pairs)
@@ -337,8 +335,7 @@ def _trial(
         for rank in result.ranks
     ]
     told = first.allocator_settings
-    ended = msgspec.structs.replace(
-        started,
+    ended = started.replace(
         **{name: getattr(result, name) for name in _OF_A_RESULT},
         counts_as_fit=study.question.counts_as_fit(result),
         peak_allocated_bytes=_most(memory.peak_allocated_bytes for memory in memories),
@@ -352,7 +349,7 @@ def _trial(
         allocator=next((told[name] for name in ALLOCATOR_VARIABLES if name in told), None),
         attention_kernel=first.attention_kernel,
     )
-    return msgspec.structs.replace(ended, beside_prediction=judged(ended))
+    return ended.replace(beside_prediction=judged(ended))
 
 
 def judged(trial: TrialReport) -> Judgement:

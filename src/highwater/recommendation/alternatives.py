@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
@@ -88,14 +86,12 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
     if where.machines > 1:
         for doubled in range(1, (MOST_GPUS_TRIED // where.gpus).bit_length()):
             gpus, machines = where.gpus << doubled, where.machines << doubled
-            yield msgspec.structs.replace(where, gpus=gpus, machines=machines, host_bytes=None)
+            yield where.replace(gpus=gpus, machines=machines, host_bytes=None)
         return
     has_copies = "copies" in goal.settings
     for gpus in (1 << doubled for doubled in range(MOST_GPUS_TRIED.bit_length())):
         if gpus > where.gpus:
-            yield msgspec.structs.replace(
-                where, gpus=gpus, may_shard_across=not has_copies, host_bytes=None
-            )
+            yield where.replace(gpus=gpus, may_shard_across=not has_copies, host_bytes=None)
 
 
 def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator[_Change]:
@@ -110,15 +106,14 @@ def _larger_gpus(goal: Goal, reserved_bytes: int, rollout_gpus: int) -> Iterator
     ]
     for kind in sorted(kinds, key=lambda kind: kind.usable_bytes or 0):
         device_bytes = kind.usable_bytes or 0
-        where = msgspec.structs.replace(
-            goal.where,
+        where = goal.where.replace(
             device_name=kind.name,
             device_bytes=device_bytes,
             compute_capability=kind.compute_capability,
             host_bytes=None,
         )
         left_bytes = device_bytes - reserved_bytes
-        limit = msgspec.structs.replace(goal.memory_limit, device_bytes=left_bytes)
+        limit = goal.memory_limit.replace(device_bytes=left_bytes)
         memory_limit = with_usual_host(limit, where)
         if memory_limit.host_bytes is None:  # nobody knows what its machines have: no more
             memory_limit = limit
@@ -131,13 +126,13 @@ def _more_host_memory(goal: Goal) -> Alternative | None:
     """The host memory with which the same GPUs train the length; None where that is not it."""
     if goal.memory_limit.host_bytes is None:
         return None
-    limit = msgspec.structs.replace(goal.memory_limit, host_bytes=None, usual_host=None)
+    limit = goal.memory_limit.replace(host_bytes=None, usual_host=None)
     found = _first("more host memory", [("", (), (), replace(goal, memory_limit=limit))])
     if found is None or found.host_bytes is None:
         return None
     size = -(-found.host_bytes // GIB)
     flags = ("--host-memory", f"{size}GiB")
-    return msgspec.structs.replace(found, what=f"{size} GiB of host memory", flags=flags)
+    return found.replace(what=f"{size} GiB of host memory", flags=flags)
 
 
 def _needed_technique(goal: Goal) -> Alternative:
@@ -184,8 +179,8 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     shares = ("more of each GPU for vLLM", "gpu_memory_utilization")
     more = [(*shares, each) for each in (0.6, 0.7, 0.75, 0.8, 0.9)]
     for what, name, value in (*shared, *more):
-        rollout = msgspec.structs.replace(asked, **{name: value})
-        limit = msgspec.structs.replace(goal.memory_limit, rollout=rollout)
+        rollout = asked.replace(**{name: value})
+        limit = goal.memory_limit.replace(rollout=rollout)
         yield what, tuple(words_of({name: value})), (), replace(goal, memory_limit=limit)
 
 
@@ -233,7 +228,7 @@ def _rings(goal: Goal) -> Iterator[_Change]:
 
 def _gpu_flags(where: Cluster, rollout_gpus: int) -> tuple[str, ...]:
     """Flags that name these GPUs, those for rollout too; none where one may not ask."""
-    every = msgspec.structs.replace(where, gpus=where.gpus + rollout_gpus)
+    every = where.replace(gpus=where.gpus + rollout_gpus)
     if where.may_shard_across and every.gpus > MOST_GPUS_OF_A_MACHINE:
         return ()
     return ("--gpus", every.typed)

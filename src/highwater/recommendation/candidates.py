@@ -10,8 +10,6 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, Literal
 
-import msgspec
-
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
@@ -63,7 +61,7 @@ def trainer_question(
             kept.append(cell)
     if not kept:
         raise refused[0]
-    return msgspec.structs.replace(question, cells=tuple(kept)), tuple(dict.fromkeys(notes))
+    return question.replace(cells=tuple(kept)), tuple(dict.fromkeys(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +135,7 @@ def trainers_gpus(where: Cluster, rollout_gpus: int) -> Cluster:
         raise UsageError(
             f"{have}, {rollout_gpus} for rollout: none is left for the trainer", hint=hint
         )
-    return msgspec.structs.replace(where, gpus=where.gpus - rollout_gpus)
+    return where.replace(gpus=where.gpus - rollout_gpus)
 
 
 def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
@@ -165,7 +163,7 @@ def first_fit(goal: Goal) -> Candidate | None:
         for cell in question.cells
     ]
     for _, question, known, cell in sorted(every, key=itemgetter(0)):
-        one = msgspec.structs.replace(question, cells=(cell,))
+        one = question.replace(cells=(cell,))
         (found,) = predict_by_formula(one, goal.memory_limit, goal.trainer, known, asked="fit")
         if found.capacity_tokens:
             return candidate_of(goal, question, found)
@@ -175,7 +173,7 @@ def first_fit(goal: Goal) -> Candidate | None:
 def longest_of(goal: Goal, cell: Cell) -> CellPrediction:
     """A cell with its longest length on the published grid."""
     question, _ = goal.question(cell.settings.sequences_per_micro_batch, length_tokens=None)
-    question = msgspec.structs.replace(question, cells=(cell,))
+    question = question.replace(cells=(cell,))
     (found,) = _longest(question, goal.memory_limit, goal.trainer, goal.known(question))
     return found
 

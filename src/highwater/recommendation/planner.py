@@ -14,8 +14,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
 from highwater.memory.trainers import predict_by_formula
@@ -91,7 +89,7 @@ class _PlannedCell(NamedTuple):
         """The plan as a candidate, with its longest length on the grid."""
         longest = longest_of(goal, self.cell)
         found = candidate_of(goal, self.question, self.predicted, longest)
-        return found if self.fits else msgspec.structs.replace(found, step_time=None)
+        return found if self.fits else found.replace(step_time=None)
 
 
 def _place(aim: Aim, plan: _PlannedCell) -> tuple[Any, ...]:
@@ -168,7 +166,7 @@ class _PlanSearch(NamedTuple):
         return at
 
     def _predicted(self, cell: Cell) -> _PlannedCell:
-        goal, question = self.goal, msgspec.structs.replace(self.question, cells=(cell,))
+        goal, question = self.goal, self.question.replace(cells=(cell,))
         known = goal.known(question)
         (found,) = predict_by_formula(question, goal.memory_limit, goal.trainer, known, asked="fit")
         step = predicted_step(
@@ -177,4 +175,4 @@ class _PlanSearch(NamedTuple):
             device_name=question.device_name,
         )
         is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
-        return _PlannedCell(question, msgspec.structs.replace(found, step=step), is_lowered)
+        return _PlannedCell(question, found.replace(step=step), is_lowered)

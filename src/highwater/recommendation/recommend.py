@@ -15,8 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -117,7 +115,7 @@ def recommend(
     if own_file is None or read is None:
         return found
     said = told_changes(found, own_file, read.settings)
-    return msgspec.structs.replace(found, notes=(*said, *read.notes, *found.notes))
+    return found.replace(notes=(*said, *read.notes, *found.notes))
 
 
 def told_changes(
@@ -131,7 +129,7 @@ def told_changes(
     after = found.chosen.cell.settings
     before = {"allocator": Settings().allocator, **settings}
     before = {n: v for n, v in before.items() if n in (*SAVING, "sequences_per_micro_batch")}
-    said = changes(trainer, own_file, msgspec.structs.replace(after, **before), after)
+    said = changes(trainer, own_file, after.replace(**before), after)
     fit = f"{format_tokens(found.length_tokens)} tokens fit"
     return (f"with {said} {fit}",) if said else ()
 
@@ -185,7 +183,7 @@ def goal_of(
     question, _ = goal.question(goal.sequences, length_tokens=length_tokens)
     asked, traits = typed.rollout_request, TRAINERS[trainer].rollout
     beside = rollout_of(asked, question, traits, rollout_gpus=rollout_gpus)
-    return replace(goal, memory_limit=msgspec.structs.replace(limit, rollout=beside))
+    return replace(goal, memory_limit=limit.replace(rollout=beside))
 
 
 def _recommended(
@@ -225,9 +223,7 @@ def _with_one_that_may_fit(
         return candidates
     roomiest = max(may_fit, key=lambda each: each.headroom_bytes or 0)
     longest = max(roomiest.capacity_tokens, goal.length_tokens)
-    taken = msgspec.structs.replace(
-        roomiest, fits=True, lacks_bytes=None, lacks_of=None, capacity_tokens=longest
-    )
+    taken = roomiest.replace(fits=True, lacks_bytes=None, lacks_of=None, capacity_tokens=longest)
     return tuple(taken if each is roomiest else each for each in candidates)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import MachineError, UsageError
 from highwater.memory.capacity import CellPrediction, MemoryLimit
 from highwater.memory.formula.formula import likely_footprint
@@ -87,7 +85,7 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
         prompt_tokens = measured.prompt_tokens
         if request.memory is None and spec.device == "cuda":
             budget_bytes = measured.memory_budget_bytes
-            spec = msgspec.structs.replace(spec, memory_budget_bytes=budget_bytes)
+            spec = spec.replace(memory_budget_bytes=budget_bytes)
     elif asked.settings == RECOMMENDED or not how:
         cell = training.of_each(nodes).recommended()
     else:
@@ -98,8 +96,8 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     if before is not None:  # which goes on as it began
         cell = cell.changed(activations=before.trial.settings.activations)
     if nodes > 1:
-        cell = msgspec.structs.replace(cell, layout=cell.layout.across(nodes))
-    spec = msgspec.structs.replace(spec, prompt_tokens=prompt_tokens)
+        cell = cell.replace(layout=cell.layout.across(nodes))
+    spec = spec.replace(prompt_tokens=prompt_tokens)
     return _checked(replace(training, spec=spec), cell, notes, nodes=nodes)
 
 
@@ -120,7 +118,7 @@ def _on_one_machine(request: Request) -> Request:
                 hint=f"use `--{name} {even}`: it counts those of all machines",
             )
         shares[name] = tuple(count // nodes for count in counts)
-    return msgspec.structs.replace(request, nodes=1, launcher=None, rendezvous=None, **shares)
+    return request.replace(nodes=1, launcher=None, rendezvous=None, **shares)
 
 
 def named_settings(request: Request, *, says_what: bool = False) -> tuple[str, ...]:
@@ -155,7 +153,7 @@ class _Training:
         if self.asked.rows is None or nodes == 1:
             return self
         rows = max(1, self.asked.rows // nodes)
-        return replace(self, asked=msgspec.structs.replace(self.asked, rows=rows))
+        return replace(self, asked=self.asked.replace(rows=rows))
 
     def question(self, cell: Cell, *others: Cell) -> Question:
         """The question of cells of a layout at the training's length, with a rank's rows as
@@ -164,8 +162,7 @@ class _Training:
         own = self.request.micro_batches if cell.settings.accumulates else 1
         if self.asked.rows is not None:
             own = max(1, self.asked.rows // cell.layout.data_parallel_degree)
-        asked = msgspec.structs.replace(
-            self.request,
+        asked = self.request.replace(
             gpus=(self.spec.layout.gpus,),
             memory=self.spec.memory_budget_bytes or self.request.memory,
             start_length=self.spec.length_tokens,
@@ -173,7 +170,7 @@ class _Training:
             micro_batches=1 if own == 1 else max(2, self.request.micro_batches),
         )
         cells = tuple(each.changed(accumulates=own > 1) for each in (cell, *others))
-        return msgspec.structs.replace(plan(asked, self.machine).question, cells=cells)
+        return plan(asked, self.machine).question.replace(cells=cells)
 
     def predicted(self, question: Question) -> CellPrediction:
         """Predict the memory of a question's cell."""
@@ -242,8 +239,7 @@ class _Training:
         """The simplest rung that fits a process on the CPU."""
         request, spec = self.request, self.spec
         usual = Request(model=request.model)
-        every = msgspec.structs.replace(
-            request,
+        every = request.replace(
             **{name: getattr(usual, name) for name in named_settings(request)},
             gpus=(spec.layout.gpus,),
             memory=spec.memory_budget_bytes,
@@ -292,7 +288,7 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
         refuse_uneven(asked.rows, cell.layout.data_parallel_degree)
     question = training.question(cell)
     (cell,) = question.cells
-    question = msgspec.structs.replace(question, prompt_tokens=spec.prompt_tokens)
+    question = question.replace(prompt_tokens=spec.prompt_tokens)
     predicted = training.predicted(question)
     if not _may_fit(predicted):
         lacks_bytes = predicted.lacks_bytes or 0
@@ -303,8 +299,8 @@ def _checked(training: _Training, cell: Cell, notes: tuple[str, ...], *, nodes: 
             "memory are lacking, predicted",
             hint=training.of_each(nodes).what_fits(lacks_bytes),
         )
-    spec = msgspec.structs.replace(
-        spec, layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
+    spec = spec.replace(
+        layout=cell.layout, settings=cell.settings, micro_batches=question.micro_batches
     )
     used_bytes = (question.memory_budget_bytes or 0) - predicted.headroom_bytes
     room_bytes = replace(training, spec=spec).room_bytes(used_bytes)
@@ -345,8 +341,8 @@ def _of_study(
         is_here = (answer.cell.layout.machines or 1) in (1, nodes) and layout.gpus <= most_gpus
         is_named = request.gpus is None or layout.gpus == spec.layout.gpus
         if is_here and is_named and _trains_what_is_named(settings, spec.settings, request):
-            cell = msgspec.structs.replace(answer.cell, layout=layout)
-            alike.append(msgspec.structs.replace(answer, cell=cell))
+            cell = answer.cell.replace(layout=layout)
+            alike.append(answer.replace(cell=cell))
     answers = [answer for answer in alike if (answer.reach_tokens or 0) >= spec.length_tokens]
     if not answers:
         longest = max((answer.reach_tokens or 0 for answer in alike), default=0)

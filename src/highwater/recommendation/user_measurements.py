@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import ModelError, UsageError
 from highwater.memory.formula.constants import MachineConstants, machine_constants
 from highwater.memory.interval.residuals import (
@@ -133,7 +131,7 @@ def _traceable(study: Study, on_trace: Callable[[TrialSpec], None] | None) -> _T
         raise tells_nothing(study)
     tracer = CachedTracer(cache_directory("traces"), kernel=kernel, on_trace=on_trace)
     directory = _model_here(study).directory
-    specs = [msgspec.structs.replace(trial.spec, model_directory=directory) for trial in trials]
+    specs = [trial.spec.replace(model_directory=directory) for trial in trials]
     return _Traceable(study, trials, specs, tracer)
 
 

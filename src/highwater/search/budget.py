@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import takewhile
 
-import msgspec
-
 from highwater.memory.trainers import predictor_of
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trial import Launch, OnPhase, Outcome, Runner, TrialResult, TrialSpec, unheard
@@ -176,7 +174,7 @@ class Budget:
     def submit(self, launch: Launch, *, on_phase: OnPhase = unheard) -> Future[TrialResult]:
         """Start a trial; if the budget ends it, its future raises BudgetSpentError."""
         own_s, left_s = self._limit_s(launch.spec), max(0.0, self.left_s)
-        timed = msgspec.structs.replace(launch, timeout_s=min(own_s, left_s))
+        timed = launch.replace(timeout_s=min(own_s, left_s))
         future = self._runner.submit(timed, on_phase=on_phase)
         return _cut_short(future) if left_s < own_s else future
 

@@ -7,8 +7,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from highwater.errors import HighwaterError, MachineError, ModelError, StudyError
 from highwater.memory.capacity import MemoryLimit
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -173,7 +171,7 @@ def completed_study(request: Request) -> Study | None:
             f"{study.question.device_name}",
         )
     none_needed = f"no GPU is visible, and none is needed: {request.study} has every answer"
-    return msgspec.structs.replace(study, notes=(f"{none_needed}; nothing is run", *study.notes))
+    return study.replace(notes=(f"{none_needed}; nothing is run", *study.notes))
 
 
 def _study_in(path: Path) -> Study | None:
@@ -198,7 +196,7 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
     if study is None:
         return request, ()
     prompt_tokens = study.question.prompt_tokens
-    prompted = msgspec.structs.replace(request, prompt_tokens=prompt_tokens)
+    prompted = request.replace(prompt_tokens=prompt_tokens)
     return prompted, prompt_notes(path, study.question)
 
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.capacity import (
     PREDICTION_SCHEMA_VERSION,
@@ -319,7 +317,7 @@ def _traced(question: Question) -> Generator[Expected]:
     with CachedTracer(cache_directory("traces"), kernel=kernel) as tracer:
 
         def predicted(cell: Cell) -> CellPrediction:
-            of_one = msgspec.structs.replace(question, cells=(cell,))
+            of_one = question.replace(cells=(cell,))
             return predict_traced(of_one, memory_limit, tracer)[0]
 
         pool = ThreadPoolExecutor(max_workers=1)

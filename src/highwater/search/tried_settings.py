@@ -5,8 +5,6 @@ the longest of each number of GPUs by prediction (docs/decisions/003); and a dry
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from highwater.errors import HighwaterError, ModelError
 from highwater.memory.capacity import CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.formula import refuse_unknown_family
@@ -51,7 +49,7 @@ def searched(request: Request, machine: Machine, study: tuple[Cell, ...] = ()) -
     chosen = tuple(dict.fromkeys(ends))
     planned = plan(request, machine, cells=chosen)
     left = [cell for cell in every if cell not in chosen]
-    return msgspec.structs.replace(planned, notes=(*planned.notes, *_others(request, left)))
+    return planned.replace(notes=(*planned.notes, *_others(request, left)))
 
 
 def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Prediction]:
@@ -68,7 +66,7 @@ def _predicted(request: Request, machine: Machine, gpus: int) -> Iterator[Predic
         several = (degrees.get(name, 1) for name in _DEGREES if len(named.get(name, ())) > 1)
         groups.setdefault(tuple(several), []).append(each)
     for group in groups.values():
-        asked = msgspec.structs.replace(question, cells=tuple(each.cell for each in group))
+        asked = question.replace(cells=tuple(each.cell for each in group))
         told = {"method": "formula", "length_tokens": None, "notes": (), "calibration": known}
         yield prediction_of(asked, where, limit, OURS, tuple(group), **told)
 
@@ -77,7 +75,7 @@ def _memory(
     machine: Machine, gpus: int, memory_bytes: int | None, host_bytes: int | None
 ) -> tuple[Cluster, MemoryLimit]:
     """So many GPUs of a machine, or of a dry run with a named memory; and the limit of each."""
-    here = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus])
+    here = machine.replace(gpus=machine.gpus[:gpus])
     named_bytes = None if machine.gpus else memory_bytes
     where = cluster(str(gpus), gpu_memory_bytes=named_bytes, machine=here)
     reserved_bytes = max(0, where.device_bytes - (memory_bytes or where.device_bytes))
@@ -108,7 +106,7 @@ def dry_run_law(question: Question, machine: Machine, *, is_roomy: bool) -> Form
         where, limit = _memory(machine, gpus, memory_bytes, host_bytes)
         if is_roomy:
             kept_bytes = default_headroom_bytes(where.device_bytes)
-            question = msgspec.structs.replace(question, margin_bytes=kept_bytes)
+            question = question.replace(margin_bytes=kept_bytes)
         known = calibration_of(question, OURS)
         cells = predict_by_formula(question, limit, OURS, known, asked="fit")
         is_tight = not any(cell.capacity_tokens for cell in cells)

@@ -123,7 +123,7 @@ def _is_asked(question: Question, answer: CellAnswer, trial: RecordedTrial, inde
     except HighwaterError:  # a question that nobody could ask
         return False
     nowhere: dict[str, Any] = dict.fromkeys(("checkpoint_directory", "statistics"))
-    here = msgspec.structs.replace(spec, model_directory=asked.model_directory, **nowhere)
+    here = spec.replace(model_directory=asked.model_directory, **nowhere)
     return here == asked and (not spec.is_memory_only or question.proof == "memory")
 
 
@@ -317,7 +317,7 @@ class JournalContent:
                 if line.environment is not None and line.environment not in self.environments[-1:]:
                     self.environments += (line.environment,)
                 if line.timeout_s is not None:
-                    self.question = msgspec.structs.replace(self.question, timeout_s=line.timeout_s)
+                    self.question = self.question.replace(timeout_s=line.timeout_s)
             case ExpectedLine():
                 self._expectations.setdefault(line.expectation.cell, line.expectation)
             case StartedLine():
@@ -345,7 +345,7 @@ class JournalContent:
             raise ValueError(f"trial {line.spec_key} ended but never started")
         before = self._trials[key]
         limit_s = self.question.timeout_s
-        trial = msgspec.structs.replace(before, result=line.result, timeout_s=limit_s)
+        trial = before.replace(result=line.result, timeout_s=limit_s)
         cell = trial.cell
         for trials in (self._trials, self._trials_of[cell]):
             if before.result is not None:

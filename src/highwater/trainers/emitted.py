@@ -412,7 +412,7 @@ def yarn_values(yarn: Yarn | None, section: str) -> dict[str, Value]:
 def answered_first(found: Emitted, answer: str) -> Emitted:
     """The configuration, whose files say the answer in their first comment; JSON has none."""
     beside = {name: _answered_first(text, answer) for name, text in found.beside.items()}
-    return msgspec.structs.replace(found, text=_answered_first(found.text, answer), beside=beside)
+    return found.replace(text=_answered_first(found.text, answer), beside=beside)
 
 
 def _answered_first(text: str, answer: str) -> str:

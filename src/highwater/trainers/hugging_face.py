@@ -25,8 +25,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
@@ -95,7 +93,7 @@ def _moments_of(shape: ModelShape, settings: Settings, shards: int) -> Moments |
     if settings.liger == "all" or own is None:
         return own
     plain = _learned()[variant.removesuffix(" liger")][family]
-    return msgspec.structs.replace(plain, loss=own.loss)
+    return plain.replace(loss=own.loss)
 
 
 def _variant(settings: Settings, shards: int) -> str:

@@ -13,8 +13,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import msgspec
-
 from highwater.errors import MachineError, UsageError
 from highwater.memory.trainers import refused_settings
 from highwater.model.model_place import catalog_model, model_place
@@ -194,9 +192,9 @@ def configured(
     if unknown:
         raise _without_words(target, unknown)
     if is_step_of(found.trainer, target):
-        return msgspec.structs.replace(made, fits=chosen.fits)
+        return made.replace(fits=chosen.fits)
     is_too_large = made.logits_bytes is not None and exceeds(found, chosen, made.logits_bytes)
-    return msgspec.structs.replace(made, fits=False if is_too_large else None)
+    return made.replace(fits=False if is_too_large else None)
 
 
 def hub_id_of(name: str) -> str | None:

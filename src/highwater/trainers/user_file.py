@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.question import BY_SOURCE, ZERO_NOTE
@@ -224,19 +222,19 @@ def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) ->
                 read = settings_of(trainer, path, gpus=spec.layout.gpus, typed=dict.fromkeys(told))
                 notes |= dict.fromkeys(read.notes)
                 copies = read.settings.pop("copies", [spec.layout.replicate_degree])
-                layout = msgspec.structs.replace(spec.layout, replicate_degree=copies[0])
-                settings = msgspec.structs.replace(spec.settings, **read.settings)
-                spec = msgspec.structs.replace(spec, settings=settings, layout=layout)
+                layout = spec.layout.replace(replicate_degree=copies[0])
+                settings = spec.settings.replace(**read.settings)
+                spec = spec.replace(settings=settings, layout=layout)
             refuse(spec, study.question.model.shape)
         except UsageError as error:
             refused.append(error.problem)
         else:
-            kept.append(msgspec.structs.replace(trial, spec=spec))
+            kept.append(trial.replace(spec=spec))
     if refused and not kept:
         raise unfit(study, f"has no trial that is predicted: {refused[0]}")
     cells = tuple(dict.fromkeys(trial.cell for trial in kept))
-    question = msgspec.structs.replace(study.question, cells=cells)
-    return msgspec.structs.replace(study, question=question, trials=tuple(kept))
+    question = study.question.replace(cells=cells)
+    return study.replace(question=question, trials=tuple(kept))
 
 
 def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set[str]:

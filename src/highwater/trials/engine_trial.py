@@ -216,7 +216,7 @@ class EngineLauncher(TrialLauncher):
         directory = snapshot_folder(log_path)
         directory.mkdir(parents=True, exist_ok=True)
         order = SnapshotOrder(directory=str(directory.resolve()), profiling=self.profiling)
-        return msgspec.structs.replace(spec, memory_snapshots=order)
+        return spec.replace(memory_snapshots=order)
 
     def _with_statistics(self, spec: TrialSpec, log_path: Path) -> TrialSpec:
         """The trial that writes statistics beside its log; a memory-only one would mislead."""
@@ -225,7 +225,7 @@ class EngineLauncher(TrialLauncher):
         files = StatisticsFiles(
             path=str(statistics_path(log_path.absolute())), logit_range=self.logit_range
         )
-        return msgspec.structs.replace(spec, statistics=files)
+        return spec.replace(statistics=files)
 
 
 def _tell(ranks: StartedRanks, on_phase: OnPhase) -> None:
@@ -244,7 +244,7 @@ def _with_own_directory(spec: TrialSpec, parent: Path) -> Generator[TrialSpec]:
         return
     parent.mkdir(parents=True, exist_ok=True)
     with private_folder(parent, kind="checkpoint-") as own:
-        yield msgspec.structs.replace(spec, checkpoint_directory=str(own))
+        yield spec.replace(checkpoint_directory=str(own))
 
 
 def raise_refusal(reports: tuple[RankReport, ...]) -> None:
@@ -271,4 +271,4 @@ def _with_speed(spec: TrialSpec, result: TrialResult) -> TrialResult:
             shape, length_tokens=spec.length_tokens, sequences=sequences, settings=spec.settings
         )
         mfu = flops / result.step_time_s / (kind.bf16_dense_tflops * 1e12 * spec.layout.gpus)
-    return msgspec.structs.replace(result, tokens_per_s=tokens_per_s, mfu=mfu)
+    return result.replace(tokens_per_s=tokens_per_s, mfu=mfu)

@@ -21,7 +21,6 @@ from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
 
-import msgspec
 import psutil
 
 from highwater.errors import UsageError
@@ -352,7 +351,7 @@ class ForeignLauncher(TrialLauncher):
             kernel_kills=kernel_kills() - kills_before,
         )
         budget = memory_budget(spec)
-        ranks = tuple(msgspec.structs.replace(rank, budget=budget) for rank in peak.ranks())
+        ranks = tuple(rank.replace(budget=budget) for rank in peak.ranks())
         outcome, reason = classify_foreign(spec, ending)
         past = past_the_bound(ranks)
         if is_cut:

@@ -9,8 +9,6 @@ from functools import partial
 from threading import Condition, Event, Thread
 from typing import Generic, TypeVar
 
-import msgspec
-
 from highwater.errors import MachineError
 from highwater.memory.formula.layers import Step, host_activation_bytes
 from highwater.model.footprint import PROCESS_BYTES, host_state_bytes, staged_gradient_bytes
@@ -220,7 +218,7 @@ def with_time_left(launch: Launch, began: float) -> Launch:
     if launch.timeout_s is None:
         return launch
     left_s = max(0.0, launch.timeout_s - (time.monotonic() - began))
-    return msgspec.structs.replace(launch, timeout_s=left_s)
+    return launch.replace(timeout_s=left_s)
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:

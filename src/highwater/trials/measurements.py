@@ -13,8 +13,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Self, get_args
 
-from msgspec.structs import replace
-
 from highwater.errors import MachineError
 from highwater.nouns.attention_bench import (
     CHECKED_TOKENS,
@@ -124,15 +122,15 @@ def _share_lines(
                 yield BenchLine(check=check)
                 if check.reason:
                     for case in map(share.case, order.directions):
-                        yield BenchLine(row=replace(case, result="red", reason=check.reason))
+                        yield BenchLine(row=case.replace(result="red", reason=check.reason))
                     return
-                share = replace(share, is_checked=True)
+                share = share.replace(is_checked=True)
             is_going = True
             while is_going and (case := share.next_case()) is not None:
                 parts = group.parts(set_up_s + _PASSES_WITHIN_LIMIT * order.timeout_s)
                 row = _measured(case, parts)
                 yield BenchLine(row=row)
-                share = replace(share, rows=(*share.rows, row))
+                share = share.replace(rows=(*share.rows, row))
                 is_going = row.fits
 
 
@@ -170,11 +168,11 @@ def _measured(case: BenchRow, parts: Sequence[BenchPart]) -> BenchRow:
     ended = _worst(parts)
     if ended.ending != "done":
         result = "crashed" if ended.ending == "refused" else ended.ending
-        return replace(case, result=result, reason=ended.reason)
+        return case.replace(result=result, reason=ended.reason)
     each = [part.row for part in parts if part.row is not None]
     names = [name for name in BenchRow.__struct_fields__ if name.endswith("_bytes")]
     sizes = {name: tuple(size for row in each for size in getattr(row, name)) for name in names}
-    return replace(max(each, key=lambda row: row.time_s or 0.0), **sizes)
+    return max(each, key=lambda row: row.time_s or 0.0).replace(**sizes)
 
 
 def _worst(parts: Sequence[BenchPart]) -> BenchPart:

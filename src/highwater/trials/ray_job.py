@@ -23,8 +23,6 @@ from pathlib import Path, PurePath
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
-import msgspec
-
 from highwater.errors import HighwaterError, MachineError
 from highwater.nouns.codec import Record, open_regular, read_file
 from highwater.nouns.environment import allocator_environment
@@ -288,7 +286,7 @@ def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
                 raise OSError(f"{name} is no name of a file beside a log")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        return RayReport(result=msgspec.structs.replace(end.left, log_path=trial.log_path))
+        return RayReport(result=end.left.replace(log_path=trial.log_path))
     except RayError as error:
         name = "every node for it" if node_id is None else _name(node_id)
         is_there = node_id in _alive()
@@ -452,7 +450,7 @@ def read_node(gpus: int, needs: Needs) -> tuple[Machine, str | None]:
     try:
         machine = probe()
         versions = {**machine.versions, **versions_of(OLDEST)}
-        machine = msgspec.structs.replace(machine, gpus=machine.gpus[:gpus], versions=versions)
+        machine = machine.replace(gpus=machine.gpus[:gpus], versions=versions)
         return machine, _obstacle(machine, gpus, needs)
     finally:
         if shown is not None:
@@ -500,9 +498,9 @@ class TrialOnNode:
         """Run the trial; ``tell`` has its end, and the rest of its log."""
         with private_folder(kind="ray-") as folder:
             directory, logs = str(model.placed(folder / "model")), folder / "logs"
-            spec = msgspec.structs.replace(trial.launch.spec, model_directory=directory)
+            spec = trial.launch.spec.replace(model_directory=directory)
             self._log_path = path = log_path_of(logs, spec, "rung")
-            left = self._run(trial, msgspec.structs.replace(trial.launch, spec=spec), logs)
+            left = self._run(trial, trial.launch.replace(spec=spec), logs)
             files = tuple(
                 (name.removeprefix(path.stem), found.read_bytes())
                 for found in sorted(path.parent.rglob("*"))

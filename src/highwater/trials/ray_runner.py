@@ -19,8 +19,6 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from highwater.errors import MachineError, UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import from_json, to_json
@@ -241,8 +239,8 @@ class Placement:
         if demand.whole_node:
             free = [node for node in free if (node.gpus, node.cpus) == (first.gpus, first.cpus)]
             cpus = cpus if demand.gpus else first.cpus
-            demand = replace(demand, gpus=first.gpus if demand.gpus else 0)
-        demand = replace(demand, cpus=min(cpus, *(node.cpus for node in free)))
+            demand = demand.replace(gpus=first.gpus if demand.gpus else 0)
+        demand = demand.replace(cpus=min(cpus, *(node.cpus for node in free)))
         any_of = tuple(node.node_id for node in free)
         self._taken.append(Wanted(demand=demand, first=first.node_id, any_of=any_of))
         return self._taken[-1]
@@ -351,7 +349,7 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
             result = self._held(launch, place, on_phase)
             demand = place.wanted.demand
             if not demand.whole_node and blames_the_host(result, spec):
-                alone, avoided = replace(demand, whole_node=True), self._lost_on[spec.key]
+                alone, avoided = demand.replace(whole_node=True), self._lost_on[spec.key]
                 with self._changed:
                     self._placement.leave(place.wanted)
                     place.wanted = self._placement.take(alone, avoided=avoided)

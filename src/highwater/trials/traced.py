@@ -256,11 +256,8 @@ def fullest_rank(spec: TrialSpec) -> int:
 
 def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
     """The trial without what changes no event: the allocator, saves, and hyperparameters."""
-    settings = msgspec.structs.replace(
-        spec.settings, allocator="native", checkpoint="none", save_hf="never"
-    )
-    return msgspec.structs.replace(
-        spec,
+    settings = spec.settings.replace(allocator="native", checkpoint="none", save_hf="never")
+    return spec.replace(
         settings=settings,
         hyperparameters=Hyperparameters(),
         memory_budget_bytes=None,
@@ -272,8 +269,8 @@ def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
 
 def _key(order: TraceOrder) -> str:
     # Wherever the model lies: its config is what a trace depends on.
-    nowhere = msgspec.structs.replace(order.spec, model_directory="")
-    named = msgspec.structs.replace(order, spec=nowhere)
+    nowhere = order.spec.replace(model_directory="")
+    named = order.replace(spec=nowhere)
     return digest((named, _versions(), _sources()))
 
 

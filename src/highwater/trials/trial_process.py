@@ -21,8 +21,6 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Literal, NamedTuple
 
-from msgspec.structs import replace
-
 from highwater.errors import MachineError
 from highwater.nouns.environment import ALLOCATOR_VARIABLES, allocator_environment
 from highwater.nouns.settings import Allocator
@@ -223,7 +221,7 @@ class TrialLauncher(ABC):
             with new_log(wanted) as log:
                 result = self._run(OneLaunch(spec, log, gpus, timeout_s, ended, on_phase))
         attempt, wall_s = launch.attempt, time.monotonic() - began
-        return kept_result(replace(result, wall_s=wall_s, attempt=attempt, log_path=log.name))
+        return kept_result(result.replace(wall_s=wall_s, attempt=attempt, log_path=log.name))
 
     @abstractmethod
     def _run(self, one: OneLaunch) -> TrialResult:

@@ -21,8 +21,6 @@ In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
     CUBLAS_WORKSPACES_BYTES,
@@ -69,8 +67,7 @@ def footprint(step: Step) -> Footprint:
     """Memory that TRL's step most likely takes, on the fullest GPU."""
     settings = step.settings
     generates = settings.traits.advantages == "groups"
-    settings = msgspec.structs.replace(
-        settings,
+    settings = settings.replace(
         objective="sft" if settings.traits.has_reference else settings.objective,
         entropy="none",
         loss="chunked",
@@ -83,9 +80,7 @@ def footprint(step: Step) -> Footprint:
         phases.insert(0, _generation(step))
     launcher_bytes = LAUNCHER_BYTES if step.device == "cuda" else 0
     launcher = Term("context of TRL's launcher", launcher_bytes)
-    return msgspec.structs.replace(
-        ours, phases=tuple(phases), outside=present(*ours.outside, launcher)
-    )
+    return ours.replace(phases=tuple(phases), outside=present(*ours.outside, launcher))
 
 
 def _with_its_loss(ours: Phase, step: Step) -> Phase:
