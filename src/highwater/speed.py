@@ -8,14 +8,13 @@ kernels reach 61 % of an H200's FLOP/s, FlashAttention-2 50 to 73 % of an A100's
 """
 
 from functools import cache
-from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from highwater.model.families import family_row
 from highwater.model.footprint import kept_by_recompute, matrices, trained_parameters
 from highwater.model.layer_kind import AttentionKind, LayerKind
 from highwater.model.model import ModelShape
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import kind_of
 from highwater.nouns.layout import (
@@ -96,8 +95,7 @@ and memory were fitted to the trials that docs/results/speed/steps.py marks for 
 @cache
 def sheets() -> dict[str, Sheet]:
     """Return the data sheets by the kind's catalog name: ``nouns/catalog/rates.json``."""
-    path = files("highwater.nouns") / "catalog" / "rates.json"
-    return {each.name: each for each in from_json(path.read_bytes(), tuple[Sheet, ...])}
+    return {each.name: each for each in packaged("nouns/catalog/rates.json", tuple[Sheet, ...])}
 
 
 def rates_of(device_name: str) -> Rates | None:

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import yaml
 from yaml.composer import ComposerError
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import SETTINGS_BYTES, json_schema, read_file, to_builtins
+from highwater.nouns.codec import SETTINGS_BYTES, read_file, to_builtins
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.trainer import FOREIGN, foreign_name
 
@@ -63,7 +64,7 @@ def as_key(name: str, value: object) -> str:
 
 def config_schema() -> dict[str, Any]:
     """JSON Schema of a configuration file. No key is required: a flag may name the model."""
-    schema = json_schema(Request)
+    schema = msgspec.json.schema(Request)
     request = schema["$defs"]["Request"]
     del request["required"]
     request["description"] = " ".join(request["description"].split())

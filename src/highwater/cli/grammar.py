@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any, NoReturn, get_args, get_origin
 
 from highwater.cli.flags import TRAINING, CommandFlags
 from highwater.errors import UsageError
 from highwater.model.model_place import catalog_model, is_hub_id
 from highwater.nouns.cluster import cluster
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.declaration import (
     REQUIRED,
     SWITCH,
@@ -256,7 +255,7 @@ def foreign_words() -> dict[str, str]:
     it, ``{}`` for the value that was typed; or a sentence that says who does it. Where ``|`` stands
     between several, the first that the command has is meant.
     """
-    return from_json((files("highwater.cli") / "foreign_words.json").read_bytes(), dict[str, str])
+    return packaged("cli/foreign_words.json", dict[str, str])
 
 
 def _meant(word: str, words: Sequence[str], flags: Collection[str]) -> str | None:
@@ -294,9 +293,7 @@ class CommandHelp(Record, frozen=True, kw_only=True):
     """The flags of its short help: what most people want; empty: it has one help with all."""
 
 
-COMMANDS = from_json(
-    (files("highwater.cli") / "commands.json").read_bytes(), dict[str, CommandHelp]
-)
+COMMANDS = packaged("cli/commands.json", dict[str, CommandHelp])
 """Every command by its name, in the order of the help."""
 _PREDICTED: Mapping[str, tuple[Topic, ...]] = {
     "settings": ("trial",),

@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from typing import Any
 
 from highwater.api import search
@@ -29,7 +28,7 @@ from highwater.cli.grammar import PROGRAM, Parser, parse_strictly
 from highwater.cli.progress import Progress
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.model import STATE_BYTES_PER_PARAMETER, Model, load_model
-from highwater.nouns.codec import from_json
+from highwater.nouns.codec import packaged
 from highwater.nouns.declaration import SWITCH
 from highwater.nouns.environment import ALLOCATOR_MODES, allocator_options, ignored_options
 from highwater.nouns.hardware import Machine
@@ -60,9 +59,8 @@ _IN_A_JOB = (
     "for all of them `ray start --head` on the first, and on each other the `ray start --address` "
     "that this prints"
 )
-_FLAGS_HERE = from_json(
-    (files("highwater.cli") / "published_flags.json").read_bytes(),
-    dict[str, tuple[str | None, str, dict[str, Any]]],
+_FLAGS_HERE = packaged(
+    "cli/published_flags.json", dict[str, tuple[str | None, str, dict[str, Any]]]
 )
 """The published flags and more: the request's setting of each, its help, how it is read."""
 _FIELDS = {flag: field for flag, (field, *_) in _FLAGS_HERE.items() if field is not None}

@@ -14,11 +14,10 @@ tests/numeric/test_transformed_logits.py compare with those that are installed.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
 from highwater.errors import ModelError
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 
 
 class Experts(Record, frozen=True, kw_only=True):
@@ -179,7 +178,7 @@ class _Table(Record, frozen=True, kw_only=True):
     refused: tuple[_Refused, ...]
 
 
-_TABLE = from_json((files("highwater.model") / "catalog" / "families.json").read_bytes(), _Table)
+_TABLE = packaged("model/catalog/families.json", _Table)
 FAMILY_ROWS = _TABLE.families
 WRAPPERS = _TABLE.wrappers
 TRAINED = frozenset(name for name, row in FAMILY_ROWS.items() if row.is_trained)

@@ -14,14 +14,13 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
 from highwater.errors import ModelError
 from highwater.model.families import REFUSED, TRAINED, UNCOMPARED, WRAPPERS, family_by_name
-from highwater.nouns.codec import Record, from_json, read_file
+from highwater.nouns.codec import Record, packaged, read_file
 from highwater.nouns.declaration import ALIKE
 
 _OFFERED = 3
@@ -52,7 +51,7 @@ class CatalogModel(Record, frozen=True, kw_only=True):
     @property
     def directory(self) -> Path:
         """Directory that holds its ``config.json``."""
-        return Path(str(files("highwater.model") / "catalog" / "models" / self.name))
+        return Path(__file__).parent / "catalog" / "models" / self.name
 
     @property
     def hub_ids(self) -> tuple[str, ...]:
@@ -63,8 +62,7 @@ class CatalogModel(Record, frozen=True, kw_only=True):
 @cache
 def model_catalog() -> tuple[CatalogModel, ...]:
     """Return the models whose shape ships with the package, in the order of its file."""
-    path = files("highwater.model") / "catalog" / "models.json"
-    return from_json(path.read_bytes(), tuple[CatalogModel, ...])
+    return packaged("model/catalog/models.json", tuple[CatalogModel, ...])
 
 
 def catalog_names() -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from highwater.errors import ModelError
-from highwater.nouns.codec import from_json, open_regular, read_file
+from highwater.nouns.codec import open_regular, packaged, read_file
 
 SCORE = "score.weight"
 """Name of the weight of a head that gives one number per token, as in Hugging Face's sequence and
@@ -40,9 +40,7 @@ _EMBEDDINGS = (
     "embed_in.weight",
     "tok_embeddings.weight",
 )
-_MARKS: Mapping[str, str] = from_json(
-    Path(__file__).with_name("quantised_tensors.json").read_bytes(), dict[str, str]
-)
+_MARKS: Mapping[str, str] = packaged("model/quantised_tensors.json", dict[str, str])
 """Suffixes of tensor names that belong to a quantisation method, and the method's name."""
 _NARROW = ("F8_", "F6_", "F4", "I8", "U8", "I4", "U4")
 """Prefixes of dtypes in which only quantised weights are saved."""

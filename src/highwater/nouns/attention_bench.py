@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.layout import Device
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 
@@ -59,9 +58,8 @@ class Implementation(Record, frozen=True, kw_only=True):
     """True if ``--segment-lengths`` and ``--dilation-rates`` are about it."""
 
 
-IMPLEMENTATIONS: Mapping[str, Implementation] = from_json(
-    (files("highwater.nouns") / "catalog" / "attentions.json").read_bytes(),
-    dict[str, Implementation],
+IMPLEMENTATIONS: Mapping[str, Implementation] = packaged(
+    "nouns/catalog/attentions.json", dict[str, Implementation]
 )
 """Everything that can take part, as reported; ``engine/bench/attention/contenders`` makes it."""
 SHARES = ("block_sparse_5", "block_sparse_2", "block_sparse_1", "block_sparse_adaptive")

@@ -51,6 +51,11 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
         raise msgspec.DecodeError("it is nested too deep") from error
 
 
+def packaged(name: str, kind: type[T]) -> T:
+    """The record in a JSON file that comes with this package: ``nouns/catalog/gpus.json``."""
+    return from_json(Path(__file__).parents[1].joinpath(name).read_bytes(), kind)
+
+
 def to_builtins(value: object) -> Any:
     """The record as dicts, lists, strings and numbers."""
     return msgspec.to_builtins(value)
@@ -59,11 +64,6 @@ def to_builtins(value: object) -> Any:
 def from_builtins(value: object, kind: type[T]) -> T:
     """The record of type ``kind`` in dicts, lists, strings and numbers; errors as ``from_json``."""
     return msgspec.convert(value, type=kind)
-
-
-def json_schema(kind: type) -> dict[str, Any]:
-    """JSON Schema (2020-12) of a record."""
-    return msgspec.json.schema(kind)
 
 
 def digest(value: object) -> str:

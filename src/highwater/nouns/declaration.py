@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
 import msgspec
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 
 T = TypeVar("T")
 ALIKE = 0.75
@@ -296,8 +295,7 @@ def meant_word(name: str, value: str, words: Sequence[str]) -> str | None:
 @cache
 def foreign_values() -> Mapping[str, Mapping[str, str]]:
     """What others call the values of a setting, each with our word, or a sentence about it."""
-    path = files("highwater.nouns") / "catalog" / "foreign_values.json"
-    return from_json(path.read_bytes(), dict[str, dict[str, str]])
+    return packaged("nouns/catalog/foreign_values.json", dict[str, dict[str, str]])
 
 
 def _as_flag(name: str, value: Any) -> str:

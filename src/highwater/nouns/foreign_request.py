@@ -14,16 +14,14 @@ from string import Formatter
 from typing import NamedTuple
 
 from highwater.errors import UsageError
-from highwater.nouns.codec import SETTINGS_BYTES, from_json, read_file
+from highwater.nouns.codec import SETTINGS_BYTES, packaged, read_file
 from highwater.nouns.declaration import nearest
 from highwater.nouns.request import DECLARED, Request
 from highwater.nouns.secrets import HIDDEN, hidden_words
 from highwater.nouns.trainer import FOREIGN, ForeignName, ForeignTrainer, foreign_name
 from highwater.nouns.trial import TrialSpec
 
-PLACEHOLDERS: Mapping[str, str] = from_json(
-    Path(__file__).with_name("catalog").joinpath("placeholders.json").read_bytes(), dict[str, str]
-)
+PLACEHOLDERS: Mapping[str, str] = packaged("nouns/catalog/placeholders.json", dict[str, str])
 """Words that may stand in braces, and their meaning."""
 EXAMPLE = "python train.py --max-len {length} --steps {steps}"
 

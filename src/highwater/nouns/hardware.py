@@ -4,13 +4,12 @@ machines that usually have them, and what their memory is spent on besides tenso
 
 import sys
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
 import msgspec
 
 from highwater.errors import MachineError
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.units import GIB
 
 Kernel = Literal["cudnn", "flash"]
@@ -113,8 +112,7 @@ class Machine(Record, frozen=True, kw_only=True):
 @cache
 def gpu_catalog() -> tuple[GpuKind, ...]:
     """Every GPU kind the package knows, as data in ``nouns/catalog/gpus.json``."""
-    path = files("highwater.nouns") / "catalog" / "gpus.json"
-    return from_json(path.read_bytes(), tuple[GpuKind, ...])
+    return packaged("nouns/catalog/gpus.json", tuple[GpuKind, ...])
 
 
 @cache
@@ -254,8 +252,7 @@ class HostMemory(Record, frozen=True, kw_only=True):
 @cache
 def host_catalog() -> tuple[Host, ...]:
     """Every machine whose host memory is known, by kind and number of GPUs."""
-    path = files("highwater.nouns") / "catalog" / "hosts.json"
-    return from_json(path.read_bytes(), tuple[Host, ...])
+    return packaged("nouns/catalog/hosts.json", tuple[Host, ...])
 
 
 def default_host(device_name: str, gpus: int) -> HostMemory | None:

@@ -22,14 +22,13 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
 from highwater.model.layer_kind import AttentionKind, LayerKind, Matrices
 from highwater.model.model import ModelShape
 from highwater.nouns import declaration as kinds
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.declaration import PAPER, DeclaredRecord, setting
 
 Objective = Literal["sft", "grpo", "ppo", "rw", "dpo"]
@@ -257,9 +256,7 @@ NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256
 """Numbers in NF4 that share a scale, and scales that share one of float32: QLoRA's."""
 BASE_PREFIX = "base_layer."
 """Words that peft puts into the name of a layer's own parameters where it has an adapter."""
-_LINEAR: Mapping[str, Any] = from_json(
-    Path(__file__).with_name("catalog").joinpath("linear_layers.json").read_bytes(), dict[str, Any]
-)
+_LINEAR: Mapping[str, Any] = packaged("nouns/catalog/linear_layers.json", dict[str, Any])
 _FUSED: Mapping[str, Mapping[str, str]] = _LINEAR["fused"]
 """Model types that have several of the usual matrices in one."""
 _USUAL_NAMES: tuple[str, ...] = tuple(_LINEAR["usual"])

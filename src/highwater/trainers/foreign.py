@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import yaml
 
 from highwater.errors import MachineError, UsageError
+from highwater.nouns.codec import packaged
 from highwater.nouns.corpus import DocumentOrder
 from highwater.nouns.foreign_request import base_config, file_content, filled_command
 from highwater.nouns.trainer import (
@@ -29,9 +30,7 @@ from highwater.trainers.emitted import comment
 
 OUTPUT = "output"
 """Folder within a trial's own in which its trainer may write."""
-TRIAL_FIELDS: Mapping[str, Any] = json.loads(
-    Path(__file__).with_name("trial_fields.json").read_text(encoding="utf-8")
-)
+TRIAL_FIELDS: Mapping[str, Any] = packaged("trainers/trial_fields.json", dict[str, Any])
 """Fields of a trainer's file that a trial has its own of, by the trainer; and with which values."""
 QUIET = {"HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 

@@ -13,7 +13,7 @@ from highwater.errors import UsageError
 from highwater.memory.interval.residuals import unfit
 from highwater.memory.question import BY_SOURCE, ZERO_NOTE
 from highwater.memory.trainers import MEMORY
-from highwater.nouns.codec import Record, from_json
+from highwater.nouns.codec import Record, packaged
 from highwater.nouns.environment import ENV_IN_WORDS
 from highwater.nouns.foreign_request import base_config, file_content
 from highwater.nouns.objective import ALL_LINEAR, TRAITS
@@ -68,7 +68,7 @@ class _AllWords(Record, frozen=True, kw_only=True):
     """Of every trainer: fields that are read, or take no memory; ``*`` for any end."""
 
 
-_ALL = from_json(Path(__file__).with_suffix(".json").read_bytes(), _AllWords)
+_ALL = packaged("trainers/user_file.json", _AllWords)
 FILE_WORDS: Mapping[TrainerName, FileWords] = _ALL.trainers
 _USUAL = (1, "none", "sft")
 """Values of those by which nothing else is asked."""

@@ -19,7 +19,6 @@ In the functions:  T tokens of a GPU's micro-batch  E hidden size  F width of an
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from highwater.errors import UsageError
 from highwater.memory.formula.constants import (
@@ -41,7 +40,7 @@ from highwater.memory.trainers import TrainerMemory
 from highwater.model.footprint import resting_state_bytes
 from highwater.model.layer_kind import LayerKind
 from highwater.model.model import ModelShape
-from highwater.nouns.codec import from_json
+from highwater.nouns.codec import packaged
 from highwater.nouns.layout import WIDEST_FUSED_HEAD
 from highwater.nouns.objective import RolloutRequest, RolloutTraits, generation_micro_batches
 from highwater.nouns.study import Study
@@ -135,7 +134,7 @@ def _prompt_numbers(kind: LayerKind) -> int:
 
 def bundled_edges() -> tuple[Residual, ...]:
     """Edges that come along: ``trl_edges.json``, by docs/results/other_trainers/edges.py."""
-    return from_json(Path(__file__).with_name("trl_edges.json").read_bytes(), tuple[Residual, ...])
+    return packaged("trainers/trl/trl_edges.json", tuple[Residual, ...])
 
 
 def _study_edges(study: Study, _: object) -> tuple[Residual, ...]:
