@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from highwater.errors import UsageError
 from highwater.nouns import declaration as kinds
@@ -35,7 +35,6 @@ from highwater.nouns.trainer import (
 from highwater.nouns.training import TrainingRequest, training_request_from
 from highwater.nouns.trial import Device
 
-T = TypeVar("T")
 Shell = Literal["bash", "zsh", "fish"]
 _Texts = tuple[str, ...]
 _WholeNumbers = tuple[int, ...]
@@ -67,121 +66,113 @@ _GPUS = (
 )
 
 
-def _flag(
-    commands: str, default: T, help_: str, kind: kinds.ValueKind | None = None, **more: Any
-) -> T:
-    """Declare what these commands are told."""
-    return setting(default, help_, kind, commands=tuple(commands.split()), **more)
-
-
 class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
     """Flags of commands besides the settings of a request and of a training."""
 
-    for_: Target = _flag("emit", REQUIRED, "whose configuration", name="for")
-    config: str | None = _flag(
-        "find try train", None, "YAML file of settings; flags override it", kinds.FILE
+    for_: Target = setting(REQUIRED, "whose configuration", commands="emit", name="for")
+    config: str | None = kinds.FILE(
+        None, "YAML file of settings; flags override it", "find try train"
     )
-    subject: Literal["attention"] = _flag(
-        "bench", REQUIRED, "what is measured: attention", place="1", metavar="SUBJECT"
+    subject: Literal["attention"] = setting(
+        REQUIRED, "what is measured: attention", commands="bench", place="1", metavar="SUBJECT"
     )
-    shell: Shell = _flag(
-        "completion", REQUIRED, ", ".join(get_args(Shell)), place="1", metavar="SHELL"
+    shell: Shell = setting(
+        REQUIRED, ", ".join(get_args(Shell)), commands="completion", place="1", metavar="SHELL"
     )
-    words: _Texts = _flag(
-        "models gpus", (), "list those whose names have it; default: all", place="*", metavar="WORD"
+    words: _Texts = setting(
+        (),
+        "list those whose names have it; default: all",
+        commands="models gpus",
+        place="*",
+        metavar="WORD",
     )
-    paths: _Texts = _flag(
-        "profile",
+    paths: _Texts = setting(
         REQUIRED,
         "a snapshot that `torch.cuda.memory._dump_snapshot` wrote, a timeline of "
         "`highwater predict --exact`, or a folder of ranks' snapshots, of which the fullest is "
         "shown; two: side by side",
+        commands="profile",
         place="+",
         metavar="PATH",
     )
-    documents: _Texts = _flag(
-        "data", REQUIRED, "a file of JSON lines, Parquet or text, or a folder", place="+"
+    documents: _Texts = setting(
+        REQUIRED, "a file of JSON lines, Parquet or text, or a folder", commands="data", place="+"
     )
-    counted_by: str | None = _flag(
-        "data",
+    counted_by: str | None = setting(
         None,
         "folder with the tokenizer that counts; default: 4 bytes a token",
+        commands="data",
         name="model",
     )
-    shown: _Texts = _flag("show", (), _NEWEST, place="*", metavar="STUDY", rung_field="studies")
-    study: str | None = _flag("report", None, _NEWEST, place="?", metavar="STUDY")
-    sources: _Texts = _flag(
-        "guide",
+    shown: _Texts = setting(
+        (), _NEWEST, commands="show", place="*", metavar="STUDY", rung_field="studies"
+    )
+    study: str | None = setting(None, _NEWEST, commands="report", place="?", metavar="STUDY")
+    sources: _Texts = setting(
         (),
         "a study's file, a CSV of known capacities (gpu, settings, gpus, sp, model, max_model_len; "
         "0: nothing fits, empty: unknown), or the .json of `highwater predict --json`",
+        commands="guide",
         place="*",
         metavar="SOURCE",
     )
-    as_: Literal["table", "published", "lines", "json"] = _flag(
-        "show", "table", "how to show it", name="as"
+    as_: Literal["table", "published", "lines", "json"] = setting(
+        "table", "how to show it", commands="show", name="as"
     )
-    measure: bool = _flag(
-        "doctor",
+    measure: bool = SWITCH(
         False,
         "read on the GPUs what libraries take of their memory, half a minute each count",
-        SWITCH,
+        "doctor",
     )
-    html: str | None = _flag(
-        "profile", None, "write a page into a new file: timeline and flame graph", kinds.FILE
+    html: str | None = kinds.FILE(
+        None, "write a page into a new file: timeline and flame graph", "profile"
     )
-    folder: str | None = _flag(
-        "emit",
+    folder: str | None = kinds.DIRECTORY(
         None,
         "write all files into a folder, with a script that starts the training and a page of "
         "what to check; nothing that is there is written over",
-        kinds.DIRECTORY,
+        "emit",
         name="output",
         rung_field="output",
         short="-o",
     )
-    predict: _Texts = _flag(
-        "guide", (), "models whose capacities are predicted by formula", metavar="MODEL"
+    predict: _Texts = setting(
+        (), "models whose capacities are predicted by formula", commands="guide", metavar="MODEL"
     )
-    output: str | None = _flag(
-        "report guide",
+    output: str | None = kinds.FILE(
         None,
         "write it into a new file: .html, .md, .csv or .json; default: print Markdown",
-        kinds.FILE,
+        "report guide",
         short="-o",
         helps={
             "guide": "write it into a new file: a page (.html), or Markdown (.md); default: print "
             "it"
         },
     )
-    json: bool = _flag(
-        f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench data",
+    json: bool = SWITCH(
         False,
         "print one JSON document",
-        SWITCH,
+        f"{_ELSEWHERE} find try train guide report profile models gpus doctor bench data",
         helps={"guide": "print its rows as one JSON document"},
     )
-    log_dir: str = _flag(
-        "show report", "./logs", "where to look for the newest study", kinds.DIRECTORY
+    log_dir: str = kinds.DIRECTORY("./logs", "where to look for the newest study", "show report")
+    print_config: bool = SWITCH(
+        False, "print the configuration that asks the same, and exit", "find"
     )
-    print_config: bool = _flag(
-        "find", False, "print the configuration that asks the same, and exit", SWITCH
+    print_sbatch: bool = SWITCH(
+        False, "print the script that asks the same as a job of Slurm, and exit", "find"
     )
-    print_sbatch: bool = _flag(
-        "find", False, "print the script that asks the same as a job of Slurm, and exit", SWITCH
-    )
-    tried_length: str = _flag(
-        "try",
+    tried_length: str = LENGTH(
         REQUIRED,
         "tokens of one sequence, for example 32k",
-        LENGTH,
+        "try",
         name="length",
         rung_field="length",
     )
-    cluster: str | None = _flag(
-        _ELSEWHERE,
+    cluster: str | None = setting(
         None,
         f"for example 4xA100-80GB, {_GPUS}",
+        commands=_ELSEWHERE,
         name="gpus",
         metavar=_KIND,
         helps={
@@ -191,199 +182,186 @@ class CommandFlags(DeclaredRecord, frozen=True, kw_only=True):
             "`predict`",
         },
     )
-    clusters: _Texts = _flag(
-        "guide",
+    clusters: _Texts = setting(
         (),
         f"for example 4xA100-80GB 8xH100-80GB, {_GPUS}",
+        commands="guide",
         name="gpus",
         rung_field="cluster",
         metavar=_KIND,
     )
-    gpu_memory: str | None = _flag(
-        f"{_ELSEWHERE} guide",
+    gpu_memory: str | None = SIZE(
         None,
         "memory of one GPU as its driver reports it, for a kind of no catalog",
-        SIZE,
+        f"{_ELSEWHERE} guide",
     )
-    reserved: str = _flag(_ELSEWHERE, "0", "what others take of each GPU, for example 20GiB", SIZE)
-    predicted_for: TrainerName = _flag(
-        "predict guide", OURS, "whose step is predicted", name="trainer", read=_predicted
+    reserved: str = SIZE("0", "what others take of each GPU, for example 20GiB", _ELSEWHERE)
+    predicted_for: TrainerName = setting(
+        OURS, "whose step is predicted", commands="predict guide", name="trainer", read=_predicted
     )
-    any_trainer: AnyTrainer = _flag(
-        "recommend",
+    any_trainer: AnyTrainer = setting(
         OURS,
         "whose step is predicted; of others their studies answer",
+        commands="recommend",
         name="trainer",
         rung_field="predicted_for",
     )
-    length: str | None = _flag(
-        _ELSEWHERE,
+    length: str | None = LENGTH(
         None,
         "tokens of one sequence, for example 64k",
-        LENGTH,
+        _ELSEWHERE,
         helps={"predict": "answer for this length: which settings train it"},
     )
-    rollout_gpus: int = _flag(
-        "predict recommend emit",
+    rollout_gpus: int = COUNT(
         0,
         "of the GPUs, those that roll out: the others are the trainer's",
-        COUNT,
+        "predict recommend emit",
         metavar="K",
     )
-    studies: _Texts = _flag(
-        "recommend emit",
+    studies: _Texts = setting(
         (),
         "studies that `highwater find` wrote: what they measured is taken, the rest predicted",
+        commands="recommend emit",
         name="study",
         rung_field="studies",
         metavar="STUDY",
     )
-    list_: bool = _flag(
-        "recommend", False, "all settings that fit, with what each costs", SWITCH, name="list"
+    list_: bool = SWITCH(
+        False, "all settings that fit, with what each costs", "recommend", name="list"
     )
-    fastest: bool = _flag(
-        "recommend", False, "the fastest settings that train it instead of the simplest", SWITCH
+    fastest: bool = SWITCH(
+        False, "the fastest settings that train it instead of the simplest", "recommend"
     )
-    lightest: bool = _flag(
-        "recommend", False, "the settings that take the least memory of each GPU", SWITCH
+    lightest: bool = SWITCH(
+        False, "the settings that take the least memory of each GPU", "recommend"
     )
-    exact: bool = _flag(
-        "predict",
+    exact: bool = SWITCH(
         False,
         "trace the engine's own steps on fake tensors, minutes instead of milliseconds",
-        SWITCH,
-    )
-    timeline: str | None = _flag(
         "predict",
+    )
+    timeline: str | None = kinds.FILE(
         None,
         "with --exact: write every allocation for PyTorch's viewer, https://pytorch.org/memory_viz",
-        kinds.FILE,
-    )
-    calibrate: _Texts = _flag(
         "predict",
+    )
+    calibrate: _Texts = setting(
         (),
         "studies that `highwater find` wrote: intervals are learned from their trials too",
+        commands="predict",
         metavar="STUDY",
     )
-    constants: str | None = _flag(
-        "predict",
+    constants: str | None = kinds.FILE(
         None,
         "what `highwater doctor --measure --json` printed on such GPUs: context, cuBLAS and "
         "NCCL as read there",
-        kinds.FILE,
-    )
-    read_data: _Texts = _flag(
         "predict",
+    )
+    read_data: _Texts = setting(
         (),
         "files to train on: what each length keeps of them, and the time of one pass",
+        commands="predict",
         name="data",
         metavar="FILE",
     )
-    tokens: str | None = _flag(
-        "predict", None, "with --length: what training on so many takes, for example 500M"
+    tokens: str | None = setting(
+        None, "with --length: what training on so many takes, for example 500M", commands="predict"
     )
-    price: str | None = _flag(
-        "predict",
+    price: str | None = setting(
         None,
         "dollars of one GPU for an hour, 2.50: what a million tokens cost, --tokens or a pass over "
         "--data; default: a list price of the catalog, whose date is told",
+        commands="predict",
     )
-    all_: bool = _flag(
-        "predict", False, "every setting, also those that gain nothing", SWITCH, name="all"
-    )
-    explain: bool = _flag(
-        "predict recommend",
+    all_: bool = SWITCH(False, "every setting, also those that gain nothing", "predict", name="all")
+    explain: bool = SWITCH(
         False,
         "what ends each row, how good such predictions were, and bytes by term at the peak; "
         "with --exact tensors by operator",
-        SWITCH,
+        "predict recommend",
         helps={
             "recommend": "what the answer is drawn from, how good such answers were, and what is "
             "not in it"
         },
     )
-    against: str | None = _flag(
-        "predict",
+    against: str | None = setting(
         None,
         "compare with known capacities: gpu, settings, gpus, sp, model, max_model_len",
+        commands="predict",
         metavar="CSV",
     )
-    sequences_per_micro_batch: int | None = _flag(
-        "guide", None, "what is predicted is of so many; default: as `predict`", COUNT
+    sequences_per_micro_batch: int | None = COUNT(
+        None, "what is predicted is of so many; default: as `predict`", "guide"
     )
-    ulysses: _WholeNumbers = _flag(
-        "guide", (), "what is predicted has these ulysses degrees; default: as `predict`", COUNT
+    ulysses: _WholeNumbers = COUNT(
+        (), "what is predicted has these ulysses degrees; default: as `predict`", "guide"
     )
-    ring: _WholeNumbers = _flag(
-        "guide", (), "what is predicted has these ring degrees; default: no ring", COUNT
+    ring: _WholeNumbers = COUNT(
+        (), "what is predicted has these ring degrees; default: no ring", "guide"
     )
-    copies: _WholeNumbers = _flag(
-        "guide", (), "what is predicted has so many copies of the states; default: one", COUNT
+    copies: _WholeNumbers = COUNT(
+        (), "what is predicted has so many copies of the states; default: one", "guide"
     )
-    device: Device | None = _flag("bench", None, "where; default: cuda where there is a GPU")
-    memory: str | None = _flag(
-        "bench",
+    device: Device | None = setting(
+        None, "where; default: cuda where there is a GPU", commands="bench"
+    )
+    memory: str | None = SIZE(
         None,
         "memory of each GPU, or of each process on the CPU, its runtime included: 8GiB on a "
         "big card stands in for a small one; default: all, on the CPU what is free",
-        SIZE,
-    )
-    gpus: int = _flag(
-        "bench", 1, "from 2 on also DataParallel, ring and Ulysses; on the CPU processes", COUNT
-    )
-    heads: int = _flag("bench", 2, "query heads", COUNT)
-    kv_heads: int | None = _flag("bench", None, "key and value heads; default: as many", COUNT)
-    head_dim: int = _flag("bench", 32, "size of a head", COUNT)
-    dtype: BenchDtype | None = _flag(
-        "bench", None, "default: bf16, on the CPU fp32, on GPUs without bf16 fp16"
-    )
-    same_qkv: bool = _flag(
         "bench",
+    )
+    gpus: int = COUNT(
+        1, "from 2 on also DataParallel, ring and Ulysses; on the CPU processes", "bench"
+    )
+    heads: int = COUNT(2, "query heads", "bench")
+    kv_heads: int | None = COUNT(None, "key and value heads; default: as many", "bench")
+    head_dim: int = COUNT(32, "size of a head", "bench")
+    dtype: BenchDtype | None = setting(
+        None, "default: bf16, on the CPU fp32, on GPUs without bf16 fp16", commands="bench"
+    )
+    same_qkv: bool = SWITCH(
         False,
         "queries, keys and values are one tensor, counted once: the published setting",
-        SWITCH,
-    )
-    lengths: _Texts = _flag(
         "bench",
+    )
+    lengths: _Texts = LENGTH(
         (),
         "measure at these lengths alone; default: doubling, then bisection to the longest",
-        LENGTH,
-    )
-    max_length: str | None = _flag(
-        "bench", None, "longest length to try; default: 16m tokens, on the CPU 4k", LENGTH
-    )
-    implementations: _Texts = _flag(
         "bench",
+    )
+    max_length: str | None = LENGTH(
+        None, "longest length to try; default: 16m tokens, on the CPU 4k", "bench"
+    )
+    implementations: _Texts = setting(
         (),
         "who takes part, by name, family or published class: "
         f"{', '.join(IMPLEMENTATIONS)}; default: all",
+        commands="bench",
         metavar="NAME",
     )
-    segment_lengths: _Texts = _flag(
-        "bench",
+    segment_lengths: _Texts = LENGTH(
         (),
         "dilated and block_sparse_ring_dilated: tokens of a segment of each branch; default: "
         "half the length and all of it",
-        LENGTH,
-    )
-    dilation_rates: _WholeNumbers = _flag(
         "bench",
+    )
+    dilation_rates: _WholeNumbers = COUNT(
         (),
         "a rate for each of them, 2 for every second token; default: 1 2, and 4, 8, ... for "
         "more segments",
-        COUNT,
-    )
-    only: Direction | None = _flag("bench", None, "one direction; default: both")
-    timeout: str | None = _flag(
-        "bench", None, "longest time of one pass; default: 60s, on the CPU 10s", kinds.TIME
-    )
-    out: str | None = _flag(
         "bench",
+    )
+    only: Direction | None = setting(None, "one direction; default: both", commands="bench")
+    timeout: str | None = kinds.TIME(
+        None, "longest time of one pass; default: 60s, on the CPU 10s", "bench"
+    )
+    out: str | None = kinds.DIRECTORY(
         None,
         "folder of the report, JSON and Markdown; default: a new one below ./logs/attention",
-        kinds.DIRECTORY,
+        "bench",
     )
-    allow_busy: bool = _flag("bench", False, "also on GPUs that somebody else uses", SWITCH)
+    allow_busy: bool = SWITCH(False, "also on GPUs that somebody else uses", "bench")
 
 
 def typed_values(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -56,9 +56,11 @@ class ValueKind:
     stands_alone: bool = False
     """True if a flag without a value says true."""
 
-    def __call__(self, default: T, help_: str, commands: Any = None, **more: Any) -> T:
-        """Declare a setting of this kind; ``commands``: those that take it, if not all."""
-        return setting(default, help_, self, **more, **({"commands": commands} if commands else {}))
+    def __call__(
+        self, default: T, help_: str, commands: str | tuple[str, ...] = (), **more: Any
+    ) -> T:
+        """Declare a setting of this kind; the rest is as ``setting`` has it."""
+        return setting(default, help_, self, commands=commands, **more)
 
 
 COUNT = ValueKind("a whole number", "N", 1)
@@ -171,8 +173,19 @@ class Setting:
         return self.labels[value] if value in self.labels else self.other_label.format(value)
 
 
-def setting(default: T, help_: str, kind: ValueKind | None = None, **more: Any) -> T:
-    """The default of a field of a ``DeclaredRecord``, and what ``Setting`` says of it."""
+def setting(
+    default: T,
+    help_: str,
+    kind: ValueKind | None = None,
+    *,
+    commands: str | tuple[str, ...] = (),
+    **more: Any,
+) -> T:
+    """The default of a field of a ``DeclaredRecord``, and what ``Setting`` says of it;
+    ``commands``: those that take it, ``find try``, if not all.
+    """
+    named = tuple(commands.split()) if isinstance(commands, str) else commands
+    more |= {"commands": named} if named else {}
     return cast("T", Setting(help_, kind, default=default, **more))
 
 
