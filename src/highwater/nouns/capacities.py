@@ -147,11 +147,9 @@ def _of_study(
 def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
     """The shortest failure above the longest fit, by memory or by the headroom asked for."""
     failed = (
-        trial.spec.length_tokens
-        for trial in study.trials_of(cell)
-        if trial.result is not None
-        and trial.result.outcome.tells
-        and not study.question.counts_as_fit(trial.result)
+        spec.length_tokens
+        for spec, result in study.told_by(cell)
+        if not study.question.counts_as_fit(result)
     )
     return min((tokens for tokens in failed if tokens > longest_fit), default=None)
 
@@ -159,10 +157,9 @@ def _shortest_failure(study: Study, cell: Cell, longest_fit: int) -> int | None:
 def _odd_tokens(study: Study, cell: Cell, fits: int, fails: int | None) -> tuple[int, ...]:
     """Lengths whose trials say the opposite of the bracket; of several trials all have to fit."""
     told: dict[int, bool] = {}
-    for trial in study.trials_of(cell):
-        if trial.result is not None and trial.result.outcome.tells:
-            tokens = trial.spec.length_tokens
-            told[tokens] = told.get(tokens, True) and study.question.counts_as_fit(trial.result)
+    for spec, result in study.told_by(cell):
+        is_fit = study.question.counts_as_fit(result)
+        told[spec.length_tokens] = told.get(spec.length_tokens, True) and is_fit
     odd = (
         tokens
         for tokens, is_fit in told.items()

@@ -398,6 +398,13 @@ class Settings(DeclaredRecord, frozen=True, kw_only=True):
         return self.token_budget_tokens * context_degree // self.traits.documents_together
 
     @property
+    def named(self) -> frozenset[str]:
+        """The fields that somebody named, as far as that shows: they are not the default."""
+        usual = Settings()
+        fields = self.__struct_fields__
+        return frozenset(name for name in fields if getattr(self, name) != getattr(usual, name))
+
+    @property
     def traits(self) -> ObjectiveTraits:
         """What the objective needs."""
         return TRAITS[self.objective]

@@ -454,6 +454,11 @@ class Study(Record, frozen=True, kw_only=True):
         """The cell's trials, in the order in which they started."""
         return tuple(trial for trial in self.trials if trial.cell == cell)
 
+    def told_by(self, cell: Cell) -> tuple[tuple[TrialSpec, TrialResult], ...]:
+        """The cell's trials whose result tells something, in the order in which they started."""
+        ended = ((each.spec, each.result) for each in self.trials_of(cell))
+        return tuple((spec, result) for spec, result in ended if result and result.outcome.tells)
+
     def longest_fit_tokens(self, cell: Cell, outcome: Outcome | None = Outcome.FIT) -> int | None:
         """The cell's longest fit so far by this outcome; None: by any, and where there is none."""
         fits = (

@@ -112,9 +112,8 @@ def flag_value(flag: str, words: Sequence[str]) -> str | None:
 
 def _edge(study: Study, answer: CellAnswer) -> Iterator[tuple[TrialSpec, str]]:
     specs: dict[int, TrialSpec] = {}
-    for trial in study.trials_of(answer.cell):
-        if trial.result is not None and trial.result.outcome.tells:
-            specs.setdefault(trial.spec.length_tokens, trial.spec)
+    for spec, _ in study.told_by(answer.cell):
+        specs.setdefault(spec.length_tokens, spec)
     proof = None if answer.memory_only is None else answer.memory_only.length_tokens
     ends = (
         (answer.capacity_tokens, "fit"),

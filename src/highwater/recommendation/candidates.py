@@ -399,13 +399,11 @@ def _model_words(names: Sequence[str], config_digest: str | None) -> str | None:
 
 def _settings(cells: Sequence[Cell]) -> tuple[tuple[str, str | int | bool], ...] | None:
     """Settings that all cells share and that are no default; None if some cannot be asked for."""
-    default = Settings()
-    for name in _NOT_ASKED:
-        if any(getattr(cell.settings, name) != getattr(default, name) for cell in cells):
-            return None
+    if any(not cell.settings.named.isdisjoint(_NOT_ASKED) for cell in cells):
+        return None
     found: list[tuple[str, str | int | bool]] = []
     for name, row in _ASKED.items():
         values = {getattr(cell.settings, name) for cell in cells}
-        if len(values) == 1 and getattr(default, name) not in values:
+        if len(values) == 1 and name in cells[0].settings.named:
             found.append((row.name, row.typed_for(values.pop())))
     return tuple(found)

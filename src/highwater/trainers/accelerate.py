@@ -386,7 +386,7 @@ def launcher_file(
             "accelerate recomputes each layer, by FSDP's activation checkpointing: `--recompute "
             "none` where the script does it by itself"
         )
-    if fsdp and not is_theirs and spec.settings.strategy == Settings().strategy:
+    if fsdp and not is_theirs and "strategy" not in spec.settings.named:
         notes.append(f"FSDP2 shards, where {source} has FSDP1: `--strategy fsdp` keeps that")
     return TrialFiles(values, notes=tuple(notes))
 
@@ -399,9 +399,9 @@ def over_fsdp(
     ours_always: Collection[str],
 ) -> dict[str, Any]:
     """FSDP's keys: the user's where a setting is not named, ours where it was, or always."""
-    usual, meant = Settings(), {*ours_always}
-    meant |= {"fsdp_offload_params"} if settings.offload != usual.offload else set()
-    meant |= {"fsdp_activation_checkpointing"} if settings.recompute != usual.recompute else set()
+    meant = {*ours_always}
+    meant |= {"fsdp_offload_params"} if "offload" in settings.named else set()
+    meant |= {"fsdp_activation_checkpointing"} if "recompute" in settings.named else set()
     return {**ours, **theirs, **{name: ours[name] for name in ours if name in meant}}
 
 
@@ -425,15 +425,13 @@ def _refuse_base(base: Mapping[str, Any], source: str) -> None:
 
 def _refuse_without_fsdp(spec: TrialSpec, mode: str, source: str) -> None:
     """Raise UsageError for what FSDP alone has, where the user's file has something else."""
-    usual, settings, layout = Settings(), spec.settings, spec.layout
-    named = {
+    named, layout = spec.settings.named, spec.layout
+    flags = {
         "--ring": layout.ring_degree > 1,
         "--copies": layout.replicate_degree > 1,
-        "--strategy": settings.strategy != usual.strategy,
-        "--recompute": settings.recompute != usual.recompute,
-        "--offload": settings.offload != usual.offload,
+        **{f"--{name}": name in named for name in ("strategy", "recompute", "offload")},
     }
-    flag = next((flag for flag, is_named in named.items() if is_named), None)
+    flag = next((flag for flag, is_named in flags.items() if is_named), None)
     if flag is not None:
         raise UsageError(
             f"{flag} is FSDP's, and {source} has distributed_type {mode}",

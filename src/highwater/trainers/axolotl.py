@@ -232,7 +232,7 @@ class _Axolotl(Finetuner):
         if launched.is_on_cpu:
             own = dict.fromkeys(("fsdp_version", "fsdp_config", *_MESH))
             return TrialFiles({**config, **own, "bf16": False, _RECOMPUTES: recomputes})
-        usual, settings = Settings(), launched.spec.settings
+        named = launched.spec.settings.named
         ours: dict[str, Any] = config["fsdp_config"]
         if config.get("load_in_4bit"):
             ours = {**ours, "cpu_ram_efficient_loading": False}
@@ -243,8 +243,8 @@ class _Axolotl(Finetuner):
             for name, value in mapping_in(base.config, "fsdp_config").items()
         }
         meant = [*_SHARDING]
-        meant += ["offload_params"] if settings.offload != usual.offload else []
-        if recomputes or launched.has_named_recomputation:
+        meant += ["offload_params"] if "offload" in named else []
+        if recomputes or "recompute" in named:
             meant.append("activation_checkpointing")
         kept = {name: value for name, value in theirs.items() if name not in meant}
         own = {"fsdp_config": {**ours, **kept}}

@@ -127,11 +127,6 @@ class FinetunerTrial(NamedTuple):
         rows = spec.settings.sequences_per_micro_batch * spec.micro_batches
         return rows * spec.layout.data_parallel_degree
 
-    @property
-    def has_named_recomputation(self) -> bool:
-        """True if somebody named how to recompute, as far as that shows: it is not the default."""
-        return self.spec.settings.recompute != Settings().recompute
-
 
 class Finetuner(ABC):
     """A trainer: how its configuration is emitted, how a trial of it is written and started."""
@@ -299,7 +294,7 @@ def of_recomputation(launched: FinetunerTrial, base: OwnFile) -> bool:
     another. On GPUs FSDP recomputes where it does not; both at once are refused by transformers.
     """
     name = "gradient_checkpointing"
-    if name in base.config and not launched.has_named_recomputation:
+    if name in base.config and "recompute" not in launched.spec.settings.named:
         return bool(base.config[name])
     return launched.is_on_cpu and launched.spec.settings.recompute != "none"
 
@@ -346,10 +341,9 @@ def _emitted(trainer: Finetuner, launched: FinetunerTrial) -> dict[str, Any]:
 
 
 def _named(trainer: Finetuner, launched: FinetunerTrial) -> list[str]:
-    """The fields of settings that somebody named, as far as that shows: not the default."""
-    usual, settings = Settings(), launched.spec.settings
-    named = (n for n in trainer.by_setting if getattr(settings, n) != getattr(usual, n))
-    return [each for name in named for each in trainer.by_setting[name]]
+    """The fields of settings that somebody named, as far as that shows."""
+    named = launched.spec.settings.named
+    return [each for name, fields in trainer.by_setting.items() if name in named for each in fields]
 
 
 def _picked(values: Mapping[str, Any], patterns: Collection[str]) -> dict[str, Any]:

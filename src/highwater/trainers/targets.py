@@ -21,7 +21,6 @@ from highwater.nouns.declaration import words_of
 from highwater.nouns.objective import ATTENTION, TRAITS, RolloutRequest, expert_targets
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.request import DECLARED
-from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import (
     OURS,
@@ -218,12 +217,10 @@ def _without_words(target: Target, unknown: Mapping[str, object]) -> UsageError:
 
 def named(cell: Cell) -> dict[str, object]:
     """Settings of a cell that are not the default, by the names that users type, in order."""
-    default = Settings()
-    rows = [row for row in DECLARED.values() if hasattr(default, row.rung_field)]
     differs: dict[str, object] = {
         row.name: row.typed_for(getattr(cell.settings, row.rung_field))
-        for row in rows
-        if getattr(cell.settings, row.rung_field) != getattr(default, row.rung_field)
+        for row in DECLARED.values()
+        if row.rung_field in cell.settings.named
     }
     return differs | {name: n for name, n in cell.layout.degree_settings.items() if n > 1}
 

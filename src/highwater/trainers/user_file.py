@@ -241,8 +241,7 @@ def _of_a_trial(settings: Settings, content: bytes, *, is_launched: bool) -> set
     """What a trial does whatever its file says: what was named, its batch, and where the file has
     no word for them, how GPUs share states and that FSDP recomputes.
     """
-    usual = Settings()
-    named = {name for name in RUNG_ROWS if getattr(settings, name) != getattr(usual, name)}
+    named = RUNG_ROWS.keys() & settings.named
     named |= {name for name in RUNG_ROWS if name.startswith("lora")} if settings.lora else set()
     shares = is_launched and b"distributed_type" in content
     recomputes = re.search(rb"(disable_gradient|activation)_checkpointing\b", content)

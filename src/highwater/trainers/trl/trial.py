@@ -16,7 +16,6 @@ from highwater.model.model import ModelShape, load_model
 from highwater.nouns.corpus import DocumentKind, DocumentOrder, missing_files
 from highwater.nouns.environment import ALLOCATOR_VARIABLES
 from highwater.nouns.objective import GENERATIONS, Objective, generation_micro_batches
-from highwater.nouns.settings import Settings
 from highwater.nouns.study import Cell
 from highwater.nouns.trainer import ForeignTrainer
 from highwater.nouns.trial import TrialSpec
@@ -179,7 +178,7 @@ def _named(spec: TrialSpec, emitted: Mapping[str, Any]) -> list[str]:
     settings, names = spec.settings, ["optim"] if spec.settings.optimizer != "adamw" else []
     if spec.layout.context_degree > 1:
         names += ["attn_implementation", "packing", "pad_to_multiple_of"]
-    if settings.recompute != Settings().recompute:
+    if "recompute" in settings.named:
         names.append("gradient_checkpointing")
     if settings.lora is not None:
         names += [name for name in emitted if name.startswith(_OF_ADAPTERS)]
