@@ -22,8 +22,8 @@ from highwater.model.model import ModelShape, load_model
 from highwater.model.model_place import CatalogModel, model_catalog
 from highwater.nouns.hardware import GpuKind, Host, gpu_catalog, host_catalog, lacking, runs_trials
 from highwater.nouns.request import DECLARED
-from highwater.pages.table import TextTable
-from highwater.units import counted, format_bytes, format_tokens
+from highwater.pages.table import TextTable, table_of
+from highwater.units import counted, format_tokens
 
 _BILLION = 1e9
 
@@ -77,23 +77,17 @@ def _refuse_none(found: Sequence[object], words: Sequence[str], *, what: str, co
 
 def _model_table(listed: Sequence[tuple[CatalogModel, ModelShape]], *, is_whole: bool) -> TextTable:
     families = f"families that train: {', '.join(sorted(TRAINED))}; their text models: "
-    return TextTable(
-        title=f"{counted(len(listed), 'model')} in the catalog; any other is named by its "
+    return table_of(
+        f"{counted(len(listed), 'model')} in the catalog; any other is named by its "
         "directory, or by its id on the Hub",
-        columns=(
-            *("name", "on the Hub", "family", "parameters, billions", "native length"),
-            *("layers", "heads, query/key"),
-        ),
-        rows=tuple(
-            (
-                *(row.name, row.hub_id or "-", shape.model_type),
-                f"{shape.parameters / _BILLION:.2f}",
-                format_tokens(shape.native_length_tokens),
-                str(shape.layers),
-                f"{shape.query_heads}/{shape.kv_heads}",
-            )
-            for row, shape in listed
-        ),
+        listed,
+        ("name", lambda each: each[0].name),
+        ("on the Hub", lambda each: each[0].hub_id or "-"),
+        ("family", lambda each: each[1].model_type),
+        ("parameters, billions", lambda each: f"{each[1].parameters / _BILLION:.2f}"),
+        ("native length", lambda each: format_tokens(each[1].native_length_tokens)),
+        ("layers", lambda each: str(each[1].layers)),
+        ("heads, query/key", lambda each: f"{each[1].query_heads}/{each[1].kv_heads}"),
         footnotes=(
             "tuned models of the same shape, and the source of each: `--json`",
             *([f"{families}{', '.join(sorted(WRAPPERS))}"] if is_whole else []),
@@ -106,29 +100,27 @@ def _hosts_with(kind: GpuKind) -> list[Host]:
 
 
 def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
-    return TextTable(
-        title=f"{counted(len(kinds), 'kind')} of GPUs in the catalog; of any other `--gpu-memory` "
+    def trains(kind: GpuKind) -> str:
+        can = "yes" if runs_trials(kind.name) else "predictions only"
+        return "no" if lacking(kind) else can
+
+    def host_memory(kind: GpuKind) -> str:
+        hosts = _hosts_with(kind)
+        each = (f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}" for host in hosts)
+        return ", ".join(each) or "-"
+
+    return table_of(
+        f"{counted(len(kinds), 'kind')} of GPUs in the catalog; of any other `--gpu-memory` "
         "says the memory",
-        columns=(
-            *("name", "memory, as its driver has it", "bf16 TFLOPS, dense", "trains"),
-            "host memory by default, GiB",
+        kinds,
+        ("name", "name"),
+        ("memory, as its driver has it", "usable_bytes"),
+        (
+            "bf16 TFLOPS, dense",
+            lambda kind: "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
         ),
-        rows=tuple(
-            (
-                kind.name,
-                format_bytes(kind.usable_bytes),
-                "-" if kind.bf16_dense_tflops is None else f"{kind.bf16_dense_tflops:g}",
-                "no"
-                if lacking(kind)
-                else ("yes" if runs_trials(kind.name) else "predictions only"),
-                ", ".join(
-                    f"{host.host_gib:,}{f' for {host.gpus}' * host.is_divided}"
-                    for host in _hosts_with(kind)
-                )
-                or "-",
-            )
-            for kind in kinds
-        ),
+        ("trains", trains),
+        ("host memory by default, GiB", host_memory),
         footnotes=(
             "host memory of one machine, where nobody says what it has; fewer GPUs: their share",
             *(f"{kind.name}: {kind.source}" for kind in kinds),
@@ -139,7 +131,7 @@ def _gpu_table(kinds: Sequence[GpuKind]) -> TextTable:
                 if (hosts := _hosts_with(kind))
             ),
         ),
-        left_columns=1,
+        names=1,
     )
 
 

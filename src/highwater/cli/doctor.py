@@ -16,7 +16,7 @@ from highwater.nouns.hardware import (
     refuse_unfit_gpu,
 )
 from highwater.nouns.study import counted_ranks
-from highwater.pages.table import TextTable
+from highwater.pages.table import TextTable, table_of
 from highwater.pages.text import plain
 from highwater.trials.measurements import read_constants
 from highwater.trials.probe import (
@@ -164,33 +164,26 @@ def _in_a_sentence(diagnosis: Diagnosis, torch_obstacle: HighwaterError | None) 
 
 def _feature_table(rows: Sequence[Feature]) -> TextTable:
     """The things that work, and then what to install for the rest."""
-    return TextTable(
-        title="what works here, and what to install for the rest (in the checkout of highwater)",
-        columns=("", "works", "to install"),
-        rows=tuple(
-            (each.what, "yes", "")
-            if each.works
-            else (each.what, f"no: {', '.join(map(plain, each.obstacles))}", each.install)
-            for each in sorted(rows, key=lambda each: not each.works)
-        ),
-        left_columns=3,
+    return table_of(
+        "what works here, and what to install for the rest (in the checkout of highwater)",
+        sorted(rows, key=lambda each: not each.works),
+        ("", "what"),
+        ("works", lambda each: "yes" if each.works else f"no: {plain(', '.join(each.obstacles))}"),
+        ("to install", lambda each: "" if each.works else each.install),
     )
 
 
 def _gpu_table(machine: Machine) -> TextTable:
     busy = busy_gpus(machine.gpus)
-    return TextTable(
-        title=f"GPUs, driver {plain(machine.driver_version or '?')}",
-        columns=("GPU", "name", "state", "memory", "in use", "processes"),
-        rows=tuple(
-            (
-                *(str(gpu.index), plain(gpu.name), "in use" if gpu in busy else "free"),
-                format_bytes(gpu.memory_total_bytes),
-                format_bytes(gpu.memory_used_bytes),
-                " ".join(map(str, gpu.processes)) or "-",
-            )
-            for gpu in machine.gpus
-        ),
+    return table_of(
+        f"GPUs, driver {plain(machine.driver_version or '?')}",
+        machine.gpus,
+        ("GPU", "index"),
+        ("name", "name"),
+        ("state", lambda gpu: "in use" if gpu in busy else "free"),
+        ("memory", "memory_total_bytes"),
+        ("in use", "memory_used_bytes"),
+        ("processes", lambda gpu: " ".join(map(str, gpu.processes)) or "-"),
     )
 
 

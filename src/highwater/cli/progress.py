@@ -17,7 +17,7 @@ from highwater.nouns.training import TrainingProgress, TrainingSpec
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_answer import proven_lengths, provenance
 from highwater.pages.study_commands import TRIED, request_line
-from highwater.pages.table import TextTable, terminal_table
+from highwater.pages.table import TextTable, table_of, terminal_table
 from highwater.pages.text import plain
 from highwater.search.budget import outlook
 from highwater.search.cell_outcomes import (
@@ -236,22 +236,16 @@ class Progress:
 
     def table(self) -> TextTable:
         """A table of where every cell stands now."""
-        notes = tuple(filter(None, (*self.running, self._left())))
-        return TextTable(
-            title=f"{plain(self._question.model.name)}, {provenance(self._question)}",
-            columns=(
-                *("settings", RANK_WORDS[self._question.device][1], "Ulysses"),
-                *("now", "longest that fit", "trials"),
-            ),
-            rows=tuple(
-                (
-                    *(short_settings(cell.settings), str(cell.layout.gpus), cell.layout.sharing),
-                    *(self._states[cell], format_tokens(self._fits.get(cell))),
-                    str(self._trials[cell]),
-                )
-                for cell in self._question.cells
-            ),
-            footnotes=notes,
+        return table_of(
+            f"{plain(self._question.model.name)}, {provenance(self._question)}",
+            self._question.cells,
+            ("settings", lambda cell: short_settings(cell.settings)),
+            (RANK_WORDS[self._question.device][1], "layout.gpus"),
+            ("Ulysses", "layout.sharing"),
+            ("now", lambda cell: self._states[cell]),
+            ("longest that fit", lambda cell: format_tokens(self._fits.get(cell))),
+            ("trials", lambda cell: str(self._trials[cell])),
+            footnotes=filter(None, (*self.running, self._left())),
         )
 
     def _log_of(self, result: TrialResult) -> str:

@@ -38,7 +38,7 @@ from highwater.pages.guide import (
 from highwater.pages.page import digest, drawn_page, page_script
 from highwater.pages.prediction_tables import recommendation_answer
 from highwater.pages.study_answer import layout_table
-from highwater.pages.table import TextTable
+from highwater.pages.table import TextTable, table_of
 from highwater.speed import PredictedStep, predicted_step
 from highwater.store.directory import check_new_file, free_name, write_new_file
 from highwater.units import format_seconds, format_tokens
@@ -412,14 +412,13 @@ def budget_table(guide: Guide) -> TextTable:
     tokens = max((found[0] for found in reached if found), default=PUBLISHED_STEP_TOKENS)
     layouts = (each.cell.layout for table in guide.tables for each in table.capacities)
     degrees = sorted({1, *(layout.context_degree for layout in layouts)})
-    return TextTable(
-        title=f"Tokens per GPU at {format_tokens(tokens)} tokens",
-        columns=("GPUs a sequence", "default", "least"),
-        rows=tuple(
-            (str(degree), *(format_tokens(math.ceil(n * tokens / degree)) for n in (2, 1)))
-            for degree in degrees
-        ),
-        left_columns=1,
+    return table_of(
+        f"Tokens per GPU at {format_tokens(tokens)} tokens",
+        degrees,
+        ("GPUs a sequence", str),
+        ("default", lambda degree: format_tokens(math.ceil(2 * tokens / degree))),
+        ("least", lambda degree: format_tokens(math.ceil(tokens / degree))),
+        names=1,
     )
 
 
