@@ -81,8 +81,7 @@ def predict(arguments: argparse.Namespace) -> int:
     notes = (*told_notes(arguments, prediction.notes), *host, *([LISTED] * is_listed))
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
-        console.notes(notes)
-        return console.answer_json(prediction, code)
+        return console.answer_json(prediction, code, noted=notes)
     longest, would_fit, change = _instead(arguments, prediction)
     console.answer_page(
         in_lines(
@@ -132,8 +131,7 @@ def _of_data(arguments: argparse.Namespace) -> int:
 
 def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequence[str]) -> int:
     if arguments.json:
-        console.notes(found.notes)
-        return console.answer_json(found)
+        return console.answer_json(found, noted=found.notes)
     table = data_table(found, is_whole=vars(arguments).get("all_", False))
     console.answer_page(data_answer(found), table, noted=found.notes)
     console.next_command(shlex.join(then))
@@ -189,8 +187,7 @@ def _of_kinds(arguments: argparse.Namespace, kinds: Sequence[str]) -> int:
         notes.append("no GPU is here: kinds with a list price are compared; `--gpus` names yours")
     code = EXIT_ANSWERED if best.trained else EXIT_ANSWERED_NO
     if arguments.json:
-        console.notes(notes)
-        return console.answer_json(choice, code)
+        return console.answer_json(choice, code, noted=notes)
     console.answer_page(in_lines(choice_answer(choice)), choice_table(choice), noted=notes)
     own: tuple[str, ...] = ()
     if best.trained is not None:  # the fastest, which a prediction tells after the simplest

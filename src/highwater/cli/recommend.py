@@ -75,8 +75,7 @@ def recommend(arguments: argparse.Namespace) -> int:
     notes = (*told_notes(arguments, found.notes), *host)
     code = EXIT_ANSWERED if found.chosen else EXIT_ANSWERED_NO
     if arguments.json:
-        console.notes(notes)
-        return console.answer_json(found, code)
+        return console.answer_json(found, code, noted=notes)
     if arguments.list_ and found.chosen and predicted_traits(found.trainer):
         tables = [rung_list(found, is_explained=arguments.explain)]
     elif arguments.explain:

@@ -24,6 +24,7 @@ from highwater.nouns.declaration import (
     MOST_STEPS,
     REQUIRED,
     DeclaredRecord,
+    flag_of,
     setting,
 )
 from highwater.nouns.hyperparameters import DEFAULTS
@@ -174,7 +175,7 @@ def _decisive(spec: TrainingSpec) -> dict[str, Any]:
 def _difference(name: str, was: Any, is_: Any) -> str:
     if name in _ANOTHER:
         return _ANOTHER[name]
-    words = _WORDS.get(name, f"--{name.replace('_', '-')}")
+    words = _WORDS.get(name, flag_of(name))
     began, goes_on = ("none" if it is None else str(it).lower() for it in (was, is_))
     return f"{words}: {began} when the run began, {goes_on} now"
 
@@ -352,11 +353,10 @@ class TrainingRequest(DeclaredRecord, frozen=True, kw_only=True):
                 f"{self.steps} steps of training",
                 hint=f"use `--steps 1` or more, up to {MOST_TRAINING_STEPS}",
             )
-        for name, least in (("warmup_steps", 0), ("eval_every", 0), ("save_every", 0)):
-            value = getattr(self, name)
-            if value < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {value}", hint=f"use `{flag} {least}` or more")
+        for name in ("warmup_steps", "eval_every", "save_every"):
+            value, flag = getattr(self, name), flag_of(name)
+            if value < 0:
+                raise UsageError(f"{flag} {value}", hint=f"use `{flag} 0` or more")
         if self.warmup_steps > self.steps:
             raise UsageError(
                 f"{self.warmup_steps} steps to warm up, of {self.steps}",
@@ -393,7 +393,7 @@ def training_request_from(values: Mapping[str, Any]) -> TrainingRequest:
         if name in values:
             raise UsageError(
                 f"{name} {values[name]!r}: {problem[:1].lower()}{problem[1:]}",
-                hint=f"leave it out, or see `highwater train --help`: `--{name.replace('_', '-')}`",
+                hint=f"leave it out, or see `highwater train --help`: `{flag_of(name)}`",
             ) from error
         raise UsageError(
             f"a training needs data, length, steps and output: {problem[:1].lower()}{problem[1:]}",

@@ -18,7 +18,7 @@ from highwater.model.model import Model, load_model
 from highwater.model.rope import yarn
 from highwater.nouns.cells import simplicity
 from highwater.nouns.corpus import Corpus, missing_files
-from highwater.nouns.declaration import MOST_GPUS
+from highwater.nouns.declaration import MOST_GPUS, flag_of
 from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import alone, plan, plan_trial
 from highwater.nouns.plan_notes import weights_notes
@@ -66,10 +66,10 @@ def chosen_trial(request: Request, asked: TrainingRequest, machine: Machine) -> 
     spec = plan_trial(request, machine, asked.length_tokens)
     how = named_settings(request)
     if asked.settings is not None and how:
-        row = how[0].replace("_", "-")
+        flag = flag_of(how[0])
         raise UsageError(
-            f"the settings are those of `--settings {asked.settings}`, and `--{row}` is another",
-            hint=f"leave `--{row}` out, or `--settings`",
+            f"the settings are those of `--settings {asked.settings}`, and `{flag}` is another",
+            hint=f"leave `{flag}` out, or `--settings`",
         )
     training = _Training(request, asked, machine, spec)
     notes: tuple[str, ...] = ()

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from highwater.errors import HighwaterError, MachineError
 from highwater.model.footprint import step_flops
 from highwater.model.model import load_model
@@ -196,10 +194,8 @@ class EngineLauncher(TrialLauncher):
         outcome, reason = classify(spec, ending)
         began_s = [r.first_step_at_unix_s for r in reports if r.first_step_at_unix_s is not None]
         if spec.is_memory_only:  # figures that would pass for a training's
-            untrained = partial(
-                msgspec.structs.replace, losses=(), gradient_norms=(), step_times_s=()
-            )
-            reports = tuple(map(untrained, reports))
+            untrained = dict.fromkeys(("losses", "gradient_norms", "step_times_s"), ())
+            reports = tuple(each.replace(**untrained) for each in reports)
         result = TrialResult(
             outcome=outcome,
             reason=reason,
