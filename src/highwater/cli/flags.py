@@ -492,13 +492,13 @@ def words_again(
     return words_of({name.removeprefix("--"): value for name, value in again.items()})
 
 
-_OF_A_TRAINING = {
-    "data": ("--data data.jsonl", "nothing to train on is named"),
-    "length": ("--length 8k", "no length is named"),
-    "steps": ("--steps 100", "no number of steps is named"),
-    "output": ("--output ./run", "no folder for the run is named"),
+_UNNAMED = {
+    "data": "nothing to train on is named",
+    "length": "no length is named",
+    "steps": "no number of steps is named",
+    "output": "no folder for the run is named",
 }
-"""Fields that a training has to be told: an example, and what is said without one."""
+"""What is said where a field that a training has to be told is not."""
 
 
 def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
@@ -508,7 +508,7 @@ def training_request_of(arguments: argparse.Namespace) -> TrainingRequest:
         for row in TrainingRequest.declared
         if (value := getattr(arguments, f"{TRAINING}{row.name}")) not in (None, [])
     }
-    for field, (flag, what) in _OF_A_TRAINING.items():
-        if field not in typed:
-            raise UsageError(what, hint=f"add it, for example `{flag}`")
+    for row in TrainingRequest.declared:
+        if row.name in _UNNAMED and row.name not in typed:
+            raise UsageError(_UNNAMED[row.name], hint=f"add it, for example `{row.example}`")
     return training_request_from(typed)
