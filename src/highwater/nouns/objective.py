@@ -20,7 +20,7 @@ A linear layer of I inputs and O outputs gets A, of rank x I, and B, of O x rank
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -304,35 +304,34 @@ def check_lora(lora: Lora) -> None:
 
 def adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
     """A and B of each linear layer that is a target in one layer of a kind."""
-    found: list[Matrices] = []
-    for outputs, inputs in _targets(kind, model_type, lora):
-        found += [Matrices(1, lora.rank, inputs), Matrices(1, outputs, lora.rank)]
-    return (*found, *expert_adapter_matrices(kind, model_type, lora))
+    sizes = _sizes(kind, model_type).items()
+    targets = (size for name, size in sizes if lora.names is None or name in lora.names)
+    own = _a_and_b((lora.rank, *size) for size in targets)
+    return (*own, *expert_adapter_matrices(kind, model_type, lora))
+
+
+def _a_and_b(every: Iterable[tuple[int, int, int]]) -> tuple[Matrices, ...]:
+    """A and B of adapters, by their ranks, outputs and inputs."""
+    return tuple(
+        each
+        for rank, outputs, inputs in every
+        for each in (Matrices(1, rank, inputs), Matrices(1, outputs, rank))
+    )
 
 
 def outer_adapter_matrices(shape: ModelShape, lora: Lora) -> tuple[Matrices, ...]:
     """A and B of the linear layers outside of a model's decoder layers that are targets."""
     is_target = lora.names is None or _OUTSIDE in lora.names
-    return tuple(
-        each
-        for projection in shape.layer_tables[1:] * is_target
-        for each in (
-            Matrices(1, lora.rank, projection.row_size),
-            Matrices(1, projection.rows, lora.rank),
-        )
-    )
+    projections = shape.layer_tables[1:] * is_target
+    return _a_and_b((lora.rank, each.rows, each.row_size) for each in projections)
 
 
 def expert_adapter_matrices(kind: LayerKind, model_type: str, lora: Lora) -> tuple[Matrices, ...]:
     """A and B of the adapters on the experts of a layer: one matrix has the ranks of them all."""
-    found: list[Matrices] = []
     of_experts = expert_targets(model_type, lora) if kind.mlp.experts > 1 else {}
     hidden, width = kind.hidden_size, kind.mlp.width
-    for name, rank in of_experts.items():
-        ranks = rank * kind.mlp.experts
-        inputs, outputs = (width, hidden) if name == "down_proj" else (hidden, 2 * width)
-        found += [Matrices(1, ranks, inputs), Matrices(1, outputs, ranks)]
-    return tuple(found)
+    sizes = {"gate_up_proj": (2 * width, hidden), "down_proj": (hidden, width)}
+    return _a_and_b((rank * kind.mlp.experts, *sizes[name]) for name, rank in of_experts.items())
 
 
 def expert_targets(model_type: str, lora: Lora) -> dict[str, int]:
@@ -419,12 +418,6 @@ def refuse_no_target(shape: ModelShape, lora: Lora) -> None:
             f"{shape.model_type} has no linear layer {missing[0]} in its decoder layers",
             hint=f"use `--lora-targets {ALL_LINEAR}`, or names of {', '.join(sorted(known))}",
         )
-
-
-def _targets(kind: LayerKind, model_type: str, lora: Lora) -> list[tuple[int, int]]:
-    """Outputs and inputs of each target."""
-    sizes = _sizes(kind, model_type)
-    return [size for name, size in sizes.items() if lora.names is None or name in lora.names]
 
 
 def _names(attention: AttentionKind) -> tuple[str, ...]:
