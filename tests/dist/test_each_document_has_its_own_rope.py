@@ -1,7 +1,5 @@
 """RoPE of every kind on 1 to 6 gloo processes: each document's loss and gradients are as alone."""
 
-from pathlib import Path
-
 import pytest
 from document_rope_cases import DEGREES, MORE_DEGREES, cases_for, save_models
 from rank_groups import assert_close
@@ -11,13 +9,6 @@ from tables import deep
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6}
 """Norm-relative. transformers computes cosines in float32 also in a float64 model; of the same
 numbers here as there."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_models(folder)
-    return folder
 
 
 @pytest.mark.timeout(600)
@@ -33,9 +24,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_each_document_is_trained_as_it_is_alone(processes, extent, ranks, models):
+def test_each_document_is_trained_as_it_is_alone(processes, extent, ranks):
     results, cases = (
-        ranks.results("document_rope_cases", processes, models, extent),
+        ranks.results("document_rope_cases", processes, ranks.models(save_models), extent),
         cases_for(processes, extent),
     )
     assert_close(results, {case.name: TOLERANCE[case.dtype] for case in cases})
