@@ -10,6 +10,7 @@ from rank_groups import RankGroups, assert_close
 
 from highwater.engine.attention.ring import Pairing, pairing_of
 
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""
 SUMMATION = 1e-10
@@ -25,7 +26,6 @@ def assert_all_close(
         assert_close(found, tolerances, of=None)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_attention_by_a_ring_equals_the_reference(processes, ranks):
     cases = ring_cases.cases_for(processes)
@@ -33,14 +33,12 @@ def test_attention_by_a_ring_equals_the_reference(processes, ranks):
     assert_all_close(ranks, "ring_cases", processes, tolerances)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_a_ring_around_sparse_attention_equals_a_dense_masked_softmax(processes, ranks):
     names = [*(case.name for case in sparse_ring_cases.cases()), "modules"]
     assert_all_close(ranks, "sparse_ring_cases", processes, dict.fromkeys(names, SUMMATION))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_slices_give_what_the_definition_gives_for_the_row(processes, ranks):
     names = [case.name for case in delta_ring_cases.CASES]
