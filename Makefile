@@ -127,7 +127,7 @@ test-ray: $(READY)
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/pytest -n $(JOBS) --dist worksteal --hypothesis-profile quick \
 		$(addprefix tests/numeric/test_,$(addsuffix .py,attention configs_as_their_classes damaged_checkpoints earlier_keys \
-		document_rope export loss low_bit recompute router saved_weights trained_model trainer windows)) \
+		document_rope export loss low_bit recompute router saved_weights trained_model trainer)) \
 		$(addprefix tests/dist/test_,$(addsuffix .py,checkpoints lora run_checkpoints sharded_equals_unsharded \
 		trained_families))
 

@@ -18,8 +18,10 @@ from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.rank_context import RankContext
 from highwater.engine.training.rank_run import assemble
 from highwater.engine.training.step import Training
+from highwater.nouns.layout import Layout
 from highwater.nouns.sparse_pattern import SparsePatternConfig
 from highwater.nouns.trial import TrialSpec
+from tiny_models import config_of, write_model
 
 
 def on_meta(
@@ -87,3 +89,21 @@ def save_random(config: PreTrainedConfig, folder: Path) -> dict[str, Tensor]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def tiny_training(folder: Path, objective: Any) -> Training:
+    """The tiny model on one process, with random weights and a small vocabulary."""
+    write_model(folder, config_of("tiny"), vocab_size=64)
+    mesh = process_mesh.shard_mesh(Layout(), torch.device("cpu"))
+
+    def model(loss: Any) -> Any:
+        return built(folder, mesh, torch.float32, loss=loss)
+
+    policy = model(None if objective == "rw" else "chunked")
+    return Training(
+        policy=policy,
+        optimizer=torch.optim.SGD(policy.parameters()),
+        mesh=mesh,
+        objective=objective,
+        reference=model("chunked").requires_grad_(False) if objective in ("grpo", "dpo") else None,
+    )

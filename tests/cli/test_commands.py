@@ -1,4 +1,4 @@
-"""``try``, ``show``, ``doctor`` and ``schema``."""
+"""``try``, ``show``, ``report``, ``doctor`` and ``schema``."""
 
 import json
 import re
@@ -13,7 +13,8 @@ from highwater import study_report
 from highwater.api.search import open_study
 from highwater.model.model_place import catalog_names, model_catalog
 from highwater.nouns.hardware import gpu_catalog
-from places import DATA, ROOT, script
+from places import DATA, FOUND, ROOT, script
+from tiny_models import write_model
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,55 @@ def test_the_demo_answers_with_pairs_of_real_trials_and_leaves_what_is_there(tmp
     assert all("memory" in failed.log.lines[-1] for failed in found.failures), "the logs' own words"
     assert {path.name for path in tmp_path.iterdir()} - others == {"demo", "examples"}
     assert list((tmp_path / "demo" / "1").iterdir()) == []
+
+
+FOUND_STUDY = str(FOUND / "qwen3-0.6b-79gib-full.jsonl")
+
+
+def test_a_report_is_printed_or_written_and_the_next_command_works(highwater, tmp_path):
+    printed = highwater("report", FOUND_STUDY)
+    assert printed.returncode == 0
+    assert printed.stdout.startswith("# Qwen3-0.6B on NVIDIA H200, 79.15 GiB per GPU\n")
+    assert following(printed) == ["report", FOUND_STUDY, "-o", "report.html"]
+    written = highwater(*following(printed))
+    assert written.returncode == 0
+    assert written.stderr.startswith("the report: report.html\n")
+    assert written.stdout == highwater("show", FOUND_STUDY).stdout
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert highwater(*following(written)).returncode == 0
+
+
+UNPREDICTED = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 512,
+}
+"""A model that trains, and whose layers nobody has traced."""
+
+
+@pytest.mark.parametrize(("length", "placement"), [("64k", "gpu"), ("320k", "host")])
+def test_a_trial_says_which_placement_it_takes(highwater, length, placement):
+    asked = ("try", "Qwen3-4B", "--lora", "16", "--length", length, "--loss", "chunked")
+    memory = ("--host-memory", "512GiB", "--allocator", "expandable")
+    done = highwater(*asked, *memory, *SIMULATED, "--activations", "auto")
+    assert done.returncode == 0
+    assert f"note: `--activations auto` is `--activations {placement}` here" in done.stderr
+    assert ("activations on host" in done.stdout) == (placement == "host")
+    assert highwater(*following(done), "--dry-run").returncode == 0
+
+
+def test_auto_of_a_model_that_nobody_predicts_is_refused(highwater, tmp_path):
+    model = str(write_model(tmp_path / "model", **UNPREDICTED))
+    asked = ("try", model, "--length", "64", *SIMULATED, "--activations", "auto")
+    problem, hint = refusal(highwater(*asked), 2)
+    assert "no prediction knows" in problem
+    assert "`auto` is by prediction" in hint
+    for words in offered(hint)[:2]:
+        assert highwater("find", model, *words, "--print-config").returncode == 0
 
 
 SNAPSHOT = sorted((DATA / "snapshots").glob("*.pickle"))[0]

@@ -1,4 +1,4 @@
-"""Run by test_delta_ring.py on each rank."""
+"""Run by test_ring.py on each rank."""
 
 from typing import Any, NamedTuple
 

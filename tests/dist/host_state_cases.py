@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from rank_steps import load_by_torch, of_all, same_states, state_bytes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dispatched import Dispatched
 from engine_models import assembled
 from highwater.engine.data.batches import Batch, Document, pack
 from highwater.engine.training.checkpoint import save_sharded
@@ -126,30 +126,22 @@ def batch(number: int) -> Batch:
 def memory(name: str, folder: Path) -> dict[str, Any]:
     """Bytes of this rank's states."""
     trained, settings = training(name, folder, on_host=True), settings_of(name, on_host=True)
-    made = _Made()
+    made: list[int] = []
+
+    def see(func: object, _args: object, found: object) -> None:
+        """The bytes of empty tensors that are made."""
+        if func is torch.ops.aten.new_empty.default and isinstance(found, Tensor):
+            made.append(found.untyped_storage().nbytes())
+
     for model, optimizer in trained.trained:
         assert isinstance(optimizer, HostStateAdamW)
         optimizer._piece = 2**22
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    with made:
+    with Dispatched(see):
         trained.optimizer.step()
     shape, shards = load_model(str(folder)).shape, trained.mesh.size(trained.mesh.ndim - 1)
     counted = device_state_bytes(shape, settings, device="cpu", shards=shards) / shards
     buffers = update_bytes(shape, settings, shards=shards)
-    return {"states": [state_bytes(trained), counted], "buffers": [made.bytes, buffers]}
-
-
-class _Made(TorchDispatchMode):
-    """Counts the bytes of empty tensors that are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.new_empty.default and isinstance(made, Tensor):
-            self.bytes += made.untyped_storage().nbytes()
-        return made
+    return {"states": [state_bytes(trained), counted], "buffers": [sum(made), buffers]}

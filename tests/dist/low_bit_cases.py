@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import host_state_cases
 import torch
 import torch.distributed as dist
 from rank_steps import CPU, load_by_torch, of_all, place_of, same_states, state_bytes
@@ -19,7 +20,6 @@ from highwater.model.model import load_model
 from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from tiny_models import TINY
 
 LOSSY = {
     f"{optimizer}, {parameters}": Settings(
@@ -28,15 +28,7 @@ LOSSY = {
     for optimizer in ("adamw-8bit", "adamw-bf16")
     for parameters in ("float32", "bf16")
 }
-CONFIG = {
-    **TINY,
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 256,
-    "intermediate_size": 144,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+CONFIG = {**host_state_cases.CONFIG, "vocab_size": 256}
 """Of its matrices some have 8 bits as a whole and not as halves, and one never has."""
 NUMBERS = Hyperparameters(learning_rate=0.01)
 STEPS = 2

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,14 @@ class RankGroups:
         """``folder``: where the ranks meet, and what they print."""
         self._folder = folder
         self._groups = 0
+        self._models: dict[Callable[[Path], None], Path] = {}
+
+    def models(self, save_models: Callable[[Path], None]) -> Path:
+        """The folder that a module of cases has filled, once for all tests."""
+        if save_models not in self._models:
+            self._models[save_models] = self._folder / f"models-{len(self._models)}"
+            save_models(self._models[save_models])
+        return self._models[save_models]
 
     def run(
         self, script: str, processes: int, *words: str | Path, timeout_s: float = TIMEOUT_S

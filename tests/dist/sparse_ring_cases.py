@@ -1,4 +1,4 @@
-"""Run by test_sparse_ring.py on each rank."""
+"""Run by test_ring.py on each rank."""
 
 from collections.abc import Sequence
 from functools import partial

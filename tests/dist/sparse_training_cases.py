@@ -61,7 +61,7 @@ def cases_for(processes: int) -> list[Case]:
     ]
 
 
-def save_model(folder: Path) -> None:
+def save_models(folder: Path) -> None:
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**SHAPE)).double().save_pretrained(folder)
 

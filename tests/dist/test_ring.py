@@ -1,22 +1,48 @@
-"""Attention by a ring equals the reference."""
+"""Attention by a ring equals its reference: dense, block-sparse and dilated, and a gated delta rule
+whose state goes round.
+"""
 
+import delta_ring_cases
 import pytest
-from rank_groups import assert_close
-from ring_cases import cases_for
+import ring_cases
+import sparse_ring_cases
+from rank_groups import RankGroups, assert_close
 
 from highwater.engine.attention.ring import Pairing, pairing_of
 
+pytestmark = pytest.mark.timeout(600)
 TOLERANCE = {"float64": 1e-13, "float32": 2e-5}
 """Of numbers around one: a few roundings of each."""
+SUMMATION = 1e-10
+"""Norm-relative, in float64: the order of summation alone differs; bytes are exact."""
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [2, 3, 4])
-def test_attention_by_a_ring_equals_the_reference(processes, ranks):
-    every, cases = ranks.results("ring_cases", processes)["ranks"], cases_for(processes)
+def assert_all_close(
+    ranks: RankGroups, module: str, processes: int, tolerances: dict[str, float]
+) -> None:
+    every = ranks.results(module, processes)["ranks"]
     assert len(every) == processes
     for found in every:
-        assert_close(found, {case.name: TOLERANCE[case.dtype] for case in cases}, of=None)
+        assert_close(found, tolerances, of=None)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_attention_by_a_ring_equals_the_reference(processes, ranks):
+    cases = ring_cases.cases_for(processes)
+    tolerances = {case.name: TOLERANCE[case.dtype] for case in cases}
+    assert_all_close(ranks, "ring_cases", processes, tolerances)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_ring_around_sparse_attention_equals_a_dense_masked_softmax(processes, ranks):
+    names = [*(case.name for case in sparse_ring_cases.cases()), "modules"]
+    assert_all_close(ranks, "sparse_ring_cases", processes, dict.fromkeys(names, SUMMATION))
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_slices_give_what_the_definition_gives_for_the_row(processes, ranks):
+    names = [case.name for case in delta_ring_cases.CASES]
+    assert_all_close(ranks, "delta_ring_cases", processes, dict.fromkeys(names, SUMMATION))
 
 
 def test_what_a_step_computes_is_as_much_on_every_rank_and_in_the_end_everything():

@@ -1,5 +1,5 @@
 """Every causal family of the installed transformers: trained as its own class trains it, or
-refused; never different.
+refused; never different. What one does not train stays as the files have it.
 
 The sweep writes the table of docs/results/families where ``HIGHWATER_FAMILIES`` names a folder.
 """
@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 from family_cases import LAYOUTS, LONGEST_DOCUMENT, RINGS
-from family_models import WINDOW, WRAPPED, families, save_tiny, tiny_config
+from frozen_cases import CASES
 from rank_groups import RankGroups
+from transformers import AfmoeConfig, AfmoeForCausalLM
 
+from family_models import WINDOW, WRAPPED, families, save_tiny, tiny_config
 from highwater.errors import HighwaterError
 from highwater.model.families import REFUSED, TRAINED, WRAPPERS, family_row
 from highwater.model.model import load_model
 from tables import deep
+from tiny_models import SIZES
 
+pytestmark = pytest.mark.timeout(600)
 NARROW = LONGEST_DOCUMENT // 2
 """A window that the longest document does not fit into."""
 WINDOWED = ("gpt_oss", "mistral", "olmo3")
@@ -103,14 +107,12 @@ def test_families_train_as_their_own_classes_do(layout, ranks, tmp_path):
     assert wrong_ones(layout, found) == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", SCALED_IN)
 def test_families_that_scale_or_cap_logits_train_as_their_own_classes_do(layout, ranks, tmp_path):
     found = sweep(ranks, layout, turn(layout, TRANSFORMED, SCALED_IN), tmp_path)
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [*FEW[: len(HIDDEN)], *deep("alone")])
 def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout, ranks, tmp_path):
     """Hybrids of attention alone, with experts and without; experts a token by a list."""
@@ -118,7 +120,6 @@ def test_configs_that_a_familys_name_hides_train_as_their_own_classes_do(layout,
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *RINGS])
 def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_path):
     """Packed documents against each alone, with and without experts."""
@@ -127,7 +128,6 @@ def test_layers_with_a_state_train_as_their_own_classes_do(layout, ranks, tmp_pa
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", deep(*LAYOUTS) or FEW[: len(UNLIKE)])
 def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout, ranks, tmp_path):
     """Gemma 4: heads of two sizes, values that are keys, documents past its windows."""
@@ -135,7 +135,6 @@ def test_layers_that_share_keys_and_have_embeddings_train_as_their_class(layout,
     assert {name: line for name, line in found.items() if line["outcome"] != "equal"} == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", FEW)
 def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tmp_path):
     """Called on text alone: a RoPE of several positions a token is a plain one."""
@@ -143,7 +142,6 @@ def test_text_models_train_as_the_classes_that_read_images_too(layout, ranks, tm
     assert wrong_ones(layout, found) == {}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("layout", PAST_IN)
 def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layout, ranks, tmp_path):
     """With windows in every layer, in some, of a mask alone, sinks, and two kinds of RoPE."""
@@ -155,7 +153,6 @@ def test_documents_past_a_window_are_trained_as_the_familys_own_class_does(layou
         assert window == NARROW < LONGEST_DOCUMENT
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("window", "outcome"), [(LONGEST_DOCUMENT, "equal"), (LONGEST_DOCUMENT - 1, "refused")]
 )
@@ -209,3 +206,38 @@ def _write_table(layout: str, found: dict[str, dict[str, Any]]) -> None:
         table.setdefault("trained", {}).setdefault(name, {})[layout] = line
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+FROZEN = {f"model.layers.{layer}.mlp.expert_bias" for layer in (0, 1)}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_frozen_parameter_has_no_gradient_no_state_and_no_decay(processes, ranks, tmp_path):
+    every = save_model(tmp_path / "weights")
+    found = ranks.results("frozen_cases", processes, tmp_path / "weights")
+    assert set(found) == set(CASES)
+    for case, what in found.items():
+        for kind, names in what.items():
+            assert set(names) == every - FROZEN, (case, kind)
+
+
+def save_model(folder: Path) -> set[str]:
+    """A mixture of experts whose routers have a bias that is not trained, here not 0."""
+    config = AfmoeConfig(
+        **SIZES | {"vocab_size": 97},
+        moe_intermediate_size=24,
+        num_dense_layers=0,
+        num_experts=4,
+        num_experts_per_tok=2,
+        global_attn_every_n_layers=1,
+    )
+    torch.manual_seed(0)
+    model = AfmoeForCausalLM(config)
+    parameters = dict(model.named_parameters())
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    assert frozen == FROZEN
+    with torch.no_grad():
+        for name in frozen:
+            parameters[name].uniform_(0.01, 0.1)
+    model.save_pretrained(folder)
+    return set(parameters)

@@ -1,4 +1,6 @@
-"""A loop around Trainer trains the same on ranks; what one cannot do, all are told."""
+"""A loop around Trainer trains the same on ranks; what one cannot do, all are told. Ranks agree by
+JSON: what another machine sends is read, and never run.
+"""
 
 import json
 import math
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_groups import RankGroups
 from safetensors.torch import load_file
 from trainer_cases import CASES, LENGTHS, MICRO_BATCHES, OWN, STEPS, micro_batch
 from transformers import Qwen3Config
@@ -13,6 +16,7 @@ from transformers import Qwen3Config
 from engine_models import save_random
 from tiny_models import SIZES
 
+pytestmark = pytest.mark.timeout(300)
 LOSS, NORM, WEIGHTS = 1e-6, 1e-5, 1e-4
 """Relative, in float32: sums are taken in another order, and AdamW divides by their like. Weights
 are compared by how far they went."""
@@ -20,7 +24,6 @@ SUMMED = 1e-8
 """Relative: what the loop adds is summed in float64."""
 
 
-@pytest.mark.timeout(300)
 def test_a_loop_on_ranks_trains_what_it_trains_alone(ranks, tmp_path):
     sizes = SIZES | {"head_dim": 16, "max_position_embeddings": 128}
     start = save_random(Qwen3Config(**sizes, tie_word_embeddings=False), tmp_path / "model")
@@ -92,3 +95,39 @@ def _check_refusals(told: list[dict[str, Any]], *, shares: bool) -> None:
 
 def _told(folder: Path, processes: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def mark(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that is there only if a pickle was run."""
+    return tmp_path_factory.mktemp("mark") / "it ran"
+
+
+@pytest.fixture(scope="module")
+def found(
+    ranks: RankGroups, mark: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    return ranks.results("agreement_cases", 2, mark, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    "sent", ["pickle", "old pickle", "half", "no text", "another kind", "nothing"]
+)
+def test_what_a_rank_sends_and_is_no_json_of_the_kind_is_refused_and_never_run(sent, found, mark):
+    kind, problem, hint = found[sent]
+    assert kind == "MachineError"
+    assert problem.startswith("rank 1 ")
+    assert "highwater --version" in hint
+    assert not mark.exists()
+
+
+def test_records_of_ranks_come_whole_and_in_their_order(found):
+    assert found["records"] is True
+
+
+def test_an_error_of_one_rank_is_the_same_error_on_the_other(found):
+    assert found["usage"] == ["UsageError", r"no room for '\udcff'", "`ls`"]
+    assert found["machine"] == ["MachineError", "the disk is full", "`df -h`"]
+    assert found["bug"][0] == "RuntimeError"
+    assert "rank 1: KeyError" in found["bug"][1]
+    assert found["nobody"] == "agreed"

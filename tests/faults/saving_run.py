@@ -15,13 +15,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "numeric"))
-
-from run_folders import state, step_of, training
-
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.run_checkpoints import RunCheckpoints, checkpoint_bytes
 from highwater.errors import HighwaterError
+from run_folders import state, step_of, training
 
 
 def main() -> None:

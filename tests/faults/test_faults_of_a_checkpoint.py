@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the data plane needs the train extra")
-sys.path.append(str(Path(__file__).parents[1] / "numeric"))
 
 from processes import wait_until
-from run_folders import are_equal, numbers_of, state, step_of, training
 
 from highwater.engine.data.store import check_files, read_manifest
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.engine.training.run_checkpoints import RunCheckpoints
 from highwater.units import parse_bytes
+from run_folders import are_equal, numbers_of, state, step_of, training
 
 pytestmark = pytest.mark.timeout(300)
 

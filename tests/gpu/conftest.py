@@ -1,6 +1,8 @@
 """GPU tests: skipped, with the reason, where there is no GPU."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,3 +32,16 @@ def gpu() -> str:
     if os.environ.get("HIGHWATER_REQUIRE") == "gpu":
         pytest.fail("HIGHWATER_REQUIRE=gpu, and no GPU is visible")
     pytest.skip("no GPU is visible")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is all of a group, on the first GPU."""
+    import torch
+
+    from highwater.engine.parallel import mesh as process_mesh
+
+    with process_mesh.alone(torch.device("cuda", 0)):
+        yield
+    gc.collect()
+    torch.cuda.empty_cache()

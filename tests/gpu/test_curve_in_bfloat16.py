@@ -1,14 +1,8 @@
 """200 steps on real text in bfloat16."""
 
-import sys
-from pathlib import Path
-
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
-
 from curve import STEPS, hugging_face_curve, our_curve, save_model
-
 from highwater.engine.parallel.mesh import alone
 
 TOLERANCE = 1e-3

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_trials import fitting
 
 from highwater.memory.formula.formula import footprint
 from highwater.memory.formula.layers import Step
@@ -12,9 +13,6 @@ from highwater.memory.trace.replay import replay
 from highwater.model.model import load_model
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.trials.traced import CachedTracer
 from highwater.units import GIB
 from trial_specs import trial_of
@@ -46,9 +44,7 @@ def test_a_trial_takes_what_formula_and_trace_say(name, tmp_path):
     spec = trial_of(
         directory, settings=SETTINGS, length_tokens=32_768, memory_budget_bytes=70 * GIB
     )
-    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
-    assert result.outcome is Outcome.FIT, result.reason
-    peak = result.ranks[0].memory.peak_allocated_bytes
+    peak = fitting(spec, tmp_path).memory.peak_allocated_bytes
     found = footprint(Step(model.shape, SETTINGS, Layout(), length_tokens=spec.length_tokens))
     assert found.allocated_bytes == pytest.approx(peak, rel=FORMULA_TOLERANCE), found.peak.name
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:

@@ -1,7 +1,6 @@
 """FSDP2's offload on a GPU: the gradients of training without it, no more of the GPU."""
 
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from highwater.nouns.settings import Settings
 from highwater.units import MIB
 from tiny_models import WIDE_HEADS, write_model
 
+pytestmark = pytest.mark.usefixtures("alone")
 GRADIENT_TOLERANCE = 0.02
 """Norm-relative: attention's and the embedding's gradients are added up in no fixed order, in
 bfloat16."""
@@ -53,12 +53,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(
         tmp_path_factory.mktemp("model"), WIDE_HEADS, **sizes, tie_word_embeddings=False
     )
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cuda", 0)):
-        yield
 
 
 def test_offloaded_gradients_are_those_of_the_gpu(model):

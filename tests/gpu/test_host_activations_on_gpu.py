@@ -29,6 +29,7 @@ from highwater.nouns.objective import Lora
 from highwater.units import GIB, MIB
 from tiny_models import WIDE_HEADS, write_model
 
+pytestmark = pytest.mark.usefixtures("alone")
 LAYERS, HIDDEN = 6, 1024
 ADAPTERS = 4 * 8 * (4 * HIDDEN + 2 * (HIDDEN + 512) + 3 * (HIDDEN + 4096))
 """Bytes of the gradients of a layer's adapters: float32, rank 8."""
@@ -47,12 +48,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_hidden_layers": LAYERS, "vocab_size": 8_000, "max_position_embeddings": 16_384}
     folder = tmp_path_factory.mktemp("model")
     return write_model(folder, WIDE_HEADS, **sizes, tie_word_embeddings=False)
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cuda", 0)):
-        yield
 
 
 @pytest.mark.parametrize("lora", [None, 8])

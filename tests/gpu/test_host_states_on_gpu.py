@@ -3,7 +3,7 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from highwater.nouns.settings import Settings
 from highwater.units import GIB, MIB
 from tiny_models import write_model
 
+pytestmark = pytest.mark.usefixtures("alone")
 DEVICE = "cuda:0"
 CONFIG = {
     "model_type": "llama",
@@ -52,14 +53,6 @@ STEPS = 3
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights: every one that is built of it starts from the same random ones."""
     return write_model(tmp_path_factory.mktemp("model"), CONFIG)
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cuda", 0)):
-        yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def model_of(directory: Path, *, seed: int = 1) -> Decoder:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_trials import kernels, tried
 
 from highwater.engine.attention.dense import Kernel, attend
 from highwater.nouns.corpus import pieces
 from highwater.nouns.settings import Allocator, Loss
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.units import MIB
 from trial_specs import trial_of
 
@@ -28,11 +27,6 @@ HEADS = [(16, 8), (32, 8), (16, 16), (4, 2), (2, 1), (1, 1)]
 """Of whole models, and of one rank: 16 / 8 at Ulysses degrees 4, 8 and 16, where key/value heads
 are repeated."""
 PACKINGS = [(32_768,), (40_960,), (20_480, 20_480), (24_576, 1, 100), (131_000,)]
-
-
-def kernels() -> list[Kernel]:
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return ["cudnn", "flash"] if hopper else ["flash"]
 
 
 def step(
@@ -109,7 +103,7 @@ def trial(
     spec = trial_of(
         "Qwen3-0.6B", loss=loss, allocator=allocator, length_tokens=length, attention_depth=depth
     )
-    return LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=240)).run(spec)
+    return tried(spec, tmp_path)
 
 
 @pytest.mark.parametrize(("loss", "allocator"), [("full", "native"), ("chunked", "expandable")])

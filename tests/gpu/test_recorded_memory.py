@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from real_trials import tried
 
 from highwater.memory.snapshot.memory_profile import MemoryProfile, memory_profile
 from highwater.nouns.environment import Profiling
@@ -10,8 +11,6 @@ from highwater.nouns.settings import Loss
 from highwater.nouns.trial import Outcome, TrialResult, TrialSpec
 from highwater.pages.study_commands import request_line, sizes_of
 from highwater.store.logs import snapshot_folder, snapshot_lines
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.units import parse_bytes
 from trial_specs import trial_of
 
@@ -30,8 +29,7 @@ def recorded(
         memory_budget_bytes=parse_bytes("20GiB"),
         data=data,
     )
-    runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=400, profiling=PROFILING))
-    return spec, runner.run(spec)
+    return spec, tried(spec, tmp_path, timeout_s=400, profiling=PROFILING)
 
 
 def profiles_of(result: TrialResult) -> dict[str, MemoryProfile]:
@@ -78,7 +76,7 @@ def test_out_of_memory_says_what_was_alive_without_any_profiling(tmp_path, loss)
     spec = trial_of(
         "Qwen3-0.6B", loss=loss, length_tokens=256 * 1024, memory_budget_bytes=parse_bytes("20GiB")
     )
-    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=400)).run(spec)
+    result = tried(spec, tmp_path, timeout_s=400)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     failure = result.ranks[0].failure
     alive = failure.alive

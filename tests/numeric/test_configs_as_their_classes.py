@@ -1,7 +1,6 @@
 """Windows and RoPE as every family's config can name them."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-
-from family_models import VOCABULARY, save_tiny
-
 from combinatorial import in_pairs
 from engine_models import built
+from family_models import VOCABULARY, save_tiny
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.step import Training, train_step
 from highwater.errors import HighwaterError

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-
-from family_models import WRAPPED, save_tiny
-
 from closeness import deviation
 from engine_models import assembled
+from family_models import WRAPPED, save_tiny
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.export import export
 from highwater.engine.training.step import Training, train_step

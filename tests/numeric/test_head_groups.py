@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from closeness import deviation
+from dispatched import Dispatched
 from engine_models import forward, on_meta, packed, recomputed
 from highwater.engine.activations.recompute import PREFIX
 from highwater.engine.models.adapters import A, B, add_adapters
@@ -146,14 +146,11 @@ def test_attention_is_alive_for_one_group_of_heads_at_a_time():
     """Forward and backward, but for what it returned: sizes of all tensors that come to be."""
     seen: list[tuple[int, ...]] = []
 
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            seen.extend(tuple(each.shape) for each in tree_leaves(found) if torch.is_tensor(each))
-            return found
+    def see(_func: object, _args: object, found: object) -> None:
+        seen.extend(tuple(each.shape) for each in tree_leaves(found) if torch.is_tensor(each))
 
     model = built(FAMILIES["norms of heads"], groups=4)
-    with Shapes():
+    with Dispatched(see):
         trained(model, ROWS["one"])
     heads = {shape[1] for shape in seen if len(shape) == 4 and shape[2:] == (37, 16)}
     assert heads == {2, 1}, "two heads of queries, and one of keys, which the CPU repeats"
@@ -180,16 +177,9 @@ def test_layers_that_are_not_ours_do_not_go_in_groups():
 @pytest.mark.parametrize("recompute", ["layer", "all-but-attention"])
 def test_the_kernel_goes_forward_no_more_often_than_without_groups(recompute):
     calls = {groups: Counter() for groups in (1, 4)}
-
     for groups, count in calls.items():
-
-        class Calls(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None, count=count):
-                count[str(func)] += 1
-                return func(*args, **(kwargs or {}))
-
         model = built(FAMILIES["biases"], groups=groups, recompute=recompute)
-        with Calls():
+        with Dispatched(lambda func, *_, count=count: count.update([str(func)])):
             trained(model, ROWS["one"])
     name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
     assert calls[4][name] == 4 * calls[1][name] > 0

@@ -1,7 +1,6 @@
 """Gradients that FSDP2 leaves in host memory: one layer's after the other is taken away."""
 
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,10 @@ from highwater.nouns.hyperparameters import Hyperparameters
 from highwater.nouns.layout import Layout
 from tiny_models import SIZES, write_model
 
+pytestmark = pytest.mark.usefixtures("alone")
 LAYERS = 6
 MICRO_BATCHES = 3
 SHAPE = SIZES | {"model_type": "qwen3", "num_hidden_layers": LAYERS, "vocab_size": 256}
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    with process_mesh.alone(torch.device("cpu")):
-        yield
 
 
 @pytest.mark.parametrize("recompute", ["layer", "none"])

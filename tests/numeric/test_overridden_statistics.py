@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_training import trained
 from torch.distributed.device_mesh import DeviceMesh
 
+from engine_models import tiny_training
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.training.statistics import QUANTITIES, Quantity, Statistics
 from highwater.engine.training.statistics_log import StatisticsLog
@@ -242,7 +242,7 @@ H200_FLOPS_PER_S = 989e12
 
 @pytest.fixture
 def training(tmp_path: Path, mesh) -> Training:
-    return trained(tmp_path, "sft")
+    return tiny_training(tmp_path, "sft")
 
 
 def test_rates_are_of_the_documents_that_there_were(training, tmp_path):

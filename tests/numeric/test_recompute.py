@@ -8,10 +8,10 @@ import pytest
 import torch
 from forked_python import answer
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Phi3Config, PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, SeedOssConfig
 
 from closeness import assert_equal
+from dispatched import Dispatched
 from engine_models import forward, on_meta, packed, recomputed
 from highwater.engine.activations.recompute import draws_in_training, seeded
 from highwater.engine.attention.registry import register
@@ -24,18 +24,6 @@ from tiny_models import SIZES
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 LAYERS, TOKENS = 3, 24
-
-
-class Calls(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def layers_of() -> nn.ModuleList:
@@ -57,14 +45,14 @@ def run(layers: nn.ModuleList) -> tuple["torch.Tensor", list["torch.Tensor"], Co
     positions = torch.randn(
         2, 1, TOKENS, SIZES["head_dim"], generator=generator, dtype=torch.float64
     ).unbind()
-    hidden = x
-    with Calls() as calls:
+    hidden, count = x, Counter()
+    with Dispatched(lambda func, *_: count.update([func])):
         for layer in layers:
             hidden = layer(
                 hidden, position_embeddings=positions, sequence_layout=SequenceLayout((20, 4))
             )
         hidden.square().sum().backward()
-    return hidden, [x.grad, *(p.grad for p in layers.parameters())], calls.count
+    return hidden, [x.grad, *(p.grad for p in layers.parameters())], count
 
 
 @pytest.mark.parametrize(

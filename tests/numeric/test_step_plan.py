@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_training import trained
 
+from engine_models import tiny_training
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.data.step_plan import StepPlan, evaluation_rows
 from highwater.engine.parallel import mesh as process_mesh
@@ -188,7 +188,7 @@ def test_with_the_rows_of_the_hint_it_is_planned(lengths, units, rows):
 @pytest.fixture(params=["sft", "dpo", "rw"])
 def training(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Training]:
     with process_mesh.alone(torch.device("cpu")):
-        yield trained(tmp_path, request.param)
+        yield tiny_training(tmp_path, request.param)
 
 
 def test_no_micro_batches_are_refused_with_a_hint_that_works(training):

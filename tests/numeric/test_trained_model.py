@@ -9,11 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tiny_training import trained
 from transformers import GPT2Config, Qwen3Config, Qwen3ForCausalLM
 
 from closeness import deviation
-from engine_models import on_meta
+from engine_models import on_meta, tiny_training
 from highwater.engine.attention.registry import register
 from highwater.engine.data.batches import UNTRAINED, Batch, Document, batches, pack
 from highwater.engine.models.build import build_on_meta, read_config
@@ -164,7 +163,7 @@ def test_a_step_generates_nothing_each_model_goes_once_over_each_micro_batch(obj
     micro_batches = [next(rows) for _ in range(3)]
     seen: dict[str, list[Sequence[int]]] = {}
     with process_mesh.alone(torch.device("cpu")):
-        training = trained(tmp_path, objective)
+        training = tiny_training(tmp_path, objective)
         for name in ("policy", "reference"):
             model = getattr(training, name)
             if model is not None:

@@ -48,6 +48,7 @@ def browser() -> Iterator[Any]:
             "there is no Chromium: `apt-get install chromium` (Debian), or name one, "
             "`HIGHWATER_CHROMIUM=/path/to/chrome`"
         )
+    SHOTS.mkdir(parents=True, exist_ok=True)
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=flags)
@@ -94,6 +95,12 @@ def opened(browser: Any) -> Iterator[Opened]:
     for context in contexts:
         context.close()
     assert troubles == []
+
+
+def check(page: Any, screen: str) -> None:
+    """It has no serious finding, and never scrolls sideways."""
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
 
 
 def serious(page: Any) -> list[str]:

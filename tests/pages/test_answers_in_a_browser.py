@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHOTS, WIDTHS, serious
+from conftest import SHOTS, WIDTHS, check
 
 from highwater.memory.capacity import Prediction
 from highwater.nouns.codec import from_json
@@ -76,10 +76,8 @@ def test_what_is_shown_is_what_predict_says(answering, opened, asked):
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_it_has_no_serious_finding_and_never_scrolls_sideways(answering, opened, screen, scheme):
     page = shown(opened(answering, width=WIDTHS[screen], scheme=scheme))
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"answers-{screen}-{scheme}.png", full_page=True)
-    assert serious(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+    check(page, screen)
     box = page.locator("#choose-length").bounding_box()
     assert box["y"] + box["height"] <= 844, "all choices are on the first screen of a phone"
 

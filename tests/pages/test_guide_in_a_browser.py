@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from conftest import SHOTS, WIDTHS, every_fold_open, serious
+from conftest import SHOTS, WIDTHS, check, every_fold_open
 
 from highwater import guide
 from highwater.pages.chooser import places
@@ -16,13 +16,10 @@ pytestmark = pytest.mark.pages
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_a_page_has_no_serious_finding_and_never_scrolls_sideways(mixed, opened, screen, scheme):
     page = opened(mixed, width=WIDTHS[screen], scheme=scheme)
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"guide-{screen}-{scheme}.png", full_page=True)
-    assert serious(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+    check(page, screen)
     with every_fold_open(page):
-        assert serious(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+        check(page, screen)
 
 
 @pytest.mark.parametrize("screen", list(WIDTHS))
@@ -42,7 +39,6 @@ def test_bars_and_their_figures_are_on_the_screen(mixed, opened, screen):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_first_screen_of_a_phone_has_the_answer_and_the_length(mixed, opened, scheme):
     page = opened(mixed, width=WIDTHS["phone"], scheme=scheme)
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"guide-first-screen-{scheme}.png")
     for name in ("answer-said", "choose-length"):
         box = page.locator(f"#{name}").bounding_box()
@@ -82,7 +78,6 @@ def test_paper_has_what_is_folded_and_no_buttons(mixed, opened):
     assert not page.locator("#copy-configuration").is_visible()
     assert not page.locator("#choose-model").is_visible()
     assert page.locator("#answer-said").is_visible()
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.pdf(path=SHOTS / "guide.pdf")
 
 

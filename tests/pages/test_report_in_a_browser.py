@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import SHOTS, STUDY, WIDTHS, every_fold_open, serious
+from conftest import SHOTS, STUDY, WIDTHS, check, every_fold_open
 
 from highwater import study_report, write_report
 from highwater.memory.snapshot.memory_profile import memory_profile
@@ -23,10 +23,8 @@ def reported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_a_report_has_no_serious_finding_nor_scrolls_sideways(reported, opened, screen, scheme):
     page = opened(reported, width=WIDTHS[screen], scheme=scheme)
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{reported.stem}-{screen}-{scheme}.png", full_page=True)
-    assert serious(page) == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+    check(page, screen)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -47,7 +45,6 @@ def test_a_report_on_paper_has_every_table_and_no_navigation(reported, opened):
     assert tables.count() >= 6
     assert all(tables.nth(index).is_visible() for index in range(tables.count()))
     assert not page.locator("nav").is_visible()
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.pdf(path=SHOTS / f"{reported.stem}.pdf")
 
 
@@ -65,8 +62,6 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("screen", list(WIDTHS))
 def test_a_profile_has_no_serious_finding_and_never_scrolls_sideways(drawn, opened, screen, scheme):
     page = opened(drawn, width=WIDTHS[screen], scheme=scheme)
-    SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{drawn.stem}-{screen}-{scheme}.png", full_page=True)
     with every_fold_open(page):
-        assert serious(page) == []
-        assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[screen]
+        check(page, screen)

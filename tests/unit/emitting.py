@@ -8,8 +8,6 @@ from functools import cache
 from itertools import zip_longest
 from typing import Any
 
-from trainers import recorded
-
 from highwater.nouns.recommendation import Candidate, Recommendation
 from highwater.nouns.trainer import OURS
 from highwater.recommendation.recommend import recommend
@@ -18,6 +16,7 @@ from highwater.trainers import trinity as trinity
 from highwater.trainers.emitted import Emitted
 from highwater.trainers.targets import TARGETS
 from highwater.trainers.trl import words as trl
+from places import DATA
 
 FILES = {
     "trinity": trinity, "verl": verl, "areal": areal, "trl": trl, "torchtitan": torchtitan,
@@ -37,6 +36,16 @@ _KINDS = {
     **dict.fromkeys(("str", "SyncMethod", "OptimizerNames", "AttentionFunction"), (str,)),
     **dict.fromkeys(("QuantizationMethod", "ComputeEnvironment", "DistributedType"), (str,)),
 }
+
+
+def recorded(package: str, version: str) -> dict[str, str]:
+    """Each setting's type, by its name, as it was recorded from the trainer's package."""
+    document = json.loads((DATA / f"settings_{package}.json").read_text())
+    assert (document["package"], document["version"]) == (package, version), (
+        "`record_trainers.py` renews it"
+    )
+    assert re.fullmatch("[0-9a-f]{64}", document["sha256"])
+    return document["settings"]
 
 
 def goal(

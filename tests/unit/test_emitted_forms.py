@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from emitting import emitted, goal, has_words_for, rung
+from emitting import emitted, goal, has_words_for, recorded, rung
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainers import recorded
 
 import highwater
 from highwater.errors import UsageError

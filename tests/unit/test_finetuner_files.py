@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from emitting import recorded
 from foreign_trials import trainer_of
-from trainers import recorded
 
 from highwater.errors import HighwaterError, UsageError
 from highwater.model.model import load_model

@@ -1,13 +1,19 @@
-"""Requests for other trainers: what they are told, what they cannot be told."""
+"""Requests for other trainers: what they are told, what they cannot be told; and what accelerate is
+told, which launches a trial.
+"""
 
 import ast
+import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from threading import Event
 from typing import Any, get_args
 
 import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from test_declared_settings import value_of
@@ -17,18 +23,26 @@ from highwater.cli.flags import request_of
 from highwater.cli.grammar import parse
 from highwater.errors import HighwaterError, UsageError
 from highwater.memory.trainers import MEMORY
+from highwater.model.model import load_model
 from highwater.nouns import foreign_request, trainer
+from highwater.nouns.foreign_request import program_of
 from highwater.nouns.layout import Layout
 from highwater.nouns.plan import plan, plan_trial
 from highwater.nouns.request import DECLARED, Request, request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question
-from highwater.nouns.trial import TrialSpec
+from highwater.nouns.trial import Device, TrialSpec, unheard
 from highwater.pages.study_commands import find_words, try_words
-from highwater.trainers.foreign import TRIALS
+from highwater.trainers.accelerate import launcher_file
+from highwater.trainers.foreign import TRIALS, TrialFiles, TrialHome
 from highwater.trainers.targets import TARGETS
+from highwater.trials.foreign_trial import check_foreign
+from highwater.trials.inputs import prepared_model
+from highwater.trials.readiness import check_machine
+from highwater.units import GIB
 from places import ROOT, machine_with, question_of
 from tables import table
+from trial_specs import trial_of
 
 COMMAND = "torchrun --nproc-per-node {gpus} train.py --len {length} --sp {ulysses} --steps {steps}"
 ASKED: dict[str, Any] = {"model": "Qwen3-0.6B", "trainer": "command", "command": COMMAND}
@@ -43,7 +57,7 @@ def question(**changes: Any) -> Question:
     return plan(asked(**changes), MACHINE).question
 
 
-def trial_of(**changes: Any) -> TrialSpec:
+def command_trial(**changes: Any) -> TrialSpec:
     found = question(**changes)
     return found.trial(found.cells[0], 8192)
 
@@ -58,7 +72,7 @@ def test_the_rungs_of_another_trainer_are_the_allocators():
 
 
 def test_a_trial_fills_the_placeholders_of_its_command(tmp_path):
-    spec = trial_of(gpus=[4], ulysses=[2], steps=3)
+    spec = command_trial(gpus=[4], ulysses=[2], steps=3)
     words = foreign_request.filled_command(spec.foreign.command, spec, tmp_path)
     assert shlex.join(words) == ("torchrun --nproc-per-node 4 train.py --len 8192 --sp 2 --steps 3")
     every = foreign_request.split_command(
@@ -138,12 +152,12 @@ def test_what_is_missing_or_cannot_be_is_refused_before_anything_starts(changes)
 
 
 def test_everything_that_an_outcome_depends_on_is_in_the_keys():
-    known = trial_of()
+    known = command_trial()
     ours = question_of(gpus=[1], loss="full", allocator="native")
     others = (
-        trial_of(command=f"{COMMAND} --more"),
-        trial_of(done_pattern="done"),
-        trial_of(done_pattern=""),
+        command_trial(command=f"{COMMAND} --more"),
+        command_trial(done_pattern="done"),
+        command_trial(done_pattern=""),
         ours.trial(ours.cells[0], 8192),
     )
     assert len({spec.key for spec in (known, *others)}) == 5
@@ -158,7 +172,7 @@ def test_a_configuration_is_known_by_its_content_wherever_it_lies(tmp_path):
         trainers.append(
             foreign_request.foreign_of(msgspec.structs.replace(asked(), trainer_config=str(path)))
         )
-    keys = {msgspec.structs.replace(trial_of(), foreign=foreign).key for foreign in trainers}
+    keys = {msgspec.structs.replace(command_trial(), foreign=foreign).key for foreign in trainers}
     assert len(keys) == 1
     assert trainers[0] is not None
     assert foreign_request.base_config(trainers[0]) == b"warmup: 3\n"
@@ -227,3 +241,203 @@ def test_every_setting_of_a_rung_has_a_name_that_a_target_may_know():
     assert set(Settings.__struct_fields__) <= fields
     names = {*DECLARED, *Layout().degree_settings}
     assert all(row.knows <= names for row in TARGETS.values())
+
+
+LAUNCHED = {
+    "trainer": "accelerate",
+    "command": "train.py --model {model} --max-len {length} --steps {steps}",
+}
+DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}
+
+
+def trial(*, device: Device = "cuda", length: int = 8192, **fields: Any) -> TrialSpec:
+    where = {"device": device, "memory_budget_bytes": GIB if device == "cpu" else None}
+    return trial_of("Qwen3-0.6B", length_tokens=length, **where, **fields)
+
+
+def written(spec: TrialSpec, **base: Any) -> TrialFiles:
+    return launcher_file(spec, load_model(spec.model_directory).shape, base, source="own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"), table("accelerate_trials", "what_is_no_launch_is_refused")
+)
+def test_what_is_no_launch_is_refused(typed, said):
+    with pytest.raises(UsageError) as refused:
+        question(**LAUNCHED | {"command": typed})
+    assert said in refused.value.problem
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("loss", "chunked"), ("objective", "grpo"), ("optimizer", "adamw-8bit"), ("lora", 16)),
+        *(("rope", "yarn"), ("mlp_tiles", 4)),
+    ],
+)
+def test_what_belongs_in_the_script_is_refused_by_name(name, value):
+    with pytest.raises(UsageError) as refused:
+        asked(**LAUNCHED, **{name: value})
+    assert "say it in the command" in refused.value.hint
+
+
+def test_the_layout_need_not_be_in_the_command():
+    found = question(**LAUNCHED, gpus=[1, 2, 4], copies=[1], ring=[1, 2], strategy="fsdp2")
+    layouts = {(cell.layout.gpus, cell.layout.ring_degree) for cell in found.cells}
+    assert layouts == {(1, 1), (2, 1), (4, 1), (2, 2), (4, 2)}
+    assert {cell.layout.gpus for cell in question(**LAUNCHED).cells} == {1, 2, 4, 8}
+
+
+def test_a_file_says_processes_shards_and_a_free_port():
+    values = written(trial(layout={"gpus": 4, "replicate_degree": 2}, offload=True)).config
+    assert values["distributed_type"] == "FSDP"
+    assert (values["num_processes"], values["num_machines"]) == (4, 1)
+    assert values["main_process_port"] == 0
+    fsdp = values["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_offload_params"]) == (2, True)
+    assert fsdp["fsdp_activation_checkpointing"] is True
+    assert values["parallelism_config"]["parallelism_config_dp_replicate_size"] == 2
+    first = written(trial(strategy="fsdp", recompute="none"))
+    assert first.config["fsdp_config"]["fsdp_version"] == 1
+    assert first.config["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert first.notes == ()
+
+
+def test_the_users_other_fields_stay():
+    machine = {"num_processes": 8, "num_machines": 2, "main_process_ip": "10.0.0.1"}
+    machine |= {"main_process_port": 1234, "gpu_ids": "0,1"}
+    theirs = {"fsdp_version": 2, "reshard_after_forward": False, "offload_params": True}
+    theirs |= {"activation_checkpointing": False}
+    kept = {"mixed_precision": "fp16", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    found = written(trial(), distributed_type="FSDP", **kept, **machine, fsdp_config=theirs)
+    values, fsdp = found.config, found.config["fsdp_config"]
+    assert kept.items() <= values.items()
+    assert (values["num_processes"], values["gpu_ids"]) == (1, "all")
+    assert "main_process_ip" not in values
+    for name in ("reshard_after_forward", "activation_checkpointing", "offload_params"):
+        assert fsdp[f"fsdp_{name}"] is theirs[name]
+    assert found.notes == (
+        "the trial's own in own.yaml: gpu_ids, main_process_ip, main_process_port, num_machines",
+    )
+
+
+def test_a_setting_that_is_named_is_the_trials():
+    theirs = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
+    found = written(trial(recompute="none", offload=True), fsdp_config=theirs)
+    assert found.config["fsdp_config"]["fsdp_activation_checkpointing"] is False
+    assert found.config["fsdp_config"]["fsdp_offload_params"] is True
+
+
+def test_fsdp1_and_other_ways_to_share_in_the_users_file_are_told():
+    theirs = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": False}
+    found = written(trial(), distributed_type="FSDP", fsdp_config=theirs)
+    assert found.config["fsdp_config"]["fsdp_version"] == 2
+    assert any("--strategy fsdp`" in note for note in found.notes)
+    assert not written(trial(strategy="fsdp"), fsdp_config=theirs).notes
+    found = written(trial(layout={"gpus": 2}), **DDP)
+    assert found.config["distributed_type"] == "MULTI_GPU"
+    assert (found.config["mixed_precision"], found.config["num_processes"]) == ("fp16", 2)
+    assert "fsdp_config" not in found.config
+    assert found.notes == ("states are shared by own.yaml's MULTI_GPU, not by FSDP",)
+
+
+@pytest.mark.parametrize(
+    ("spec", "base", "said"),
+    [
+        (trial(recompute="none"), DDP, "--recompute is FSDP's"),
+        (trial(offload=True), DDP, "--offload is FSDP's"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}), DDP, "--ring is FSDP's"),
+        (trial(layout={"gpus": 2}), {"distributed_type": "NO"}, "one process"),
+        (trial(), {"distributed_type": "XLA"}, "for XLA"),
+        (trial(), {"compute_environment": "AMAZON_SAGEMAKER"}, "AMAZON_SAGEMAKER"),
+        (trial(), {"parallelism_config": {"parallelism_config_tp_size": 2}}, "tp_size"),
+        (trial(layout={"gpus": 2, "ulysses_degree": 2}), {}, "Ulysses is DeepSpeed's"),
+        (trial(offload="states"), {}, "not alone"),
+        (trial(recompute="all-but-attention"), {}, "whole layers"),
+        (trial(layout={"gpus": 2}, device="cpu"), {}, "on the CPU"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, strategy="fsdp"), {}, "ring is FSDP2's"),
+        (trial(layout={"gpus": 2, "ring_degree": 2}, length=8190), {}, "4 pieces"),
+    ],
+)
+def test_what_accelerate_cannot_be_told_is_refused(spec, base, said):
+    with pytest.raises(UsageError) as refused:
+        written(spec, **base)
+    assert said in refused.value.problem
+    assert refused.value.hint
+
+
+def test_on_the_cpu_one_process_trains():
+    theirs = {"mixed_precision": "bf16", "num_processes": 8, "distributed_type": "FSDP"}
+    found = written(trial(device="cpu"), **theirs, fsdp_config={"fsdp_version": 2}, debug=True)
+    ours = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True}
+    ours |= {"num_machines": 1, "num_processes": 1}
+    assert found.config == ours | {"mixed_precision": "bf16", "debug": True}
+
+
+def prepared(tmp_path: Path, **changes: Any) -> tuple[list[str], dict[str, Any]]:
+    found = question(**LAUNCHED | changes, gpus=[1], allocator="native")
+    spec = found.trial(found.cells[0], 8192)
+    assert spec.foreign is not None
+    home = TrialHome(tmp_path, lambda _: False, lambda _: prepared_model(spec, Event(), unheard))
+    command = TRIALS["accelerate"].prepare(spec, spec.foreign, home)
+    return list(command.words), yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
+
+
+def test_accelerate_is_started_with_the_trials_file_and_the_users_words(tmp_path):
+    words, values = prepared(tmp_path, command="/a/accelerate launch t.py {length} {gpus}")
+    file = str(tmp_path / "accelerate.yaml")
+    assert words == ["/a/accelerate", "launch", "--config_file", file, "t.py", "8192", "1"]
+    assert values["num_processes"] == 1
+
+
+def test_a_directory_that_is_whole_is_opened_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    shape = Path(load_model("Qwen3-0.6B").directory, "config.json")
+    (whole / "config.json").write_bytes(shape.read_bytes())
+    (whole / "tokenizer.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (whole / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    words, _ = prepared(tmp_path, model=str(whole))
+    assert str(whole) in words
+    assert not (tmp_path / "cache").exists()
+
+
+def test_notes_say_what_is_trained_and_who_recomputes():
+    found = question(**LAUNCHED, gpus=[1])
+    said = check_foreign(found.trial(cell, 8192) for cell in found.cells)
+    assert len(said) == len(set(said)) == 3
+    for each in ("random ones", "token for each word", "`--recompute none`"):
+        assert any(each in note for note in said)
+    by_itself = question(**LAUNCHED | {"command": "train.py {length}"}, gpus=[1], recompute="none")
+    assert check_foreign([by_itself.trial(by_itself.cells[0], 8192)]) == ()
+
+
+def test_a_script_or_a_program_that_is_not_here_is_told_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "accelerate"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+    def check(command: str) -> None:
+        request = asked(**LAUNCHED | {"command": command}, log_dir=str(tmp_path), device="cpu")
+        check_machine(request, MACHINE, Settings(), "cpu", gpus=1)
+
+    with pytest.raises(HighwaterError, match=r"script train\.py is not a file"):
+        check(f"{program} launch train.py {{length}}")
+    (tmp_path / "train.py").touch()
+    check(f"{program} launch train.py {{length}}")
+    check(f"{program} launch -m package {{length}}")
+    with pytest.raises(HighwaterError, match="program '/no/accelerate' is not found") as refused:
+        check("/no/accelerate launch train.py {length}")
+    assert "pip install accelerate" in refused.value.hint
+
+
+def test_a_node_needs_the_program_that_starts_and_no_length():
+    assert program_of(asked(**LAUNCHED)) == "accelerate"
+    typed = LAUNCHED | {"command": "/a/accelerate launch t.py {length}"}
+    assert program_of(asked(**typed)) == "/a/accelerate"
+    trl = msgspec.structs.replace(asked(**LAUNCHED), trainer="trl", command="/a/bin/trl")
+    assert program_of(trl) == "/a/bin/trl"

@@ -8,7 +8,7 @@ refuses before anything starts.
 
 Source: ``MODEL_FOR_CAUSAL_LM_MAPPING_NAMES``, ``configuration_*.py`` and ``modeling_*.py`` of
 transformers 5.23; tests/unit/test_families.py and, of logits that a family scales and caps,
-tests/numeric/test_transformed_logits.py compare with those that are installed.
+tests/numeric/test_loss.py compare with those that are installed.
 """
 
 import re

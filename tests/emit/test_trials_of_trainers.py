@@ -1,4 +1,4 @@
-"""Trials of TRL, by TRL itself on the CPU."""
+"""Trials of TRL, LLaMA-Factory, Axolotl and ms-swift, by their own entry points on the CPU."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from highwater.trainers.logs import logged_steps
 from highwater.trials.foreign_trial import ForeignLauncher
 from tiny_models import OF_OTHERS, write_model
 
-pytestmark = [pytest.mark.emit, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.emit, pytest.mark.timeout(1200)]
 
 ROOMY, NARROW = "6GiB", "1000MiB"
 """A bound that every trial here is far below; and one that is past TRL's own imports and below its
@@ -136,3 +136,65 @@ def test_the_model_is_prepared_once(model):
         assert result.outcome is Outcome.FIT, result.reason
     made = [path for path in (model.parent / "cache/highwater/models").iterdir() if path.is_dir()]
     assert [path.name.rpartition("-")[0] for path in made] == ["small"]
+
+
+MEMORY = "4GiB"
+"""More than any of them imports, and less than two copies of the logits of 8192 tokens beside."""
+PROGRAMS = {"llamafactory": "llamafactory-cli", "axolotl": "axolotl", "ms-swift": "swift"}
+CONSTANT = {"llamafactory": "lr_scheduler_type", "axolotl": "lr_scheduler"}
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "llamafactory": {"finetuning_type": "full", "cutoff_len": 64, "dataset": "mine"},
+    "axolotl": {"sequence_len": 64, "datasets": [{"path": "org/nowhere", "type": "alpaca"}]},
+    "ms-swift": {
+        "tuner_type": "full",
+        "max_length": 64,
+        "dataset": ["org/nowhere"],
+        "model_type": "qwen3",
+        "template": "qwen3",
+    },
+}
+"""The user's file of each trainer; ms-swift has to be told what the directory is."""
+
+
+@pytest.fixture
+def larger(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with so many words that their logits fill a memory."""
+    # LLaMA-Factory imports it for sounds, of which there are none; its wheel on PyPI wants CUDA.
+    (tmp_path / "modules" / "torchaudio").mkdir(parents=True)
+    (tmp_path / "modules" / "torchaudio" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    return write_model(model, OF_OTHERS, vocab_size=65_536)
+
+
+def tried_by(name: str, model: Path, length: int) -> TrialResult:
+    base = {"learning_rate": 3e-4, CONSTANT.get(name, "lr_scheduler_type"): "constant"}
+    (model.parent / "base.yaml").write_text(json.dumps({**base, **OWN[name]}))  # YAML, too
+    return highwater.run_trial(
+        str(model),
+        length,
+        trainer=name,
+        command=str(program_of(name, PROGRAMS[name])),
+        trainer_config="base.yaml",
+        device="cpu",
+        memory=MEMORY,
+        micro_batches=2,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_trial_trains_on_exactly_the_length_and_keeps_the_users_fields(name, larger):
+    result = tried_by(name, larger, 512)
+    assert result.outcome is Outcome.FIT, result.reason
+    assert result.log_path is not None
+    steps = list(logged_steps(Path(result.log_path).read_text()))
+    assert [step["num_input_tokens_seen"] for step in steps] == [1024, 2048]
+    assert [float(str(step["learning_rate"])) for step in steps] == [3e-4, 3e-4]
+    assert result.ranks[0].memory.peak_data_segment_bytes
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_want_of_memory_is_told_of_each(name, larger):
+    result = tried_by(name, larger, 8192)
+    assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
+    assert "allocate" in result.reason

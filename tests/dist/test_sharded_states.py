@@ -1,5 +1,6 @@
-"""Moments in host memory on 1 and 2 processes."""
+"""Moments in host memory, and of few bits, on 1 and 2 processes."""
 
+import low_bit_cases
 import pytest
 from host_state_cases import CONFIG, SAVED_AS_OTHERS, cases_for
 
@@ -38,3 +39,21 @@ def test_moments_on_the_host_train_save_and_go_on_as_on_the_gpu(processes, ranks
                 sum(each) for each in zip(*(r["states"] for r in of_ranks), strict=True)
             )
             assert allocated == pytest.approx(counted, abs=PADDING_BYTES), name
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_moments_of_few_bits_are_sharded_counted_saved_and_loaded(processes, ranks, tmp_path):
+    pytest.importorskip("torchao", reason="moments of few bits need the low-bit extra")
+    write_model(tmp_path, low_bit_cases.CONFIG)
+    found = ranks.results("low_bit_cases", processes, tmp_path)
+    assert set(found) == set(low_bit_cases.LOSSY)
+    for name, of_ranks in found.items():
+        assert len(of_ranks) == processes
+        for rank in of_ranks:
+            assert rank["same gradients"], f"{name}: those of AdamW, bit by bit"
+            assert rank["allocated"] == rank["counted"], name
+            assert rank["loaded"], name
+            assert rank["goes on"], name
+            assert rank["copies"], name
+            assert rank["written"] > 0, name

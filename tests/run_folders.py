@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_training import trained
 from torch import Tensor
 
+from engine_models import tiny_training
 from highwater.engine.data.batches import Document, pack
 from highwater.engine.data.store import MANIFEST_FILE, record_of, write_manifest
 from highwater.engine.training.optimizers import make_optimizer
@@ -25,7 +25,7 @@ EVALUATIONS = {1: 1.5, 2: 1.0, 3: 2.0}
 def training(folder: Path) -> Training:
     """In the group that this process is in; weights are those of a seed."""
     folder.mkdir(exist_ok=True)
-    made = trained(folder, "sft")
+    made = tiny_training(folder, "sft")
     optimizer = make_optimizer(made.policy, Hyperparameters(learning_rate=0.01))
     return dataclasses.replace(made, optimizer=optimizer)
 

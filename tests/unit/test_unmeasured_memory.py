@@ -1,5 +1,9 @@
-"""DeepSpeed's ZeRO beside Hugging Face's step: what its source says."""
+"""Memory of other trainers that nobody measured here: paged optimizers and DeepSpeed's ZeRO beside
+Hugging Face's step, by their source; public reports, as predicted or by what they lack.
+"""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +11,107 @@ import pytest
 import highwater
 from highwater.errors import UsageError
 from highwater.memory.capacity import CellPrediction
-from highwater.memory.formula.constants import Phase
+from highwater.memory.formula.constants import Footprint, Phase
 from highwater.model.model import load_model
 from highwater.pages.prediction_tables import prediction_answer
+
+HIDDEN, WIDTH, KEYS, LAYERS, WORDS = 4096, 14_336, 1024, 32, 128_256
+"""Sizes of Llama-3.1-8B."""
+MATRICES = LAYERS * (2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * WIDTH)
+TABLE = WORDS * HIDDEN
+USUAL: dict[str, Any] = {"loss": "chunked", "activations": "gpu"}
+USUAL |= {"allocator": "expandable", "micro_batches": 1}
+
+
+def footprint(gpus: str = "1xH100-80GB", **named: Any) -> Footprint:
+    """One step of Llama-3.1-8B in 4,096 tokens with Liger's kernels."""
+    asked = {"length": "4k", **USUAL, **named}
+    (found,) = highwater.predict("Llama-3.1-8B", gpus=gpus, trainer="transformers", **asked).cells
+    return found.footprint
+
+
+def saved(**named: Any) -> int:
+    """Bytes that a GPU has less of where moments are paged."""
+    return footprint(**named).allocated_bytes - footprint(**named, paged=True).allocated_bytes
+
+
+def test_moments_leave_the_gpu_but_for_norms_scales_and_embeddings():
+    assert saved() == 8 * (MATRICES + 2 * TABLE)
+    assert footprint(paged=True).host_bytes == 8 * (MATRICES + 2 * TABLE)
+    norms = load_model("Llama-3.1-8B").shape.parameters - MATRICES - 2 * TABLE
+    assert norms == (2 * LAYERS + 1) * HIDDEN
+    assert saved(optimizer="adamw-8bit") == 2 * (MATRICES + 2 * TABLE)
+    host = footprint(optimizer="adamw-8bit", paged=True).host_bytes
+    assert host == 2 * (MATRICES + TABLE) + 8 * TABLE
+
+
+@pytest.mark.parametrize(
+    ("rank", "of_hidden", "of_width"), [(6, 0, 0), (8, 0, 3), (24, 0, 3), (32, 9, 3)]
+)
+def test_adapters_of_few_numbers_stay_on_the_gpu(rank: int, of_hidden: int, of_width: int):
+    """In a layer three matrices are as long as its MLP is wide: B of gate and up, A of down. Nine
+    are as long as its hidden size: A of q, k, v, o, gate and up, and B of q, o and down.
+    """
+    numbers = LAYERS * rank * (of_hidden * HIDDEN + of_width * WIDTH)
+    assert saved(lora=rank) == 8 * numbers
+
+
+def test_each_copy_has_its_own_on_the_host():
+    alone, two = footprint(lora=32, paged=True), footprint("2xH100-80GB", copies=[2], **LORA)
+    assert two.host_bytes == 2 * alone.host_bytes
+
+
+LORA: dict[str, Any] = {"lora": 32, "paged": True}
+REFUSED: dict[str, dict[str, Any]] = {
+    "no shards of FSDP2": {"gpus": "2xH100-80GB"},
+    "adamw-bf16 is torchao's": {"optimizer": "adamw-bf16"},
+    "DeepSpeed": {"deepspeed": "zero3"},
+    "are not traced": {"exact": True},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_pages_nothing_is_refused_by_name(why: str):
+    with pytest.raises(UsageError, match=why):
+        footprint(**REFUSED[why], paged=True)
+
+
+def test_who_never_measured_it_says_so():
+    found = highwater.predict("Qwen3-8B", gpus="1xH100-80GB", trainer="transformers", paged=True)
+    assert any("never measured" in note and "bitsandbytes 0.50" in note for note in found.notes)
+    with pytest.raises(UsageError, match="`--paged`"):
+        highwater.predict("Qwen3-8B", gpus="1xH100-80GB", paged=True)
+
+
+ROOT = Path(__file__).parents[2]
+SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs/results/other_trainers/reports.py"))
+WITHIN = 0.10
+"""Of a figure that was read off a driver or an allocator, by whoever reported it."""
+
+
+def test_every_report_is_near_what_is_predicted_or_what_it_lacks_is_named():
+    ran_out = [each for each in SCRIPT["compared"]() if "OUT_OF" in each.reported["outcome"]]
+    assert len(ran_out) == 7
+    assert [each.fits for each in ran_out] == [False] * 7
+    every = SCRIPT["compared"]()
+    figures = [each for each in every if each.reported["peak_gib"]]
+    assert all(each.off is not None or each.missing for each in figures)
+    near = [each.off for each in figures if each.off is not None]
+    assert len(near) == 3
+    assert max(map(abs, near)) <= WITHIN
+    assert all(each.fits is not None or each.missing for each in every)
+
+
+def test_of_ligers_kernels_the_loss_alone_is_between_all_of_them_and_none():
+    asked = (
+        "Llama-3.1-8B --gpus 1xH200-141GB --trainer transformers --lora 32 --length 65536 "
+        "--allocator expandable --activations gpu --loss "
+    )
+    kernels = ("chunked", "chunked --liger loss", "full")
+    found = [SCRIPT["predicted"](asked + words).cells[0].footprint for words in kernels]
+    assert found == sorted(found, key=lambda each: each.allocated_bytes)
+    assert len({each.allocated_bytes for each in found}) == 3
+
 
 BILLION = 1_000_000_000
 FORMS = ("zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-offload")
@@ -17,8 +119,7 @@ FORMS = ("zero2", "zero2-offload", "zero3", "zero3-optimizer-offload", "zero3-of
 
 def cell(form: str, model: str = "Qwen3-8B", gpus: int = 4, **named: Any) -> CellPrediction:
     """One cell of a step in 16,384 tokens with Liger's kernels."""
-    usual: dict[str, Any] = {"length": "16k", "loss": "chunked", "activations": "gpu"}
-    asked = {"allocator": "expandable", "micro_batches": 1, "deepspeed": form, **usual, **named}
+    asked = {"length": "16k", "deepspeed": form, **USUAL, **named}
     gpus_ = f"{gpus}xH100-80GB"
     (found,) = highwater.predict(model, gpus=gpus_, trainer="transformers", **asked).cells
     return found

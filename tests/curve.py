@@ -21,7 +21,7 @@ STEPS = 200
 HYPERPARAMETERS = Hyperparameters(learning_rate=1e-4)
 """At 1e-3 this model amplifies the rounding of the first steps a thousandfold: the curves would
 tell of chaos, not of gradients."""
-TEXT = Path(__file__).parents[2] / "LICENSE"
+TEXT = Path(__file__).parents[1] / "LICENSE"
 """Real text, 11 KB of it, a byte a token."""
 DOCUMENT_TOKENS = (64, 33, 95)
 MICRO_BATCHES = 2
