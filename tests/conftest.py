@@ -35,7 +35,6 @@ def pytest_collection_finish() -> None:
     """What is collected stays: no collection of garbage walks through it again, and those of what
     tests make are rarer.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

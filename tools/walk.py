@@ -40,7 +40,7 @@ COMMANDS = (
     f"train {TINY} --length 256 --steps 2",
 )
 WATCH = """
-import os, sys, threading
+import builtins, os, sys, threading
 
 package = os.environ["WALK_PACKAGE"] + os.sep
 record = os.open(f"{os.environ['WALK_FOLDER']}/{os.getpid()}", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -76,6 +76,16 @@ def left(frame, event, _):
         here.depth -= 1
     return left
 
+def imported(name, globals=None, locals=None, fromlist=(), level=0):
+    if level or name.partition(".")[0] == "highwater" or sys.gettrace() is not watch:
+        return usual(name, globals, locals, fromlist, level)
+    sys.settrace(None)  # others' modules run nothing of ours as they are imported
+    try:
+        return usual(name, globals, locals, fromlist, level)
+    finally:
+        sys.settrace(watch)
+
+usual, builtins.__import__ = builtins.__import__, imported
 threading.settrace(watch)
 sys.settrace(watch)
 """

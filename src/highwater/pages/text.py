@@ -16,12 +16,9 @@ _UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 def plain(text: str) -> str:
     """``text`` on one line, every character that a terminal would act upon shown as its escape."""
-    return "".join(
-        character.encode("unicode_escape").decode("ascii")
-        if unicodedata.category(character) in _UNSAFE
-        else character
-        for character in text
-    )
+    for character in _unsafe(text):
+        text = text.replace(character, character.encode("unicode_escape").decode("ascii"))
+    return text
 
 
 def plain_lines(text: str) -> str:
@@ -31,12 +28,13 @@ def plain_lines(text: str) -> str:
 
 def plain_json(text: str) -> str:
     """JSON of the same values without characters that a terminal would act upon."""
-    return "".join(
-        _escaped_in_json(character)
-        if character != "\n" and unicodedata.category(character) in _UNSAFE
-        else character
-        for character in text
-    )
+    for character in _unsafe(text) - {"\n"}:
+        text = text.replace(character, _escaped_in_json(character))
+    return text
+
+
+def _unsafe(text: str) -> set[str]:
+    return {character for character in {*text} if unicodedata.category(character) in _UNSAFE}
 
 
 def ascii_json(text: str) -> str:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -50,6 +51,7 @@ INSTALL_HINT = f"`{INSTALL_COMMAND}` in the checkout of highwater"
 _TORCH_REQUIREMENT = "torch>=2.11,<2.14"
 _ENDING_S = 10.0
 _RANK = "highwater.engine.training.worker"
+_INSTALLED = cache(version)  # keeps no PackageNotFoundError: what is missing may yet come
 _ASK_TORCH = "import torch; print(torch.version.cuda, torch.cuda.is_available())"
 
 
@@ -296,13 +298,12 @@ def _refuse_missing(
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """The installed versions of these packages; one that is missing is absent."""
-    found = {package: _version(package) for package in packages}
-    return {package: installed for package, installed in found.items() if installed is not None}
+    return {each: found for each in packages if (found := _version(each)) is not None}
 
 
 def _version(package: str) -> str | None:
     try:
-        return version(package)
+        return _INSTALLED(package)
     except PackageNotFoundError:
         return None
 

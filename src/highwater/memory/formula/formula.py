@@ -161,14 +161,14 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     kinds, before = {run.kind for run in step.shape.runs}, kept_bytes_before(step)
     working = {kind: working_set_bytes(step.layer(kind)) for kind in kinds}
     held = (*states.terms(), *beside_layers)
-    is_whole = step.settings.recompute == "none"
+    tokens, is_whole = step.tokens, step.settings.recompute == "none"
     keeps = "activations of all layers" if is_whole else "kept by recompute"
 
     def kept_on_gpu(first: int, end: int) -> Term:
-        return Term(keeps, step.tokens * max(0, before[end] - before[first]))
+        return Term(keeps, tokens * max(0, before[end] - before[first]))
 
     def handed(end: int) -> Term:
-        return Term("handed from layer to layer", step.tokens * handed_bytes(step, end))
+        return Term("handed from layer to layer", tokens * handed_bytes(step, end))
 
     kept = kept_on_gpu(plan.layers_on_host, layers)
     kept_at_the_end = kept_on_gpu(plan.first_on_gpu(layers - 1), layers)

@@ -402,7 +402,8 @@ def handed_bytes(step: Step, layers: int) -> int:
         # what is projected is the first layer's input, which stays here whatever goes to the host
         if step.settings.activation_plan(every).layers_on_host and has_gradient:
             found += element * step.shape.hidden_size
-    for own, reader, keys in _earlier_keys(step.shape.runs):
+    is_unlike = family_row(step.shape.model_type).has_unlike_layers
+    for own, reader, keys in _earlier_keys(step.shape.runs) if is_unlike else ():
         is_kept = step.settings.recompute != "none" and own < layers - 1
         found += element * keys * (is_kept + (own <= layers - 1 < reader))
     return found
