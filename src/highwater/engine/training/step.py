@@ -15,7 +15,7 @@ from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
 from highwater.engine.parallel.collectives import sum_over
 from highwater.engine.parallel.fsdp1 import release_gradients
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.parallel.mesh import copies, total
+from highwater.engine.parallel.mesh import copies, sharing, total
 from highwater.engine.parallel.offload import adding_up
 from highwater.engine.training import objectives
 from highwater.engine.training.experience import (
@@ -135,11 +135,10 @@ def backward_of(
         for batch, experience in zip(micro_batches, experiences, strict=True):
             enter("forward")
             share = _critic_loss(
-                training.critic,
+                training,
                 batch.to(training.device),  # unnamed, so that it is freed with its loss
                 experience,
                 counted.trained,
-                training.hyperparameters,
             )
             _backward(share, training.critic, enter)
         assert training.critic_optimizer is not None, "a critic comes with its optimizer"
@@ -241,20 +240,11 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
     """Return the experience of each micro-batch that the objective needs beforehand."""
     match training.traits.advantages:
         case "groups":
-            assert training.reference is not None
-            return group_experience(
-                training.reference, micro_batches, mesh=training.mesh, sequence=training.sequence
-            )
+            return group_experience(training, micro_batches)
         case "tokens":
-            return token_experience(
-                training.critic,
-                micro_batches,
-                mesh=training.mesh,
-                sequence=training.sequence,
-                hyperparameters=training.hyperparameters,
-            )
+            return token_experience(training, micro_batches)
         case "none" if training.reference is not None:
-            return reference_experience(training.reference, micro_batches, device=training.device)
+            return reference_experience(training, micro_batches)
         case "none":
             return [None] * len(micro_batches)
 
@@ -273,7 +263,7 @@ def _policy_loss(
             statistics = _statistics(training.policy, batch)
             loss = _clipped_loss(training, statistics, batch, experience, counted.trained)
         case "rw":
-            return reward_loss(training.policy, batch, training.sequence, pairs=counted.trained)
+            return reward_loss(training, batch, pairs=counted.trained)
         case "dpo":
             assert experience is not None
             statistics = _statistics(training.policy, batch)
@@ -332,17 +322,18 @@ def _clipped_loss(
     return loss
 
 
-def reward_loss(
-    model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int
-) -> Tensor:
+def reward_loss(training: Training, batch: Batch, *, pairs: int) -> Tensor:
     """Return the pairwise reward loss. A document's reward is the model's output at its last token,
     which may be on another rank; each rank that shares it returns an equal share.
     """
-    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
-    rewards_D = sum_over(
-        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
+    numbers_P = training.policy(
+        batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths
     )
-    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
+    rewards_D = sum_over(
+        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P),
+        training.sequence,
+    )
+    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(training.sequence)
 
 
 def preference_loss(
@@ -363,18 +354,11 @@ def preference_loss(
     return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
 
 
-def sharing(sequence: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks that share a sequence."""
-    return 1 if sequence is None else dist.get_world_size(sequence)
-
-
 def _critic_loss(
-    critic: Decoder,
-    batch: Batch,
-    experience: Experience | None,
-    counted: int,
-    numbers: Hyperparameters,
+    training: Training, batch: Batch, experience: Experience | None, counted: int
 ) -> Tensor:
+    critic, numbers = training.critic, training.hyperparameters
+    assert critic is not None
     assert experience is not None
     assert experience.values_N is not None
     assert experience.returns_N is not None

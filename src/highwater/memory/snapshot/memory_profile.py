@@ -216,11 +216,11 @@ def _categories(groups: _Groups) -> Iterator[InCategory]:
 
 
 def _places(groups: _Groups, attribution: Attribution) -> Iterator[InPlace]:
-    parts = ((attribution.place(each[0]), each[2], told) for each, told in groups.items())
-    found: dict[tuple[str, Category], tuple[int, int]] = _added_up(
-        ((place, category), *told) for place, category, told in parts
+    parts: Iterator[tuple[tuple[str, Category], int, int]] = (
+        ((attribution.place(stack), category), size, count)
+        for (stack, _, category), (size, count) in groups.items()
     )
-    for (place, category), (size, count) in islice(found.items(), _PLACES):
+    for (place, category), (size, count) in islice(_added_up(parts).items(), _PLACES):
         yield InPlace(place=place, category=category, bytes=size, count=count)
 
 
