@@ -141,8 +141,7 @@ def backward_of(
                 counted.trained,
             )
             _backward(share, training.critic, enter)
-        assert training.critic_optimizer is not None, "a critic comes with its optimizer"
-        then(training.critic, training.critic_optimizer)
+        then(*training.trained[1])
     loss = torch.zeros((), device=training.device)
     for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
