@@ -7,7 +7,6 @@ the micro-batch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,7 @@ from highwater.engine.training.objectives import (
     group_advantages,
     last_of_each,
 )
-
-if TYPE_CHECKING:
-    from highwater.engine.training.step import Training
+from highwater.engine.training.step_record import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +62,7 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
     return model(*inputs, batch.labels_N, batch.document_lengths).logprobs_N
 
 
-def group_experience(training: "Training", micro_batches: Sequence[Batch]) -> list[Experience]:
+def group_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """GRPO's experience: advantages in groups of all ranks, and reference log-probabilities."""
     advantages = iter(_group_advantages(training, micro_batches))
     experiences: list[Experience] = []
@@ -79,7 +76,7 @@ def group_experience(training: "Training", micro_batches: Sequence[Batch]) -> li
     return experiences
 
 
-def _group_advantages(training: "Training", micro_batches: Sequence[Batch]) -> list[float]:
+def _group_advantages(training: Training, micro_batches: Sequence[Batch]) -> list[float]:
     """Advantages of this rank's documents; groups may extend to other ranks' micro-batches."""
     own_rewards = [reward for batch in micro_batches for reward in batch.rewards]
     own_groups = [group for batch in micro_batches for group in batch.groups]
@@ -94,7 +91,7 @@ def _group_advantages(training: "Training", micro_batches: Sequence[Batch]) -> l
     ]
 
 
-def reference_experience(training: "Training", micro_batches: Sequence[Batch]) -> list[Experience]:
+def reference_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """Return DPO's experience: the reference's log-probabilities, no advantages."""
     return [
         Experience(reference_logprobs_N=logprobs_N)
@@ -102,14 +99,14 @@ def reference_experience(training: "Training", micro_batches: Sequence[Batch]) -
     ]
 
 
-def _reference_logprobs(training: "Training", micro_batches: Sequence[Batch]) -> list[Tensor]:
+def _reference_logprobs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor]:
     """Log-probabilities under the reference; with adapters it is the policy without them."""
     assert training.reference is not None, "the objective compares with one"
     with without_adapters(training.reference):
         return forward_batch(training.reference, micro_batches, device=training.device)
 
 
-def token_experience(training: "Training", micro_batches: Sequence[Batch]) -> list[Experience]:
+def token_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """Return PPO's experience: generalized advantages, whitened over the trained tokens of all
     ranks; without a critic they come from rewards alone.
     """
@@ -136,7 +133,7 @@ def token_experience(training: "Training", micro_batches: Sequence[Batch]) -> li
     return experiences
 
 
-def _advantages(training: "Training", batch: Batch, values_N: Tensor) -> Tensor:
+def _advantages(training: Training, batch: Batch, values_N: Tensor) -> Tensor:
     """Advantages of this rank's trained tokens; a document's later tokens may be elsewhere."""
     sequence, numbers = training.sequence, training.hyperparameters
     device, shared = values_N.device, batch.shared

@@ -1,15 +1,12 @@
 """One optimizer step: experience, forward and backward pass of every micro-batch, clip, update."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
 from highwater.engine.parallel.collectives import sum_over
@@ -25,72 +22,14 @@ from highwater.engine.training.experience import (
     token_experience,
 )
 from highwater.engine.training.optimizers import fill_missing_gradients
-from highwater.engine.training.step_record import StepRecord
+from highwater.engine.training.step_record import Training
 from highwater.errors import UsageError
-from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.nouns.trial import OnPhase, unheard
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
 UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
 """Callback for a model and its optimizer, called once its gradients are complete."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Models, optimizers and settings of a step."""
-
-    policy: Decoder
-    """Model that is trained; a ScalarModel if the objective has a scalar head."""
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    """Mesh of all ranks, over which every model is sharded."""
-    sequence: dist.ProcessGroup | None = None
-    """Ranks that share this rank's sequences; None if no others do."""
-    objective: Objective = "sft"
-    entropy: bool = False
-    """True if the policy's entropy is part of the loss."""
-    critic: Decoder | None = None
-    critic_optimizer: torch.optim.Optimizer | None = None
-    reference: Decoder | None = None
-    """Frozen model that the policy is compared with; None if the objective has no reference."""
-    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
-    keeps_gradients: bool = True
-    """True if gradients stay allocated between steps; else each backward pass makes them anew."""
-    host: HostActivations | None = None
-    """Host memory in which layers keep activations; None if they are on the device."""
-    record: StepRecord = field(default_factory=StepRecord)
-    """Numbers of the last step, for its statistics."""
-
-    @property
-    def traits(self) -> ObjectiveTraits:
-        """Traits of the objective, for example whether it has a reference."""
-        return TRAITS[self.objective]
-
-    @property
-    def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
-        """Models that a step updates, with their optimizers, the policy first."""
-        policy = (self.policy, self.optimizer)
-        if self.critic is None:
-            return (policy,)
-        assert self.critic_optimizer is not None, "a critic comes with its optimizer"
-        return (policy, (self.critic, self.critic_optimizer))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the activations."""
-        return torch.device(self.mesh.device_type)
-
-    def set_rate(self, rate: float) -> None:
-        """Set every optimizer's learning rate."""
-        for _, optimizer in self.trained:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-
-    def on_any_rank(self, is_so: bool) -> bool:
-        """True if ``is_so`` is true on any rank; all ranks must call it."""
-        return bool(total(torch.tensor(float(is_so), device=self.device), self.mesh))
 
 
 def train_step(
