@@ -36,7 +36,7 @@ def built(
     dtype: torch.dtype,
     *,
     kernel: Any = "flash",
-    shared: process_mesh.SequenceGroups | None = None,
+    shared: process_mesh.SequenceGroups = process_mesh.ALONE,
     sparse: SparsePatternConfig | None = None,
     length_tokens: int = 64,
     config: PreTrainedConfig | None = None,
@@ -79,7 +79,9 @@ def assembled(spec: TrialSpec) -> Training:
     """What this rank trains in a trial on the CPU, in the group that its process is in."""
     device = torch.device("cpu")
     mesh = process_mesh.shard_mesh(spec.layout, device)
-    context = RankContext(device=device, kernel="flash", mesh=mesh, shared=None, nccl_bytes=0)
+    context = RankContext(
+        device=device, kernel="flash", mesh=mesh, shared=process_mesh.ALONE, nccl_bytes=0
+    )
     return assemble(spec, context)
 
 

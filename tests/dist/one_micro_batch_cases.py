@@ -155,9 +155,9 @@ def training(
     )
 
 
-def batch(step: int, shared: process_mesh.SequenceGroups | None) -> Batch:
+def batch(step: int, shared: process_mesh.SequenceGroups) -> Batch:
     """Another document in every step, and on every rank or group of ranks that share one."""
-    data_rank = dist.get_rank() // (1 if shared is None else shared.degree)
+    data_rank = dist.get_rank() // shared.degree
     generator = torch.Generator().manual_seed(10 * step + data_rank)
     ids = torch.randint(97, (24 + step,), generator=generator)
     return share_of(pack([Document(ids, ids, reward=float(step))]), shared)

@@ -77,7 +77,7 @@ def layer(
 ) -> GatedDeltaNet:
     """A layer as a ring of all ranks has it, or one GPU; with the weights of another one."""
     theirs = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**CONFIG), 0).to("cuda", dtype)
-    shared = None if ring is None else SequenceGroups(ring, None, ring)
+    shared = SequenceGroups() if ring is None else SequenceGroups(ring, None, ring)
     ours = GatedDeltaNet(theirs, Attention("ring", set(), shared))
     if like is not None:
         ours.load_state_dict(like.state_dict())

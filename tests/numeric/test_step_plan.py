@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import accumulate, chain, count, pairwise
 from pathlib import Path
 
 import pytest
@@ -42,11 +42,24 @@ def rows_of(made: StepPlan, steps: int) -> list[tuple[int, ...]]:
     return [row for number in range(1, steps + 1) for row in made.step(number)]
 
 
+def steps_of(made: StepPlan, documents: int) -> int:
+    """Steps until so many documents were trained: those of an epoch, or of several."""
+    trained = accumulate(sum(map(len, made.step(number))) for number in count(1))
+    return next(steps for steps, seen in enumerate(trained, 1) if seen >= documents)
+
+
+def fullness(made: StepPlan, lengths: np.ndarray) -> float:
+    """The part of an epoch's rows that tokens fill."""
+    trained = accumulate(map(len, rows_of(made, steps_of(made, len(lengths)))))
+    rows = next(number for number, seen in enumerate(trained, 1) if seen == len(lengths))
+    return lengths.sum() / (rows * 2048)
+
+
 @given(lengths=SIZES, rows=st.integers(1, 5), seed=st.integers(0, 3))
 def test_an_epoch_has_every_document_once_in_rows_that_hold_them(lengths, rows, seed):
     made = plan(lengths, list(range(len(lengths))), micro_batches=rows, seed=seed)
     for epochs in (1, 2, 3):
-        steps = made.steps_of(epochs)
+        steps = steps_of(made, epochs * len(lengths))
         trained = rows_of(made, steps)
         assert len(trained) == steps * rows
         assert all(trained)
@@ -61,7 +74,9 @@ def test_an_epoch_has_every_document_once_in_rows_that_hold_them(lengths, rows, 
 @given(lengths=SIZES, seed=st.integers(0, 3))
 def test_rows_one_after_the_other_are_whole_epochs(lengths, seed):
     made = plan(lengths, list(range(len(lengths))), micro_batches=1, seed=seed)
-    for start, end in pairwise([made.steps_of(epochs) for epochs in range(4)]):
+    for start, end in pairwise(
+        [0, *(steps_of(made, epochs * len(lengths)) for epochs in (1, 2, 3))]
+    ):
         found = sorted(chain(*(made.step(number)[0] for number in range(start + 1, end + 1))))
         assert found == list(range(len(lengths)))
 
@@ -69,7 +84,7 @@ def test_rows_one_after_the_other_are_whole_epochs(lengths, seed):
 @given(lengths=PAIRS, seed=st.integers(0, 3))
 def test_a_pair_is_together_in_one_row_the_chosen_one_first(lengths, seed):
     made = plan(lengths, [number // 2 for number in range(len(lengths))], seed=seed)
-    for row in rows_of(made, made.steps_of(1)):
+    for row in rows_of(made, steps_of(made, len(lengths))):
         assert row[::2] == tuple(number - 1 for number in row[1::2])
         assert all(number % 2 == 0 for number in row[::2])
         assert sum(lengths[number] for number in row) <= ROW
@@ -81,7 +96,7 @@ def test_a_group_is_in_one_step_whole_and_no_row_is_empty(groups, seed):
     units = [number for number, group in enumerate(groups) for _ in group]
     made = plan(lengths, units, seed=seed, spread_units=True)
     trained: list[int] = []
-    for number in range(1, made.steps_of(2) + 1):
+    for number in range(1, steps_of(made, 2 * len(lengths)) + 1):
         rows = made.step(number)
         assert all(rows)
         assert all(sum(lengths[each] for each in row) <= ROW for row in rows)
@@ -106,7 +121,7 @@ def test_groups_that_are_smaller_than_a_steps_rows_are_planned_whole_or_refused(
         # With fewer rows none can be left empty, and what one row holds fits any step.
         assert rows > min(map(len, groups)) or max(map(sum, groups)) > ROW
         return
-    steps = [made.step(number) for number in range(1, made.steps_of(3) + 1)]
+    steps = [made.step(number) for number in range(1, steps_of(made, 3 * len(lengths)) + 1)]
     assert all(all(rows) for rows in steps)
     times = Counter(chain(*chain(*steps)))
     assert set(times.values()) == {3}
@@ -138,8 +153,8 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_rows_and_steps_are_nearly_full_and_short_documents_not_left_over():
     lengths = np.minimum(2048, np.random.default_rng(0).lognormal(5.5, 1.2, 20_000).astype(int) + 2)
     made = StepPlan(lengths, np.arange(20_000), row_tokens=2048, micro_batches=16, seed=0)
-    assert made.efficiency > 0.98
-    steps = [list(chain(*made.step(number))) for number in range(1, made.steps_of(1))]
+    assert fullness(made, lengths) > 0.98
+    steps = [list(chain(*made.step(number))) for number in range(1, steps_of(made, 20_000))]
     half = len(steps) // 2
     first, second = (lengths[list(chain(*part))].mean() for part in (steps[:half], steps[half:]))
     assert abs(first - second) < 0.1 * lengths.mean()
@@ -147,7 +162,7 @@ def test_rows_and_steps_are_nearly_full_and_short_documents_not_left_over():
     made = StepPlan(
         lengths, np.arange(8_000) // 8, row_tokens=2048, micro_batches=16, seed=0, spread_units=True
     )
-    assert made.efficiency > 0.9
+    assert fullness(made, lengths) > 0.9
     tokens = [[int(lengths[list(row)].sum()) for row in made.step(number)] for number in (1, 2)]
     assert all(min(rows) > 0.5 * max(rows) for rows in tokens)
 

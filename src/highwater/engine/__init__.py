@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from highwater.engine.training.statistics import Quantity as Quantity
-    from highwater.engine.training.step import Training as Training
     from highwater.engine.training.step import train_step as train_step
+    from highwater.engine.training.step_record import Training as Training
     from highwater.engine.training.trainer import StepResult as StepResult
     from highwater.engine.training.trainer import Trainer as Trainer
     from highwater.engine.training.training_run import Evaluation
@@ -20,7 +20,7 @@ _PUBLIC = {
     "Quantity": "highwater.engine.training.statistics",
     "StepResult": "highwater.engine.training.trainer",
     "Trainer": "highwater.engine.training.trainer",
-    "Training": "highwater.engine.training.step",
+    "Training": "highwater.engine.training.step_record",
     "train_step": "highwater.engine.training.step",
 }
 __all__ = ["Evaluation", "Quantity", "StepResult", "Trainer", "Training", "train_step"]

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, Footprint, MachineConstants
+from highwater.memory.formula.constants import Footprint, MachineConstants, workspaces_bytes
 from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import PredictionMethod
 from highwater.memory.trace.replay import Replayed
@@ -53,8 +53,7 @@ class MemoryLimit(Record, frozen=True, kw_only=True):
     @property
     def cublas_workspaces_bytes(self) -> tuple[int, ...]:
         """Bytes of each workspace that cuBLAS keeps in the allocator."""
-        own = self.constants
-        return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
+        return workspaces_bytes(self.constants)
 
 
 class CellPrediction(Record, frozen=True, kw_only=True):

@@ -154,7 +154,7 @@ class HostActivations:
     @torch.no_grad()
     def send(self, tensor: Tensor) -> "_OnHost":
         """Copy a tensor to host memory; it stays on the device until the next layer."""
-        if not _is_dense(tensor):
+        if not is_dense(tensor):
             tensor = tensor.contiguous()
         place = self.memory.take(tensor.numel() * tensor.element_size())
         with _after_computation(self._stream):
@@ -180,9 +180,12 @@ class _KeptOnHost(Kept):
         self._host = host
 
     def keep(self, tensors: Sequence[Any]) -> None:
-        host = self._host
-        moved = tensors if host is None else [host.send(t) if _is_large(t) else t for t in tensors]
-        self._groups.append(moved)
+        if self._host is not None:  # kernels return a few single numbers too, which stay
+            tensors = [
+                self._host.send(each) if isinstance(each, Tensor) and each.numel() > 1 else each
+                for each in tensors
+            ]
+        self._groups.append(tensors)
 
     def come(self) -> None:
         """Have all that is in host memory come back to the device."""
@@ -254,7 +257,10 @@ class PinnedPlaces:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what is computed meanwhile is not preparing
         began = time.perf_counter()
-        self._unmap_free()
+        while self._free:  # all of it is too small for what is now needed
+            place = self._free.pop()
+            self.mapped_bytes -= place.bytes
+            place.free()
         memory, free = map_pinned(size, self._device, self._budget_bytes - self.mapped_bytes)
         self.mapped_bytes += len(memory)
         self.mapped()
@@ -264,13 +270,6 @@ class PinnedPlaces:
     def give(self, place: _Pinned) -> None:
         """Take a place back."""
         self._free.append(place)
-
-    def _unmap_free(self) -> None:
-        """Unmap what is free: it is too small for what is now needed."""
-        while self._free:
-            place = self._free.pop()
-            self.mapped_bytes -= place.bytes
-            place.free()
 
 
 def map_pinned(
@@ -336,19 +335,14 @@ def _after_computation(stream: torch.cuda.Stream | None) -> Any:
     return torch.cuda.stream(stream)
 
 
-def _is_large(value: Any) -> bool:
-    """True for a tensor that grows with the tokens; kernels return a few single numbers too."""
-    return isinstance(value, Tensor) and value.numel() > 1
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True if the tensor's numbers fill a stretch of memory, in whatever order."""
-    expected = 1
+def is_dense(tensor: Tensor) -> bool:
+    """True if a tensor covers each place of its memory once, in any order of its dimensions."""
+    places = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
+        if size != 1:
+            if stride != places:
                 return False
-            expected *= size
+            places *= size
     return True
 
 

@@ -25,7 +25,7 @@ from highwater.engine.attention.block_gather import (
     attend_by_gather,
     block_sparse_attention,
 )
-from highwater.engine.attention.block_table import BlockTable
+from highwater.engine.attention.block_table import BlockTable, TilePairs
 from highwater.engine.attention.kernel_proof import PROVEN_BLOCKS, ProofSizes, deviations_of, flaw
 from highwater.nouns.sparse_pattern import SPARSE_KERNEL_BLOCK, SparsePatternConfig
 
@@ -46,11 +46,12 @@ def block_mask(table: BlockTable) -> BlockMask:
     length = table.length_tokens
     keys = length if table.keys_below is None else min(length, table.keys_below)
     row_E, column_E = table.row_of_entry, table.columns[0].long().cpu()
-    is_full_E = _is_full(table, row_E, column_E)
+    size = table.block_size
+    is_full_E = (column_E < row_E) & sees_whole(table, row_E * size, column_E * size, size)
     return filled_mask(
         (row_E, column_E, is_full_E),
         (length, keys),
-        size=table.block_size,
+        size=size,
         is_seen=_is_seen(table),
         device=table.columns.device,
     )
@@ -87,15 +88,16 @@ def filled_mask(
     return BlockMask(lengths, BLOCK_SIZE=(size, size), mask_mod=is_seen, **cast(Any, tensors))
 
 
-def _is_full(table: BlockTable, row_E: Tensor, column_E: Tensor) -> Tensor:
-    """True where every token of a block of queries sees every key of a block of keys."""
-    size = table.block_size
-    full_E = (column_E < row_E) & (column_E * size >= table.keys_from)
-    if table.keys_below is not None:
-        full_E &= (column_E + 1) * size <= table.keys_below
-    if table.window_tokens is not None:
-        full_E &= (row_E + 1) * size - 1 - column_E * size < table.window_tokens
-    return full_E
+def sees_whole(bounds: BlockTable | TilePairs, token_E: Tensor, key_E: Tensor, size: int) -> Tensor:
+    """True where ``size`` tokens from ``token_E`` on may each see ``size`` keys from ``key_E`` on
+    by window and key range; causal order aside.
+    """
+    whole_E = key_E >= bounds.keys_from
+    if bounds.keys_below is not None:
+        whole_E &= key_E + size <= bounds.keys_below
+    if bounds.window_tokens is not None:
+        whole_E &= token_E + size - 1 - key_E < bounds.window_tokens
+    return whole_E
 
 
 def _padded(line_E: Tensor, entry_E: Tensor, lines: int) -> tuple[Tensor, Tensor]:

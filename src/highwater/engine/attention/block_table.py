@@ -88,12 +88,11 @@ def block_tables(
     """
     assert not pattern.follows_content, "its table is made of queries and keys"
     sparse_costs.kept_share(pattern, length_tokens)  # raises for a pattern that contradicts itself
-    if not pattern.is_windowed:
-        return (_by_ratio(pattern, length_tokens, device),)
-    return _windowed(pattern, length_tokens, device)
+    tables = (_windowed if pattern.is_windowed else _by_ratio)(pattern, length_tokens)
+    return tuple(replace(each, columns=each.columns.to(device)) for each in tables)
 
 
-def _by_ratio(pattern: SparsePatternConfig, length_tokens: int, device: torch.device) -> BlockTable:
+def _by_ratio(pattern: SparsePatternConfig, length_tokens: int) -> tuple[BlockTable, ...]:
     rows_R = torch.arange(-(-length_tokens // pattern.block_size))
     counts_R = _counts(rows_R, pattern.ratio_at(length_tokens))
     row_E, entry_E = _entries(counts_R)
@@ -106,7 +105,7 @@ def _by_ratio(pattern: SparsePatternConfig, length_tokens: int, device: torch.de
             columns_E = _drawn(row_E, entry_E, counts_R, pattern.seed)
     rows = len(rows_R)  # columns are sorted within each row
     columns_E = (row_E * rows + columns_E).sort().values - row_E * rows
-    return _table(pattern, length_tokens, counts_R, columns_E, device)
+    return (_table(pattern, length_tokens, counts_R, columns_E),)
 
 
 def _counts(rows_R: Tensor, ratio: float) -> Tensor:
@@ -142,9 +141,7 @@ def _strided(row_E: Tensor, entry_E: Tensor, counts_R: Tensor) -> Tensor:
     return row_E - back_E
 
 
-def _windowed(
-    pattern: SparsePatternConfig, length_tokens: int, device: torch.device
-) -> tuple[BlockTable, ...]:
+def _windowed(pattern: SparsePatternConfig, length_tokens: int) -> tuple[BlockTable, ...]:
     size = pattern.block_size
     rows_R = torch.arange(-(-length_tokens // size))
     seen = (
@@ -152,38 +149,29 @@ def _windowed(
     )
     first_R = (rows_R * size - pattern.local_window_size + 1).clamp(min=0)
     first_R = torch.minimum(first_R.div(size, rounding_mode="floor"), rows_R)
-    local = _stretches(pattern, length_tokens, first_R, rows_R + 1, device)
+    local = _stretches(pattern, length_tokens, first_R, rows_R + 1)
     local = replace(local, window_tokens=pattern.local_window_size, keys_from=seen)
     if not seen:
         return (local,)
     stop_R = torch.minimum(rows_R + 1, torch.tensor(-(-seen // size)))
-    whole = _stretches(pattern, length_tokens, torch.zeros_like(rows_R), stop_R, device)
+    whole = _stretches(pattern, length_tokens, torch.zeros_like(rows_R), stop_R)
     return local, replace(whole, keys_below=seen)
 
 
 def _stretches(
-    pattern: SparsePatternConfig,
-    length_tokens: int,
-    first_R: Tensor,
-    stop_R: Tensor,
-    device: torch.device,
+    pattern: SparsePatternConfig, length_tokens: int, first_R: Tensor, stop_R: Tensor
 ) -> BlockTable:
     """Return a table whose rows keep all blocks from ``first_R`` up to ``stop_R``."""
     counts_R = stop_R - first_R
     row_E, entry_E = _entries(counts_R)
-    return _table(pattern, length_tokens, counts_R, first_R[row_E] + entry_E, device)
+    return _table(pattern, length_tokens, counts_R, first_R[row_E] + entry_E)
 
 
 def _table(
-    pattern: SparsePatternConfig,
-    length_tokens: int,
-    counts_R: Tensor,
-    columns_E: Tensor,
-    device: torch.device,
+    pattern: SparsePatternConfig, length_tokens: int, counts_R: Tensor, columns_E: Tensor
 ) -> BlockTable:
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts_R.cumsum(0)])
-    columns = columns_E.to(torch.int32)[None].to(device)
-    return BlockTable(length_tokens, pattern.block_size, starts, columns)
+    return BlockTable(length_tokens, pattern.block_size, starts, columns_E.to(torch.int32)[None])
 
 
 def top_k_table(pattern: SparsePatternConfig, query_NSD: Tensor, key_NSD: Tensor) -> BlockTable:

@@ -72,7 +72,7 @@ def attend(
     for length, run in groupby(document_lengths):
         documents = len(list(run))
         stop = start + documents * length
-        parts = _cut(stop - start, documents, query_BHSD.device) if in_pieces else documents
+        parts = pieces_of(stop - start, documents, query_BHSD.device) if in_pieces else documents
         q, k, v = (_as_batch(t, start, stop, parts) for t in (query_BHSD, key_BKSD, value_BKSD))
         # cuDNN refuses a single key: documents of one token go through flash.
         with sdpa_kernel([_BACKENDS[kernel if length > 1 else "flash"]]), asking_keeper():
@@ -125,7 +125,7 @@ def prove(
     attend(q, k, v, document_lengths=[128], scaling=1.0, kernel=kernel).sum().backward()
 
 
-def _cut(tokens: int, documents: int, device: torch.device) -> int:
+def pieces_of(tokens: int, documents: int, device: torch.device) -> int:
     """Return the pieces for a run of documents; ``documents`` itself if they cannot be cut."""
     assert device.type in ("cuda", "cpu")
     return max(documents, pieces(tokens, device.type) or 1)
@@ -152,13 +152,15 @@ def join_sinks_(output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor) -> T
 
 
 def sink_gradient(
-    gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor
-) -> Tensor:
-    """Gradient of the sinks, H. ``output`` and ``log_sums`` are those with the sinks included.
+    gradient_BHSD: Tensor, output_BHSD: Tensor, log_sums_BHS: Tensor, sinks_H: Tensor | None
+) -> Tensor | None:
+    """Gradient of the sinks, H; None without any. ``output`` and ``log_sums`` include the sinks.
 
     A score's gradient is its weight times how far its value is above the mean. A sink's value is 0,
     and the mean is the output.
     """
+    if sinks_H is None:
+        return None
     wide = log_sums_BHS.dtype
     batch, heads, _, size = output_BHSD.shape
     at_once = max(1, _PRODUCTS_AT_HAND // (batch * heads * size))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
-from highwater.engine.attention.block_flex import IsSeen, attend_mask, filled_mask
+from highwater.engine.attention.block_flex import IsSeen, attend_mask, filled_mask, sees_whole
 from highwater.engine.attention.block_gather import CutTensors, exact
 from highwater.engine.attention.block_table import TilePairs, Tiles
 
@@ -102,14 +102,9 @@ def _is_full(pairs: TilePairs, row_E: Tensor, column_E: Tensor) -> Tensor:
     token_E, key_E = pairs.queries.offsets_R.cpu()[row_E], pairs.keys.offsets_R.cpu()[column_E]
     full_E = pairs.queries.counts_R.cpu()[row_E] == size
     full_E &= pairs.keys.counts_R.cpu()[column_E] == size
-    full_E &= key_E >= pairs.keys_from
     if pairs.is_causal:
         full_E &= key_E + size - 1 <= token_E
-    if pairs.keys_below is not None:
-        full_E &= key_E + size <= pairs.keys_below
-    if pairs.window_tokens is not None:
-        full_E &= token_E + size - 1 - key_E < pairs.window_tokens
-    return full_E
+    return full_E & sees_whole(pairs, token_E, key_E, size)
 
 
 def _is_seen(pairs: TilePairs) -> IsSeen:

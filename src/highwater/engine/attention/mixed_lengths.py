@@ -69,7 +69,7 @@ class Calls(NamedTuple):
 def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> Calls:
     """Plan the calls for a row of these documents; ``long_tokens=None``: flash attention alone."""
     fronts: list[Front] = []
-    shared: list[list[_Left]] = []
+    shared: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
     row_tokens, taken = sum(document_lengths), 0
     is_open, of_long = False, False
     for start, stop in pairwise(accumulate(document_lengths, initial=0)):
@@ -87,25 +87,8 @@ def calls_of(document_lengths: tuple[int, ...], *, long_tokens: int | None) -> C
             shared.append([])
             taken = 0
         is_open, of_long, taken = True, is_long, taken + own
-        shared[-1].append(_Left(start, first, stop))
-    return Calls(
-        tuple(fronts),
-        tuple(
-            SharedCall(
-                tuple((each.query, each.stop) for each in call),
-                tuple((each.start, each.stop) for each in call),
-            )
-            for call in shared
-        ),
-    )
-
-
-class _Left(NamedTuple):
-    """Queries of a document that are in no front, and the document's start."""
-
-    start: int
-    query: int
-    stop: int
+        shared[-1].append(((first, stop), (start, stop)))
+    return Calls(tuple(fronts), tuple(SharedCall(*zip(*call, strict=True)) for call in shared))
 
 
 def front_tokens(length: int) -> int:

@@ -73,7 +73,7 @@ class _AttentionModule(nn.Module):
     ) -> Tensor:
         """Attend by branches over a whole sequence or this rank's share of one; BHTD."""
         sharing = Sharing(
-            layout=_layout(inputs[0], self.group, self.shares, document_lengths),
+            layout=self._layout(inputs[0].shape[2], document_lengths),
             branches=branches,
             pattern=pattern,
             scaling=self._scaling(inputs[0]),
@@ -81,6 +81,22 @@ class _AttentionModule(nn.Module):
             group=self.group,
         )
         return attend_branches(*inputs, sharing=sharing, implementation=kernel_of(self, kernel))[0]
+
+    def _layout(self, held: int, document_lengths: Sequence[int] | None) -> SequenceLayout:
+        """Return the layout of a sequence over the group; UsageError if the shares do not fit."""
+        degree = 1 if self.group is None else dist.get_world_size(self.group)
+        is_zigzag = self.shares == "zigzag"
+        lengths = (held * degree,) if document_lengths is None else tuple(document_lengths)
+        ring, slices = (degree, 1) if is_zigzag else (1, degree)
+        layout = SequenceLayout(lengths, ulysses_degree=slices, ring_degree=ring)
+        if layout.tokens_per_rank != held:
+            raise UsageError(
+                f"{degree} ranks hold {layout.tokens_per_rank} tokens each of documents of "
+                f"{', '.join(map(str, lengths))}, with their padding, and {held} are here",
+                hint="give each rank the share that `SequenceLayout` has for it, or use lengths "
+                f"that {2 * degree if is_zigzag else degree} divides",
+            )
+        return layout
 
 
 class DilatedAttention(_AttentionModule):
@@ -273,28 +289,6 @@ def _heads_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
         query, key, value = (each.to(dtype) for each in (query, key, value))
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     return query, key, value
-
-
-def _layout(
-    query_BHTD: Tensor,
-    group: dist.ProcessGroup | None,
-    shares: Shares,
-    document_lengths: Sequence[int] | None = None,
-) -> SequenceLayout:
-    """Return the layout of a sequence over the group; UsageError if the shares do not fit it."""
-    degree = 1 if group is None else dist.get_world_size(group)
-    held = query_BHTD.shape[2]
-    lengths = (held * degree,) if document_lengths is None else tuple(document_lengths)
-    ring, slices = (degree, 1) if shares == "zigzag" else (1, degree)
-    layout = SequenceLayout(lengths, ulysses_degree=slices, ring_degree=ring)
-    if layout.tokens_per_rank != held:
-        raise UsageError(
-            f"{degree} ranks hold {layout.tokens_per_rank} tokens each of documents of "
-            f"{', '.join(map(str, lengths))}, with their padding, and {held} are here",
-            hint="give each rank the share that `SequenceLayout` has for it, or use lengths that "
-            f"{2 * degree if shares == 'zigzag' else degree} divides",
-        )
-    return layout
 
 
 def _refuse_order(is_causal: bool) -> None:

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from highwater.engine.attention import kernel_proof as window_proof
 from highwater.engine.attention.block_attention import Block, WindowedBlock, attended
-from highwater.engine.attention.dense import join_sinks_, sink_gradient
+from highwater.engine.attention.dense import join_sinks_, pieces_of, sink_gradient
 from highwater.engine.attention.plain_block import PlainBlock
 from highwater.engine.attention.wide_block import WideBlock
-from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
 
@@ -127,8 +126,7 @@ def _runs(documents: Documents, device: torch.device) -> Iterator[_SameLength]:
         count = len(list(group))
         stop = start + count * length
         if documents.in_pieces and documents.pattern.is_fused_up_to(length):
-            assert device.type in ("cuda", "cpu")
-            count = max(count, pieces(stop - start, device.type) or 1)
+            count = pieces_of(stop - start, count, device)
         yield _SameLength(start, stop, count)
         start = stop
 
@@ -166,11 +164,7 @@ class _Patterned(torch.autograd.Function):
             for run in _runs(documents, query_BHSD.device)
         ]
         query, key, value = (_together(parts) for parts in zip(*found, strict=True))
-        of_sinks = (
-            None
-            if sinks_H is None
-            else sink_gradient(gradients[0], output_BHSD, log_sums_BHS, sinks_H)
-        )
+        of_sinks = sink_gradient(gradients[0], output_BHSD, log_sums_BHS, sinks_H)
         return query, key, value, of_sinks, None
 
 

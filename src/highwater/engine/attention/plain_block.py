@@ -87,7 +87,9 @@ class PlainBlock(NamedTuple):
         # a score's gradient is its weight times how far its value is above the mean
         mean_BKGr = (upstream_BKGrD * output_BKGrD).sum(-1)
         scores_BKGrl = self._scores(rows)
-        growth = self._growth(scores_BKGrl)
+        growth = self.scaling  # derivative of a score by the product of its query and key
+        if self.soft_cap is not None:
+            growth = (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
         weights_BKGrl = self._hide_(scores_BKGrl, rows).sub_(log_sums_BKGr[..., None]).exp_()
         value_gradient[:, :, rows.keys] += torch.einsum(
             "bkgrl,bkgrd->bkld", weights_BKGrl, upstream_BKGrD
@@ -143,12 +145,6 @@ class PlainBlock(NamedTuple):
         if self.soft_cap is None:
             return scores_BKGrl
         return scores_BKGrl.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-
-    def _growth(self, scores_BKGrl: Tensor) -> Tensor | float:
-        """Derivative of a score by the product of its query and key."""
-        if self.soft_cap is None:
-            return self.scaling
-        return (scores_BKGrl / self.soft_cap).square_().neg_().add_(1).mul_(self.scaling)
 
     def _hide_(self, scores_BKGrl: Tensor, rows: "RowsAtHand") -> Tensor:
         """Write minus infinity where a token does not read a key, in place."""

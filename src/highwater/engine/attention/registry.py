@@ -10,7 +10,7 @@ collators and its flash attention do; each attends only to itself, and its patte
 own start. Features that an attention does not compute are refused by name.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, pairwise
@@ -37,7 +37,7 @@ from highwater.engine.attention.patterned import Documents, Pattern, attend_in_p
 from highwater.engine.attention.ring import Ring, attend_in_ring
 from highwater.engine.attention.wide_block import is_wide
 from highwater.engine.parallel.collectives import Attend, attend_sharded
-from highwater.engine.parallel.mesh import SequenceGroups
+from highwater.engine.parallel.mesh import ALONE, SequenceGroups
 from highwater.engine.parallel.sequence_layout import SequenceLayout
 from highwater.errors import MachineError, ModelError
 from highwater.model.layer_kind import slides
@@ -118,30 +118,14 @@ class Attention:
     """Attention modules that have called it: one for each layer.
 
     If there are fewer, the model also mixes tokens in some other way."""
-    shared: SequenceGroups | None = None
-    """Ranks that share each sequence; None if every rank has sequences of its own."""
-
-    @property
-    def sequence(self) -> dist.ProcessGroup | None:
-        """Group of all ranks that share a sequence; None without sharing."""
-        return None if self.shared is None else self.shared.every
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among those that share a sequence."""
-        return 0 if self.shared is None else self.shared.rank
-
-    def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
-        """Return the layout of a packed row of these documents over the ranks that share it."""
-        if self.shared is None:
-            return SequenceLayout(tuple(document_lengths))
-        return self.shared.layout_of(document_lengths)
+    shared: SequenceGroups = ALONE
+    """Ranks that share each sequence."""
 
 
 def register(
     kernel: Kernel,
     *,
-    shared: SequenceGroups | None = None,
+    shared: SequenceGroups = ALONE,
     depth: int | None = None,
     sparse: SparsePatternConfig | None = None,
 ) -> Attention:
@@ -190,17 +174,17 @@ def register(
             ours: Attend = partial(
                 attend_sparsely,
                 layout=sequence_layout,
-                ring=None if shared is None else shared.ring,
+                ring=shared.ring,
                 pattern=sparse,
                 scaling=pattern.scaling,
             )
         else:
-            if shared is not None and shared.ring is not None:
+            if shared.ring is not None:
                 _refuse_in_ring(module, pattern, longest=longest)
             in_pieces = depth is not None and _layers_from_the_end(module) > depth
             how = {"kernel": kernel, "in_pieces": in_pieces}
             ours = _attend(sequence_layout, shared, pattern=pattern, asks_keeper=asks_keeper, **how)
-        if shared is not None and shared.ulysses is not None:
+        if shared.ulysses is not None:
             ours = partial(attend_sharded, group=shared.ulysses, attend=ours)
         return ours(query_BHSD, key_BKSD, value_BKSD), None
 
@@ -211,7 +195,7 @@ def register(
 
 def _attend(
     layout: SequenceLayout,
-    shared: SequenceGroups | None,
+    shared: SequenceGroups,
     *,
     pattern: Pattern,
     asks_keeper: bool,
@@ -221,7 +205,7 @@ def _attend(
 
     With ``asks_keeper`` all that it computes is a function's of ours, which asks ``attended``.
     """
-    ring, ulysses = (None, None) if shared is None else (shared.ring, shared.ulysses)
+    ring, ulysses = shared.ring, shared.ulysses
     if ulysses is not None:
         pattern = pattern.of_heads(dist.get_rank(ulysses), dist.get_world_size(ulysses))
     if ring is not None:
@@ -290,22 +274,17 @@ def _refuse_features(
 def _refuse_in_ring(module: nn.Module, pattern: Pattern, *, longest: int) -> None:
     """Raise ModelError for cut windows, capped scores and wide heads, which no ring computes."""
     if pattern.is_wide:
-        raise ModelError(
-            f"{_family(module)} attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which "
-            "a ring does not",
-            hint="use `--ulysses` in the place of `--ring`",
+        what = f"attends with heads wider than {WIDEST_FUSED_HEAD} numbers, which a ring does not"
+    elif pattern.soft_cap is not None:
+        what = "caps the scores of its attention, which a ring does not"
+    elif pattern.cuts(longest):
+        what = (
+            f"attends in a sliding window of {pattern.window_tokens} tokens, too few for documents "
+            f"of {longest} that a ring shares"
         )
-    if pattern.soft_cap is not None:
-        raise ModelError(
-            f"{_family(module)} caps the scores of its attention, which a ring does not",
-            hint="use `--ulysses` in the place of `--ring`",
-        )
-    if pattern.cuts(longest):
-        raise ModelError(
-            f"{_family(module)} attends in a sliding window of {pattern.window_tokens} tokens, too "
-            f"few for documents of {longest} that a ring shares",
-            hint="use `--ulysses` in the place of `--ring`",
-        )
+    else:
+        return
+    raise ModelError(f"{_family(module)} {what}", hint="use `--ulysses` in the place of `--ring`")
 
 
 def _unsupported(module: nn.Module, feature: str) -> ModelError:

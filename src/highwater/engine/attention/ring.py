@@ -34,9 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from highwater.engine.attention.block_attention import Block, VariedBlock, attended, merge_
-from highwater.engine.attention.dense import join_sinks_, sink_gradient
+from highwater.engine.attention.dense import join_sinks_, pieces_of, sink_gradient
 from highwater.engine.parallel.collectives import pass_on
-from highwater.nouns.corpus import pieces
 from highwater.nouns.hardware import Kernel
 
 LONG_TOKENS = 32_768
@@ -135,7 +134,7 @@ class Run(NamedTuple):
     pairing: Pairing
 
     def forward(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps of this step's queries, as ``queries_of`` has them."""
+        """Return output and log-sum-exps of this step's queries, as ``of`` has them."""
         return self._block(query_BHSD, at_hand).forward()
 
     def backward(
@@ -147,22 +146,15 @@ class Run(NamedTuple):
         return self._block(query_BHSD, at_hand).backward(*of_queries)
 
     def _block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> Block:
-        key, value = (self.keys_of(tensor) for tensor in at_hand)
-        query = self.queries_of(query_BHSD)
+        key, value = (self.of(tensor, self.pairing.keys) for tensor in at_hand)
+        query = self.of(query_BHSD, self.pairing.queries)
         return Block(query, key, value, self.pairing.is_causal, self.ring.scaling, self.ring.kernel)
 
-    def queries_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """View the tokens whose queries take part, dXl and the remaining dimensions."""
-        return self._of(tensor_BXSn, self.pairing.queries)
-
-    def keys_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """View the tokens whose keys take part, dXl and the remaining dimensions."""
-        return self._of(tensor_BXSn, self.pairing.keys)
-
     def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
-        """Nothing to do: what ``queries_of`` and ``keys_of`` give are views of the tensor."""
+        """Nothing to do: what ``of`` gives are views of the tensor."""
 
-    def _of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
+    def of(self, tensor_BXSn: Tensor, tokens: slice) -> Tensor:
+        """View the queries or the keys that take part, dXl and the remaining dimensions."""
         row_XSn = tensor_BXSn[0, :, self.start : self.stop]
         documents_dXln = row_XSn.unflatten(1, (self.documents, -1)).transpose(0, 1)
         return documents_dXln[:, :, tokens]
@@ -191,9 +183,9 @@ class VariedRun(NamedTuple):
         return block.backward(gradient_qHD, output_qHD, log_sums_qH.t().contiguous())
 
     def _block(self, query_BHSD: Tensor, at_hand: Sequence[Tensor]) -> VariedBlock:
-        key, value = (self.keys_of(tensor) for tensor in at_hand)
+        key, value = (self.of(tensor, self.pairing.keys) for tensor in at_hand)
         return VariedBlock(
-            self.queries_of(query_BHSD),
+            self.of(query_BHSD, self.pairing.queries),
             key,
             value,
             self._lengths(self.pairing.queries),
@@ -206,18 +198,14 @@ class VariedRun(NamedTuple):
         count = chunks.stop - chunks.start
         return tuple(length // 2 * count for length in self.lengths)
 
-    def queries_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """Tokens whose queries take part, qX and the remaining dimensions: a view of whole
+    def of(self, tensor_BXSn: Tensor, chunks: slice) -> Tensor:
+        """Queries or keys that take part, qX and the remaining dimensions: a view of whole
         documents, a copy of their chunks.
         """
-        return _row_of(tensor_BXSn)[self._tokens(self.pairing.queries, tensor_BXSn.device)]
-
-    def keys_of(self, tensor_BXSn: Tensor) -> Tensor:
-        """Tokens whose keys take part, as ``queries_of`` has those of queries."""
-        return _row_of(tensor_BXSn)[self._tokens(self.pairing.keys, tensor_BXSn.device)]
+        return _row_of(tensor_BXSn)[self._tokens(chunks, tensor_BXSn.device)]
 
     def put(self, tensor_BXSn: Tensor, chunks: slice, part: Tensor) -> None:
-        """Write what was changed of these chunks since ``queries_of`` or ``keys_of`` gave it."""
+        """Write what was changed of these chunks since ``of`` gave it."""
         tokens = self._tokens(chunks, tensor_BXSn.device)
         if not isinstance(tokens, slice):
             _row_of(tensor_BXSn)[tokens] = part
@@ -260,19 +248,12 @@ def _runs(ring: Ring, step: int, device: torch.device) -> Iterator[Run | VariedR
         else:
             documents = len(lengths)
             if ring.in_pieces:
-                documents, length = _pieces(stop - start, documents, device)
+                found = pieces_of(stop - start, documents, device)
+                if (stop - start) // found % 2 == 0:  # a piece has two equal chunks
+                    documents, length = found, (stop - start) // found
             pairing = pairing_of(length, rank=ring.rank, source=source)
             yield Run(ring, start, stop, documents, pairing)
         start = stop
-
-
-def _pieces(tokens: int, documents: int, device: torch.device) -> tuple[int, int]:
-    """Return number and length of the pieces for a run of documents; each has two equal chunks."""
-    assert device.type in ("cuda", "cpu")
-    count = pieces(tokens, device.type) or 1
-    if count <= documents or tokens // count % 2:
-        count = documents
-    return count, tokens // count
 
 
 class _RingAttention(torch.autograd.Function):
@@ -303,11 +284,7 @@ class _RingAttention(torch.autograd.Function):
         query_BHSD, key_BKSD, value_BKSD, sinks_H, attended_BHSD, log_sums_BHS = ctx.saved_tensors
         own, gradient = (query_BHSD, key_BKSD, value_BKSD), gradients[0]
         found = _pass_backward(gradient, own, attended_BHSD, log_sums_BHS, ctx.ring)
-        of_sinks = (
-            None
-            if sinks_H is None
-            else sink_gradient(gradient, attended_BHSD, log_sums_BHS, sinks_H)
-        )
+        of_sinks = sink_gradient(gradient, attended_BHSD, log_sums_BHS, sinks_H)
         return (*found, of_sinks, None)
 
 
@@ -322,11 +299,12 @@ def _pass_forward(
     for step in range(ring.degree):
         passing = ring.begin_pass(at_hand) if step + 1 < ring.degree else None
         for run in _runs(ring, step, query_BHSD.device):
-            output, log_sums = run.queries_of(output_BHSD), run.queries_of(log_sums_BHS)
+            queries = run.pairing.queries
+            output, log_sums = run.of(output_BHSD, queries), run.of(log_sums_BHS, queries)
             found = run.forward(query_BHSD, at_hand)
             merge_(output, log_sums, found, is_first=step == 0)  # own keys pair with all queries
-            run.put(output_BHSD, run.pairing.queries, output)
-            run.put(log_sums_BHS, run.pairing.queries, log_sums)
+            run.put(output_BHSD, queries, output)
+            run.put(log_sums_BHS, queries, log_sums)
         if passing is not None:
             at_hand = passing.wait()
     if sinks_H is not None:
@@ -388,9 +366,9 @@ def _backward(
     is_first: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of a run's keys and values; add its queries' to the sum, in place."""
-    mine = [run.queries_of(tensor) for tensor in of_queries]
+    mine = [run.of(tensor, run.pairing.queries) for tensor in of_queries]
     gradient, key_gradient, value_gradient = run.backward(*inputs, mine)
-    sum_ = run.queries_of(sum_BHSD)
+    sum_ = run.of(sum_BHSD, run.pairing.queries)
     sum_.copy_(gradient) if is_first else sum_.add_(gradient)
     run.put(sum_BHSD, run.pairing.queries, sum_)
     return key_gradient, value_gradient
@@ -410,7 +388,7 @@ def _send_on(
         travelling = homewards.wait()
     for run, gradients in parts:
         for sum_, gradient in zip(travelling, gradients, strict=True):
-            mine = run.keys_of(sum_)
+            mine = run.of(sum_, run.pairing.keys)
             mine.copy_(gradient) if homewards is None else mine.add_(gradient)
             run.put(sum_, run.pairing.keys, mine)
     return ring.begin_pass(travelling)

@@ -35,9 +35,9 @@ class WideBlock(PlainBlock):
         weights_BKRl = scores_BKRl.sub_(most_BKR1).exp_()
         sums_BKR1 = weights_BKRl.sum(-1, keepdim=True)
         found_BKRD = _product(weights_BKRl.to(self.dtype), self.value_BKSD[:, :, rows.keys])
-        self._rows_of(output_BHSD, rows).copy_(self._by_rows(found_BKRD.div_(sums_BKR1)))
+        self._by_groups(output_BHSD, rows).copy_(self._by_rows(found_BKRD.div_(sums_BKR1)))
         log_sums_BKR1 = sums_BKR1.log_().add_(most_BKR1)
-        self._rows_of(log_sums_BHS, rows).copy_(self._by_rows(log_sums_BKR1)[..., 0])
+        self._by_groups(log_sums_BHS, rows).copy_(self._by_rows(log_sums_BKR1)[..., 0])
 
     def _add_gradients_(
         self,
@@ -47,7 +47,7 @@ class WideBlock(PlainBlock):
     ) -> None:
         query_gradient, key_gradient, value_gradient = sums
         upstream_BKRD, output_BKRD = (self._joined(each, rows) for each in upstream[:2])
-        log_sums_BKR1 = self._rows_of(upstream[2], rows).flatten(2, 3)[..., None]
+        log_sums_BKR1 = self._by_groups(upstream[2], rows).flatten(2, 3)[..., None]
         weights_BKRl = self._wide_scores(rows).sub_(log_sums_BKR1).exp_()
         value_gradient[:, :, rows.keys] += _product(
             weights_BKRl.to(self.dtype).transpose(2, 3), upstream_BKRD
@@ -60,7 +60,7 @@ class WideBlock(PlainBlock):
             for_scores_BKRl.mul_(self.scaling)
         narrow_BKRl = for_scores_BKRl.to(self.dtype)
         found_BKRD = _product(narrow_BKRl, self.key_BKSD[:, :, rows.keys])
-        self._rows_of(query_gradient, rows).copy_(self._by_rows(found_BKRD))
+        self._by_groups(query_gradient, rows).copy_(self._by_rows(found_BKRD))
         key_gradient[:, :, rows.keys] += _product(
             narrow_BKRl.transpose(2, 3), self._joined(self.query_BHSD, rows)
         )
@@ -89,10 +89,6 @@ class WideBlock(PlainBlock):
             ahead_rr = torch.ones(count, count, dtype=torch.bool, device=scores_BKRl.device).triu(1)
             by_rows_BKGrl[..., -count:].masked_fill_(ahead_rr, -math.inf)
         return scores_BKRl
-
-    def _rows_of(self, tensor_BHSx: Tensor, rows: RowsAtHand) -> Tensor:
-        """View these rows of a tensor by groups of heads: BKGr and the remaining dimensions."""
-        return self._by_groups(tensor_BHSx, rows)
 
     def _joined(self, tensor_BHSD: Tensor, rows: RowsAtHand) -> Tensor:
         """Return these rows of all query heads of a key head, one after the other: BKRD."""

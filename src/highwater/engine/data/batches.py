@@ -90,10 +90,8 @@ class Shared(NamedTuple):
     """The number of each of the rank's trained tokens among those of the whole."""
 
 
-def share_of(batch: Batch, shared: SequenceGroups | None) -> Batch:
+def share_of(batch: Batch, shared: SequenceGroups) -> Batch:
     """This rank's share of a micro-batch that it shares with these ranks, or with none."""
-    if shared is None:
-        return shard(batch, SequenceLayout(batch.document_lengths), rank=0)
     return shard(batch, shared.layout_of(batch.document_lengths), rank=shared.rank)
 
 

@@ -130,14 +130,7 @@ class StepPlan:
         self._epoch = lru_cache(maxsize=_KEPT_EPOCHS)(self._packed)
         self._ends = [0]
         """The number of rows up to the end of each epoch that is known; 0 before the first."""
-        self._know(1)
-        self.efficiency: float = int(self._units.lengths.sum()) / (self._ends[1] * row_tokens)
-        """The part of an epoch's rows that tokens fill."""
-
-    def steps_of(self, epochs: int) -> int:
-        """Steps until every document was trained so many times."""
-        self._know(epochs)
-        return -(-self._ends[epochs] // self._rows)
+        self._know_next()
 
     def step(self, number: int) -> tuple[tuple[int, ...], ...]:
         """The documents of each row of a step; the first step is 1."""
@@ -148,13 +141,12 @@ class StepPlan:
     def _row(self, row: int) -> tuple[int, ...]:
         """A row by its number among those of all epochs."""
         while self._ends[-1] <= row:
-            self._know(len(self._ends))
+            self._know_next()
         epoch = bisect_right(self._ends, row) - 1
         return self._epoch(epoch).row(row - self._ends[epoch])
 
-    def _know(self, epochs: int) -> None:
-        for epoch in range(len(self._ends) - 1, epochs):
-            self._ends.append(self._ends[-1] + self._epoch(epoch).total)
+    def _know_next(self) -> None:
+        self._ends.append(self._ends[-1] + self._epoch(len(self._ends) - 1).total)
 
     def _packed(self, epoch: int) -> EpochRows:
         pack = partial(fill_steps, rows=self._rows) if self._spread else pack_rows

@@ -56,10 +56,10 @@ class Decoder(nn.Module):
         self, input_ids_T: Tensor, position_ids_T: Tensor, document_lengths: Sequence[int]
     ) -> Tensor:
         """Last hidden state of every token, after the final norm; shape (T, E)."""
-        layout = self.attention.layout_of(document_lengths)
+        layout = self.attention.shared.layout_of(document_lengths)
         assert len(input_ids_T) == layout.tokens_per_rank, "a rank's tokens are its whole share"
         if self.document_ropes:
-            parts = layout.share_of(self.attention.rank).parts
+            parts = layout.share_of(self.attention.shared.rank).parts
             for rope in self.document_ropes:
                 rope.parts = parts
         hidden_TE = self.backbone(
@@ -137,7 +137,8 @@ class LanguageModel(Decoder):
         """
         routers = self.routers if torch.is_grad_enabled() else None
         if routers is not None:
-            share = self.attention.layout_of(document_lengths).share_of(self.attention.rank)
+            shared = self.attention.shared
+            share = shared.layout_of(document_lengths).share_of(shared.rank)
             routers.begin(
                 torch.from_numpy(share.documents_T).to(input_ids_T.device),
                 documents=len(document_lengths),
@@ -155,7 +156,7 @@ class LanguageModel(Decoder):
             logprob_gradient=logprob_gradient,
             logit_range=self.logit_range if torch.is_grad_enabled() else None,
         )
-        router_loss = None if routers is None else routers.loss(self.attention.sequence)
+        router_loss = None if routers is None else routers.loss(self.attention.shared.every)
         return MicroBatchStatistics(statistics.logprobs_N, statistics.entropies_N, router_loss)
 
 

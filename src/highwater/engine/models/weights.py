@@ -219,19 +219,10 @@ class SavedWeights:
         return ModelError(f"the weights in {self.directory} lack {name}", hint=_BELONG_TOGETHER)
 
 
-class _Unpickled:
+class _Unpickled(dict[str, Tensor]):
     """A memory-mapped file in PyTorch's own format, with the methods of a safetensors file."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def keys(self) -> Collection[str]:
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    get_slice = get_tensor
+    get_tensor = get_slice = dict[str, Tensor].__getitem__
 
 
 @contextmanager

@@ -104,48 +104,52 @@ def copies(mesh: DeviceMesh) -> int:
     return 1 if mesh.ndim == 1 else mesh.size(0)
 
 
+def sharing(sequence: dist.ProcessGroup | None) -> int:
+    """Return the number of ranks that share a sequence; None: one rank has it to itself."""
+    return 1 if sequence is None else dist.get_world_size(sequence)
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceGroups:
-    """Ranks that share this rank's sequences.
+    """Ranks that share this rank's sequences; without groups it has them to itself.
 
     They are neighbours, numbered ``ring rank * ulysses_degree + ulysses rank``.
     """
 
-    every: dist.ProcessGroup
-    """Group of all ranks that share them."""
-    ulysses: dist.ProcessGroup | None
+    every: dist.ProcessGroup | None = None
+    """Group of all ranks that share them; None if no others do."""
+    ulysses: dist.ProcessGroup | None = None
     """Group that trades heads; None if the degree is 1."""
-    ring: dist.ProcessGroup | None
+    ring: dist.ProcessGroup | None = None
     """Group around which keys and values pass; None if the degree is 1."""
 
     @property
     def rank(self) -> int:
         """This rank's number among all ranks that share its sequences."""
-        return dist.get_rank(self.every)
+        return 0 if self.every is None else dist.get_rank(self.every)
 
     @property
     def degree(self) -> int:
         """Number of ranks that share this rank's sequences."""
-        return dist.get_world_size(self.every)
+        return sharing(self.every)
 
     def layout_of(self, document_lengths: Sequence[int]) -> SequenceLayout:
         """Return the layout of a packed row of these documents over the ranks."""
-        ulysses_degree, ring_degree = (
-            1 if group is None else dist.get_world_size(group)
-            for group in (self.ulysses, self.ring)
-        )
-        return SequenceLayout(tuple(document_lengths), ulysses_degree, ring_degree)
+        return SequenceLayout(tuple(document_lengths), sharing(self.ulysses), sharing(self.ring))
 
 
-def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups | None:
-    """Return the groups of ranks that share this rank's sequences; None if no others do.
+ALONE = SequenceGroups()
+
+
+def sequence_groups(layout: Layout, mesh: DeviceMesh) -> SequenceGroups:
+    """Return the groups of ranks that share this rank's sequences.
 
     A group of all ranks is the mesh's own: a second one would take NCCL's buffers once
     more.
     """
     degree, ulysses = layout.context_degree, layout.ulysses_degree
     if degree == 1:
-        return None
+        return ALONE
     firsts = range(0, layout.gpus, degree)
     every = _own_group([range(first, first + degree) for first in firsts], mesh)
     if ulysses in (1, degree):
@@ -167,7 +171,7 @@ def _own_group(every: Sequence[Sequence[int]], mesh: DeviceMesh) -> dist.Process
     return own
 
 
-def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None, *, has_states: bool = False) -> None:
+def warm_up(mesh: DeviceMesh, shared: SequenceGroups, *, has_states: bool = False) -> None:
     """Run each collective of a step once, on a few numbers; ``has_states``: of linear attention.
 
     Its buffers then exist before memory is measured.
@@ -178,14 +182,8 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None, *, has_states: bool
     part = torch.ones(1, device=device)
     for dimension in range(mesh.ndim):
         group = mesh.get_group(dimension)
-        full = torch.ones(mesh.size(dimension), device=device)
-        # Deprecated names, because torch 2.11 has no others.
-        dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
-        dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
-        dist.all_reduce(part, group=group)
+        gather_and_reduce(torch.ones(mesh.size(dimension), device=device), part, group)
     dist.all_reduce(part, group=all_ranks(mesh))
-    if shared is None:
-        return
     if shared.ulysses is not None:
         row = torch.ones(dist.get_world_size(shared.ulysses), device=device)
         dist.all_to_all_single(torch.empty_like(row), row, group=shared.ulysses)
@@ -198,6 +196,14 @@ def warm_up(mesh: DeviceMesh, shared: SequenceGroups | None, *, has_states: bool
             row = torch.ones(shared.degree, device=device)
             for each, group in ((row, shared.every), (gather_rows(part, shared.ring), shared.ring)):
                 dist.all_to_all_single(torch.empty_like(each), each, group=group)
+
+
+def gather_and_reduce(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """Run the collectives that sharded models use: gather, reduce to parts, reduce everywhere."""
+    # Deprecated names, because torch 2.11 has no others.
+    dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
+    dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
+    dist.all_reduce(part, group=group)
 
 
 def total(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

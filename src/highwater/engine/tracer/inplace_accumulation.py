@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from highwater.engine.activations.host import is_dense
 from highwater.engine.tracer.fake_cuda import QuickFakeMode
 
 aten: Any = torch.ops.aten
@@ -91,7 +92,7 @@ class InplaceAccumulation:
             if _is_the_engines():
                 self._heard.append(counts)
             return False
-        return counts == self._alone and _is_dense(args[0]) and _is_the_engines()
+        return counts == self._alone and is_dense(args[0]) and _is_the_engines()
 
 
 def _counts(args: Sequence[Any]) -> _Counts:
@@ -99,20 +100,6 @@ def _counts(args: Sequence[Any]) -> _Counts:
     storage = args[0].untyped_storage()._cdata
     to_storage: Callable[[int], int] = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
     return _Counts(args[0]._use_count(), sys.getrefcount(args[0]), to_storage(storage))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """True if a tensor covers each place of its memory once, in any order of its dimensions."""
-    places = 1
-    for stride, size in sorted(
-        (stride, size)
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        if size != 1
-    ):
-        if stride != places:
-            return False
-        places *= size
-    return True
 
 
 def _alone(value: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         reference=offloaded(actor(dtype), **how),
         optimizer=_AdamW(policy.parameters(), lr=spec.hyperparameters.learning_rate, foreach=True),
         mesh=context.mesh,
-        sequence=context.sequence,
+        sequence=context.shared.every,
         objective="grpo",
         entropy=True,
     )

@@ -25,7 +25,7 @@ from highwater.engine.training.objectives import (
     group_advantages,
     last_of_each,
 )
-from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.engine.training.step_record import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,39 +62,28 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
     return model(*inputs, batch.labels_N, batch.document_lengths).logprobs_N
 
 
-def group_experience(
-    reference: Decoder,
-    micro_batches: Sequence[Batch],
-    *,
-    mesh: DeviceMesh,
-    sequence: dist.ProcessGroup | None,
-) -> list[Experience]:
+def group_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """GRPO's experience: advantages in groups of all ranks, and reference log-probabilities."""
-    device = torch.device(mesh.device_type)
-    advantages = iter(_group_advantages(micro_batches, mesh, sequence))
+    advantages = iter(_group_advantages(training, micro_batches))
     experiences: list[Experience] = []
-    logprobs = _reference_logprobs(reference, micro_batches, device)
+    logprobs = _reference_logprobs(training, micro_batches)
     for batch, logprobs_N in zip(micro_batches, logprobs, strict=True):
         of_documents_D = torch.tensor(
             [next(advantages) for _ in batch.rewards], dtype=logprobs_N.dtype
         )
-        advantages_N = of_documents_D[batch.documents_N].to(device)
+        advantages_N = of_documents_D[batch.documents_N].to(training.device)
         experiences.append(Experience(advantages_N=advantages_N, reference_logprobs_N=logprobs_N))
     return experiences
 
 
-def _group_advantages(
-    micro_batches: Sequence[Batch], mesh: DeviceMesh, sequence: dist.ProcessGroup | None
-) -> list[float]:
+def _group_advantages(training: Training, micro_batches: Sequence[Batch]) -> list[float]:
     """Advantages of this rank's documents; groups may extend to other ranks' micro-batches."""
-    rewards = process_mesh.every_ranks(
-        [reward for batch in micro_batches for reward in batch.rewards], torch.float64, mesh
-    )
-    groups = process_mesh.every_ranks(
-        [group for batch in micro_batches for group in batch.groups], torch.int64, mesh
-    )
+    own_rewards = [reward for batch in micro_batches for reward in batch.rewards]
+    own_groups = [group for batch in micro_batches for group in batch.groups]
+    rewards = process_mesh.every_ranks(own_rewards, torch.float64, training.mesh)
+    groups = process_mesh.every_ranks(own_groups, torch.int64, training.mesh)
     # Ranks that share sequences are neighbours, and have the same documents: they count once.
-    sharing = 1 if sequence is None else dist.get_world_size(sequence)
+    sharing = process_mesh.sharing(training.sequence)
     own, rewards, groups = dist.get_rank() // sharing, rewards[::sharing], groups[::sharing]
     before = sum(map(len, rewards[:own]))
     return group_advantages(list(chain(*rewards)), list(chain(*groups)))[
@@ -102,36 +91,26 @@ def _group_advantages(
     ]
 
 
-def reference_experience(
-    reference: Decoder, micro_batches: Sequence[Batch], *, device: torch.device
-) -> list[Experience]:
+def reference_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """Return DPO's experience: the reference's log-probabilities, no advantages."""
     return [
         Experience(reference_logprobs_N=logprobs_N)
-        for logprobs_N in _reference_logprobs(reference, micro_batches, device)
+        for logprobs_N in _reference_logprobs(training, micro_batches)
     ]
 
 
-def _reference_logprobs(
-    reference: Decoder, micro_batches: Sequence[Batch], device: torch.device
-) -> list[Tensor]:
+def _reference_logprobs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor]:
     """Log-probabilities under the reference; with adapters it is the policy without them."""
-    with without_adapters(reference):
-        return forward_batch(reference, micro_batches, device=device)
+    assert training.reference is not None, "the objective compares with one"
+    with without_adapters(training.reference):
+        return forward_batch(training.reference, micro_batches, device=training.device)
 
 
-def token_experience(
-    critic: Decoder | None,
-    micro_batches: Sequence[Batch],
-    *,
-    mesh: DeviceMesh,
-    sequence: dist.ProcessGroup | None,
-    hyperparameters: Hyperparameters,
-) -> list[Experience]:
+def token_experience(training: Training, micro_batches: Sequence[Batch]) -> list[Experience]:
     """Return PPO's experience: generalized advantages, whitened over the trained tokens of all
     ranks; without a critic they come from rewards alone.
     """
-    device = torch.device(mesh.device_type)
+    critic, device = training.critic, training.device
     if critic is None:
         values = [
             torch.zeros(len(batch.labels_N), device=device, dtype=torch.float64)
@@ -140,11 +119,11 @@ def token_experience(
     else:
         values = forward_batch(critic, micro_batches, device=device)
     raw = [
-        _advantages(batch, values_N, sequence, hyperparameters)
+        _advantages(training, batch, values_N)
         for batch, values_N in zip(micro_batches, values, strict=True)
     ]
     experiences: list[Experience] = []
-    for values_N, raw_N, white_N in zip(values, raw, _whitened(raw, mesh), strict=True):
+    for values_N, raw_N, white_N in zip(values, raw, _whitened(raw, training.mesh), strict=True):
         if critic is None:
             experiences.append(Experience(advantages_N=white_N))
         else:
@@ -154,10 +133,9 @@ def token_experience(
     return experiences
 
 
-def _advantages(
-    batch: Batch, values_N: Tensor, sequence: dist.ProcessGroup | None, numbers: Hyperparameters
-) -> Tensor:
+def _advantages(training: Training, batch: Batch, values_N: Tensor) -> Tensor:
     """Advantages of this rank's trained tokens; a document's later tokens may be elsewhere."""
+    sequence, numbers = training.sequence, training.hyperparameters
     device, shared = values_N.device, batch.shared
     positions_N = batch.trained_positions_N.to(device)
     values_T = values_N.new_zeros(len(batch.input_ids_T)).index_copy(0, positions_N, values_N)

@@ -3,7 +3,6 @@
 transformers loads it, or peft adapters. The tokenizer's files and chat templates are in it.
 """
 
-import errno
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from highwater.engine.models.pretrained import COPIED
 from highwater.engine.training.checkpoint import save_pretrained
 from highwater.engine.training.rank_context import agreed, compute_dtype
-from highwater.engine.training.run_checkpoints import PARTIAL, in_the_way, is_ours
+from highwater.engine.training.run_checkpoints import NO_SPACE, PARTIAL, in_the_way, is_ours
 from highwater.engine.training.step import Training
 from highwater.errors import MachineError, UsageError
 from highwater.nouns.codec import CONFIG_BYTES, make_durable, read_file
@@ -129,7 +128,7 @@ def _settle(partial: Path, directory: Path) -> None:
 def _refusal(directory: Path, error: OSError) -> MachineError:
     parent = directory.parent
     why = str(error.strerror)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in NO_SPACE:
         why = f"there is no space left: {format_bytes(shutil.disk_usage(parent).free)} are free"
     return MachineError(
         f"the model cannot be written to {directory}: {why}",

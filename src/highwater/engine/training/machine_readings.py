@@ -145,19 +145,12 @@ def _of_several(stages: Stages, gpus: int, device: torch.device) -> None:
     def all_to_all(group: dist.ProcessGroup) -> None:
         dist.all_to_all_single(torch.empty_like(full), full, group=group)
 
-    stages.take("NCCL collectives", lambda: _collectives(full, part, world))
+    stages.take("NCCL collectives", lambda: process_mesh.gather_and_reduce(full, part, world))
     stages.take("NCCL all-to-all", lambda: all_to_all(world))
     second = dist.new_group(list(range(gpus)), device_id=device)
     assert isinstance(second, dist.ProcessGroup), "every rank is in it"
-    stages.take("second NCCL group", lambda: _collectives(full, part, second))
+    stages.take("second NCCL group", lambda: process_mesh.gather_and_reduce(full, part, second))
     stages.take("its all-to-all", lambda: all_to_all(second))
-
-
-def _collectives(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
-    # Deprecated names, because torch 2.11 has no others.
-    dist.all_gather_into_tensor(full, part, group=group)  # pyright: ignore[reportDeprecated]
-    dist.reduce_scatter_tensor(part, full, group=group)  # pyright: ignore[reportDeprecated]
-    dist.all_reduce(part, group=group)
 
 
 _OF_ONE_GPU: dict[str, Callable[[torch.device], object]] = {

@@ -68,11 +68,12 @@ def _made(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of this name, with learning rate 0."""
     betas = (numbers.adam_beta1, numbers.adam_beta2)
+    how: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": numbers.adam_epsilon}
     if on_host:
         assert name == "adamw", "settings refuse others"
-        return HostStateAdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon)
+        return HostStateAdamW(groups, **how)
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.adam_epsilon, fused=True)
+        return torch.optim.AdamW(groups, **how, fused=True)
     try:
         from highwater.engine.training.low_bit import LowBitAdamW
     except ImportError as error:
@@ -80,9 +81,7 @@ def _made(
             f"{name} needs torchao, which cannot be imported: {error}",
             hint='`pip install "torchao>=0.18"`, or use `--optimizer adamw`',
         ) from error
-    return LowBitAdamW(
-        groups, traits=OPTIMIZERS[name], lr=0.0, betas=betas, eps=numbers.adam_epsilon
-    )
+    return LowBitAdamW(groups, traits=OPTIMIZERS[name], **how)
 
 
 def fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:

@@ -36,25 +36,15 @@ class RankContext:
     kernel: Kernel
     mesh: DeviceMesh
     """Mesh of all ranks, over which parameters, gradients and optimizer states are sharded."""
-    shared: SequenceGroups | None
-    """Ranks that share this rank's sequences; None if it has them to itself."""
+    shared: SequenceGroups
+    """Ranks that share this rank's sequences."""
     nccl_bytes: int
     """Device memory outside the allocator that joining the groups took; 0 on the CPU."""
 
     @property
-    def sequence(self) -> dist.ProcessGroup | None:
-        """Group of all ranks that share this rank's sequences; None without sharing."""
-        return None if self.shared is None else self.shared.every
-
-    @property
-    def sequence_degree(self) -> int:
-        """Number of ranks that share one sequence."""
-        return 1 if self.shared is None else self.shared.degree
-
-    @property
     def data_rank(self) -> int:
         """Number of this rank's data-parallel group."""
-        return dist.get_rank() // self.sequence_degree
+        return dist.get_rank() // self.shared.degree
 
     def share_of(self, batch: Batch) -> Batch:
         """Return this rank's share of a micro-batch."""

@@ -95,7 +95,7 @@ def assemble(spec: TrialSpec, context: RankContext) -> Training:
         policy=policy,
         optimizer=optimizer,
         mesh=context.mesh,
-        sequence=context.sequence,
+        sequence=context.shared.every,
         objective=settings.objective,
         entropy=settings.entropy != "none",
         critic=critic,
@@ -284,7 +284,7 @@ def rehearsal_batch(spec: TrialSpec, context: RankContext) -> Batch:
     """Return this rank's share of a micro-batch too small to take much memory."""
     ids = torch.zeros(min(REHEARSAL_TOKENS, spec.length_tokens), dtype=torch.long)
     # no document may be longer than the trial's
-    documents = [Document(ids, ids)] * (spec.sequences * context.sequence_degree)
+    documents = [Document(ids, ids)] * (spec.sequences * context.shared.degree)
     return context.share_of(pack(documents))
 
 
@@ -369,10 +369,10 @@ class Trial(RankRun):
 
     def _refuse_different(self, whole: Sequence[Batch], context: RankContext) -> None:
         """Raise UsageError if ranks that share a sequence were given different documents."""
-        digests = gather_rows(digest(whole).to(context.device), context.sequence)
+        digests = gather_rows(digest(whole).to(context.device), context.shared.every)
         if len(digests.unique()) > 1:
             raise UsageError(
-                f"{self.spec.data} yielded different documents to the {context.sequence_degree} "
+                f"{self.spec.data} yielded different documents to the {context.shared.degree} "
                 f"ranks of data rank {context.data_rank}, each of which trains a part of them",
                 hint="seed what it draws or shuffles by `data_rank`, which these ranks share",
             )

@@ -63,7 +63,8 @@ _OWN_FILE = re.compile(
     rf"|(?:(?:{'|'.join(MODEL_FOLDERS)})/{INDEX_FILE}|{STATE_FILE}|{MANIFEST_FILE})(?:\.partial)?"
 )
 """Paths in a checkpoint's folder that a save writes."""
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that is full, or that may hold no more of this user."""
 
 
 class RunCheckpoints:
@@ -208,7 +209,7 @@ class RunCheckpoints:
             free = "an unknown number of bytes"
             with suppress(OSError):
                 free = format_bytes(shutil.disk_usage(self.folder.parent).free)
-            why = "there is no space left" if error.errno in _NO_SPACE else str(error.strerror)
+            why = "there is no space left" if error.errno in NO_SPACE else str(error.strerror)
             name = target.name.removesuffix(PARTIAL)
             before = [each for each in self._checkpoints() if each.name != name]
             kept = max(before, key=_step_of, default=None)

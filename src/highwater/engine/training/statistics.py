@@ -110,7 +110,7 @@ class Statistics:
         Raises UsageError for quantities that cannot be combined like this.
         """
         self._mesh = mesh
-        sharing = 1 if sequence is None else dist.get_world_size(sequence)
+        sharing = process_mesh.sharing(sequence)
         self.coordinates = Coordinates(rank=mesh.get_rank(), ranks=mesh.size(), sharing=sharing)
         self._own = {} if quantities is None else quantities
         self._quantities = _declared(self._own, groups or {}, denominators or {})

@@ -1,21 +1,18 @@
 """One optimizer step: experience, forward and backward pass of every micro-batch, clip, update."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
 from highwater.engine.models.decoder import Decoder, MicroBatchStatistics
 from highwater.engine.parallel.collectives import sum_over
 from highwater.engine.parallel.fsdp1 import release_gradients
 from highwater.engine.parallel.fsdp2 import local_shard
-from highwater.engine.parallel.mesh import copies, total
+from highwater.engine.parallel.mesh import copies, sharing, total
 from highwater.engine.parallel.offload import adding_up
 from highwater.engine.training import objectives
 from highwater.engine.training.experience import (
@@ -25,72 +22,14 @@ from highwater.engine.training.experience import (
     token_experience,
 )
 from highwater.engine.training.optimizers import fill_missing_gradients
-from highwater.engine.training.step_record import StepRecord
+from highwater.engine.training.step_record import Training
 from highwater.errors import UsageError
-from highwater.nouns.hyperparameters import Hyperparameters
-from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 from highwater.nouns.trial import OnPhase, unheard
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that gradients are divided by, as in PyTorch."""
 UseGradients = Callable[[nn.Module, torch.optim.Optimizer], None]
 """Callback for a model and its optimizer, called once its gradients are complete."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """Models, optimizers and settings of a step."""
-
-    policy: Decoder
-    """Model that is trained; a ScalarModel if the objective has a scalar head."""
-    optimizer: torch.optim.Optimizer
-    mesh: DeviceMesh
-    """Mesh of all ranks, over which every model is sharded."""
-    sequence: dist.ProcessGroup | None = None
-    """Ranks that share this rank's sequences; None if no others do."""
-    objective: Objective = "sft"
-    entropy: bool = False
-    """True if the policy's entropy is part of the loss."""
-    critic: Decoder | None = None
-    critic_optimizer: torch.optim.Optimizer | None = None
-    reference: Decoder | None = None
-    """Frozen model that the policy is compared with; None if the objective has no reference."""
-    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
-    keeps_gradients: bool = True
-    """True if gradients stay allocated between steps; else each backward pass makes them anew."""
-    host: HostActivations | None = None
-    """Host memory in which layers keep activations; None if they are on the device."""
-    record: StepRecord = field(default_factory=StepRecord)
-    """Numbers of the last step, for its statistics."""
-
-    @property
-    def traits(self) -> ObjectiveTraits:
-        """Traits of the objective, for example whether it has a reference."""
-        return TRAITS[self.objective]
-
-    @property
-    def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
-        """Models that a step updates, with their optimizers, the policy first."""
-        policy = (self.policy, self.optimizer)
-        if self.critic is None:
-            return (policy,)
-        assert self.critic_optimizer is not None, "a critic comes with its optimizer"
-        return (policy, (self.critic, self.critic_optimizer))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the activations."""
-        return torch.device(self.mesh.device_type)
-
-    def set_rate(self, rate: float) -> None:
-        """Set every optimizer's learning rate."""
-        for _, optimizer in self.trained:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-
-    def on_any_rank(self, is_so: bool) -> bool:
-        """True if ``is_so`` is true on any rank; all ranks must call it."""
-        return bool(total(torch.tensor(float(is_so), device=self.device), self.mesh))
 
 
 def train_step(
@@ -135,15 +74,13 @@ def backward_of(
         for batch, experience in zip(micro_batches, experiences, strict=True):
             enter("forward")
             share = _critic_loss(
-                training.critic,
+                training,
                 batch.to(training.device),  # unnamed, so that it is freed with its loss
                 experience,
                 counted.trained,
-                training.hyperparameters,
             )
             _backward(share, training.critic, enter)
-        assert training.critic_optimizer is not None, "a critic comes with its optimizer"
-        then(training.critic, training.critic_optimizer)
+        then(*training.trained[1])
     loss = torch.zeros((), device=training.device)
     for batch, experience in zip(micro_batches, experiences, strict=True):
         enter("forward")
@@ -241,20 +178,11 @@ def _experiences(training: Training, micro_batches: Sequence[Batch]) -> Sequence
     """Return the experience of each micro-batch that the objective needs beforehand."""
     match training.traits.advantages:
         case "groups":
-            assert training.reference is not None
-            return group_experience(
-                training.reference, micro_batches, mesh=training.mesh, sequence=training.sequence
-            )
+            return group_experience(training, micro_batches)
         case "tokens":
-            return token_experience(
-                training.critic,
-                micro_batches,
-                mesh=training.mesh,
-                sequence=training.sequence,
-                hyperparameters=training.hyperparameters,
-            )
+            return token_experience(training, micro_batches)
         case "none" if training.reference is not None:
-            return reference_experience(training.reference, micro_batches, device=training.device)
+            return reference_experience(training, micro_batches)
         case "none":
             return [None] * len(micro_batches)
 
@@ -273,7 +201,7 @@ def _policy_loss(
             statistics = _statistics(training.policy, batch)
             loss = _clipped_loss(training, statistics, batch, experience, counted.trained)
         case "rw":
-            return reward_loss(training.policy, batch, training.sequence, pairs=counted.trained)
+            return reward_loss(training, batch, pairs=counted.trained)
         case "dpo":
             assert experience is not None
             statistics = _statistics(training.policy, batch)
@@ -332,17 +260,18 @@ def _clipped_loss(
     return loss
 
 
-def reward_loss(
-    model: Decoder, batch: Batch, sequence: dist.ProcessGroup | None, *, pairs: int
-) -> Tensor:
+def reward_loss(training: Training, batch: Batch, *, pairs: int) -> Tensor:
     """Return the pairwise reward loss. A document's reward is the model's output at its last token,
     which may be on another rank; each rank that shares it returns an equal share.
     """
-    numbers_P = model(batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths)
-    rewards_D = sum_over(
-        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P), sequence
+    numbers_P = training.policy(
+        batch.input_ids_T, batch.position_ids_T, batch.ends_P, batch.document_lengths
     )
-    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(sequence)
+    rewards_D = sum_over(
+        numbers_P.new_zeros(len(batch.rewards)).index_copy(0, batch.ended_P, numbers_P),
+        training.sequence,
+    )
+    return objectives.pairwise(rewards_D, pairs=pairs) / sharing(training.sequence)
 
 
 def preference_loss(
@@ -363,18 +292,11 @@ def preference_loss(
     return (loss / sharing(training.sequence)).to(logprobs_N.dtype)
 
 
-def sharing(sequence: dist.ProcessGroup | None) -> int:
-    """Return the number of ranks that share a sequence."""
-    return 1 if sequence is None else dist.get_world_size(sequence)
-
-
 def _critic_loss(
-    critic: Decoder,
-    batch: Batch,
-    experience: Experience | None,
-    counted: int,
-    numbers: Hyperparameters,
+    training: Training, batch: Batch, experience: Experience | None, counted: int
 ) -> Tensor:
+    critic, numbers = training.critic, training.hyperparameters
+    assert critic is not None
     assert experience is not None
     assert experience.values_N is not None
     assert experience.returns_N is not None

@@ -1,4 +1,5 @@
-"""Step record: numbers of each trained token of a step, copied to the host while it goes on.
+"""Step record: numbers of each trained token of a step, copied to the host while it goes on; and
+the training whose steps they are of.
 
 They take no device memory, and nothing waits for them: they may be read once the device is
 synchronised, as it is when a step's loss is read. They are 8 to 24 bytes for each trained token.
@@ -11,13 +12,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from highwater.engine.activations.host import HostActivations
 from highwater.engine.data.batches import Batch
+from highwater.engine.models.decoder import Decoder
 from highwater.engine.models.loss import LogitRange
+from highwater.engine.parallel.mesh import total
 from highwater.engine.training import objectives
 from highwater.engine.training.statistics import Statistics
 from highwater.nouns.hyperparameters import Hyperparameters
+from highwater.nouns.objective import TRAITS, Objective, ObjectiveTraits
 
 _OF_LOGITS = ("logit_min", "logit_max", "logit_min_avg", "logit_max_avg")
 """Names of quantities, in the order in which a LogitRange is read."""
@@ -77,6 +84,62 @@ class StepRecord:
             statistics.add("nll", -float(tokens.logprobs_N.sum()))
             statistics.add("entropy", float(tokens.entropies_N.sum()))
             _add_ratios(statistics, batch, tokens, numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """Models, optimizers and settings of a step."""
+
+    policy: Decoder
+    """Model that is trained; a ScalarModel if the objective has a scalar head."""
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    """Mesh of all ranks, over which every model is sharded."""
+    sequence: dist.ProcessGroup | None = None
+    """Ranks that share this rank's sequences; None if no others do."""
+    objective: Objective = "sft"
+    entropy: bool = False
+    """True if the policy's entropy is part of the loss."""
+    critic: Decoder | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: Decoder | None = None
+    """Frozen model that the policy is compared with; None if the objective has no reference."""
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    keeps_gradients: bool = True
+    """True if gradients stay allocated between steps; else each backward pass makes them anew."""
+    host: HostActivations | None = None
+    """Host memory in which layers keep activations; None if they are on the device."""
+    record: StepRecord = field(default_factory=StepRecord)
+    """Numbers of the last step, for its statistics."""
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """Traits of the objective, for example whether it has a reference."""
+        return TRAITS[self.objective]
+
+    @property
+    def trained(self) -> Sequence[tuple[Decoder, torch.optim.Optimizer]]:
+        """Models that a step updates, with their optimizers, the policy first."""
+        policy = (self.policy, self.optimizer)
+        if self.critic is None:
+            return (policy,)
+        assert self.critic_optimizer is not None, "a critic comes with its optimizer"
+        return (policy, (self.critic, self.critic_optimizer))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the activations."""
+        return torch.device(self.mesh.device_type)
+
+    def set_rate(self, rate: float) -> None:
+        """Set every optimizer's learning rate."""
+        for _, optimizer in self.trained:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def on_any_rank(self, is_so: bool) -> bool:
+        """True if ``is_so`` is true on any rank; all ranks must call it."""
+        return bool(total(torch.tensor(float(is_so), device=self.device), self.mesh))
 
 
 def _add_counts(statistics: Statistics, batch: Batch, *, counts_documents: bool) -> None:

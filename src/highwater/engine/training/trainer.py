@@ -132,7 +132,7 @@ class Trainer:
         if request.allocator is not None:
             _check_allocator(self.device, ALLOCATOR_MODES[request.allocator])
         self._statistics = Statistics(
-            self._context.mesh, self._context.sequence, quantities=self._own
+            self._context.mesh, self._context.shared.every, quantities=self._own
         )
         self._profiler = profiler_of(self.spec, self.rank)
         self._where = LayerWatch(None if self._profiler is None else self._profiler.enter)
@@ -391,7 +391,7 @@ class Trainer:
     def _compare(self, whole: Sequence[Batch]) -> int:
         """Return the tokens of all data ranks; UsageError if ranks that must agree do not."""
         tokens = sum(len(batch.input_ids_T) for batch in whole)
-        sharing = self._context.sequence_degree
+        sharing = self._context.shared.degree
         own = int(digest(whole)) if sharing > 1 else 0
         told = every_ranks([len(whole), own, tokens], torch.int64, self.training.mesh)
         counts = sorted({count for count, _, _ in told})

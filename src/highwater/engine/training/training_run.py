@@ -24,13 +24,13 @@ from highwater.engine.data.batches import Batch, pack
 from highwater.engine.data.step_plan import StepPlan, evaluation_rows
 from highwater.engine.data.store import OpenCorpus, open_corpus
 from highwater.engine.parallel.fsdp2 import local_shard, release
-from highwater.engine.parallel.mesh import total
+from highwater.engine.parallel.mesh import sharing, total
 from highwater.engine.training.experience import forward_batch, reference_experience
 from highwater.engine.training.export import export
 from highwater.engine.training.rank_context import RankContext, gathered, shared_window
 from highwater.engine.training.rank_run import RankRun
 from highwater.engine.training.run_checkpoints import RunCheckpoints
-from highwater.engine.training.step import Training, preference_loss, reward_loss, sharing
+from highwater.engine.training.step import Training, preference_loss, reward_loss
 from highwater.errors import UsageError
 from highwater.model.model import load_model
 from highwater.nouns.codec import open_regular, to_json, write_whole
@@ -76,15 +76,11 @@ def _of_pairs(training: Training, micro_batches: Sequence[Batch]) -> list[Tensor
     policy, device = training.policy, training.device
     if policy.gives_scalars:
         with without_dropout(policy):
-            losses = [
-                reward_loss(policy, batch.to(device), training.sequence, pairs=1)
-                for batch in micro_batches
-            ]
+            losses = [reward_loss(training, batch.to(device), pairs=1) for batch in micro_batches]
         release(policy)
         return losses
-    assert training.reference is not None, "pairs are compared by rewards or with a reference"
     logprobs = forward_batch(policy, micro_batches, device=device)
-    experiences = reference_experience(training.reference, micro_batches, device=device)
+    experiences = reference_experience(training, micro_batches)
     return [
         preference_loss(training, of_tokens_N, batch.to(device), experience, pairs=1)
         for of_tokens_N, batch, experience in zip(logprobs, micro_batches, experiences, strict=True)

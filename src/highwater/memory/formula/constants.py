@@ -241,6 +241,11 @@ def machine_constants(read: Sequence[Constants]) -> MachineConstants:
     )
 
 
+def workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
+    """Bytes of each workspace that cuBLAS keeps in the allocator, by readings where there are."""
+    return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
+
+
 def context_bytes(device: Device, *, gpus: int) -> int:
     """Bytes that a rank's process takes of its GPU besides the allocator and NCCL."""
     return (CONTEXT_BYTES if gpus == 1 else CONTEXT_OF_SEVERAL_BYTES)[device]

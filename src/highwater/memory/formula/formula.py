@@ -37,7 +37,7 @@ from highwater.memory.formula.layers import (
     kept_bytes_before,
     working_set_bytes,
 )
-from highwater.memory.formula.moments import cached_bytes, families
+from highwater.memory.formula.moments import families
 from highwater.model.families import family_row
 from highwater.model.footprint import (
     PROCESS_BYTES,
@@ -214,18 +214,92 @@ def _phases(step: Step, states: _States) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
+_WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
+"""Bytes of an element: gathered in bfloat16, reduced in float32, on the host float32 if trained."""
+_HOLE_FROM = 7 / 3
+"""Times as large as the root's float32 gradients that activations leave a hole for them.
+
+The gradients themselves are 1; the root as it was gathered and its gradients in bfloat16, which cut
+what activations left into holes, half of that each; the rest is what lies between. Source: traces
+in docs/results/lab/breakdown.json; of 8B there is a new block at 49,152 tokens on 4 GPUs and none
+at 65,536, on 8 GPUs at 65,536 and none at 131,072.
+"""
+
+
 def _cached_bytes(step: Step, states: _States, phases: tuple[Phase, ...]) -> int:
-    """Bytes that the allocator keeps reserved beside the peak, until memory runs short."""
+    """Bytes that the allocator keeps reserved beside the peak, until memory runs short.
+
+    FSDP gathers and reduces on streams of its own, whose blocks serve no other, and on the main
+    stream a block serves no request longer than itself. So the largest unit, the root (embedding
+    and head), stays reserved after its one use a micro-batch; it is given back before the allocator
+    gives up, and decides no capacity. Source: the traces of the trials in docs/results/find.
+    """
     peak_bytes = max(each.bytes for each in phases)
-    before_they_come = max(each.bytes for each in phases[:2])
-    late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
-    return cached_bytes(
-        step.shape,
-        step.settings,
-        step.layout,
-        passing_bytes=peak_bytes - states.lasting_bytes - states.coming_bytes,
-        late_bytes=late_bytes if states.coming_bytes else 0,
-    )
+    late_bytes = 0  # of gradients that come, on a stream of their own, where activations go
+    if states.coming_bytes:
+        before_they_come = max(each.bytes for each in phases[:2])
+        late_bytes = max(0, before_they_come + states.coming_bytes - peak_bytes)
+    if step.settings.strategy == "fsdp":
+        return _of_fsdp1(step) * step.settings.trained_models + late_bytes
+    passing_bytes = peak_bytes - states.lasting_bytes - states.coming_bytes
+    return _of_other_streams(step, late_bytes) + _too_long_for_a_hole(step, passing_bytes)
+
+
+def _too_long_for_a_hole(step: Step, passing_bytes: int) -> int:
+    """Bytes of a block kept for the root's float32 gradients, unless activations left a hole;
+    ``passing_bytes``: the most alive besides the states.
+    """
+    whole = _GRADIENT * _root(step, has_head=not step.settings.traits.gives_scalars)
+    has_gradients = step.layout.shard_degree > 1 and not step.is_frozen
+    return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0
+
+
+def _of_other_streams(step: Step, late_bytes: int) -> int:
+    """Bytes on FSDP2's streams: what it gathers, and of the sums the root's, which come late."""
+    settings, degree = step.settings, step.layout.shard_degree
+    policy = _root(step, has_head=not settings.traits.gives_scalars)
+    trained = policy + (_root(step, has_head=False) if settings.trained_models > 1 else 0)
+    # the reference is another model under FSDP2
+    gathered = trained + (policy if settings.has_second_model else 0)
+    summed = 0 if step.is_frozen else trained
+    # a shard on its way in and what is gathered of it; one GPU gathers nothing
+    gathering = 0 if degree == 1 else _WEIGHT * (gathered + gathered // degree)
+    return max(_GRADIENT * summed // degree, late_bytes) + gathering + _from_host(step)
+
+
+def _from_host(step: Step) -> int:
+    """Bytes of this GPU's shard of embedding or head in float32 as it comes from the host: both
+    pass through one block, and one GPU takes it on the main stream. Source: the gathering stream in
+    traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
+    """
+    degree = step.layout.shard_degree
+    if not step.settings.offloads_model or degree == 1:
+        return 0
+    size = _WEIGHT if step.is_frozen else _MASTER
+    return size * _root(step, has_head=False) * step.settings.trained_models // degree
+
+
+def _of_fsdp1(step: Step) -> int:
+    """Bytes of units that FSDP1 lends to another stream (alone on a GPU its host runs ahead by a
+    whole pass, else it waits after two units, the root and the largest layer), and of the root's
+    float32 gradients with this GPU's share of their sum, a state where states are offloaded.
+    """
+    shape, degree = step.shape, step.layout.shard_degree
+    if degree == 1:
+        return _WEIGHT * shape.parameters
+    largest_layer = max(run.kind.parameters for run in shape.runs)
+    of_the_last_norm = shape.hidden_size // shape.layers  # which is gathered with them, in parts
+    lent = _WEIGHT * (_root(step, has_head=True) + largest_layer + of_the_last_norm)
+    root = _root(step, has_head=not step.settings.traits.gives_scalars)
+    return lent + _GRADIENT * (root if step.settings.offloads_model else root + root // degree)
+
+
+def _root(step: Step, *, has_head: bool) -> int:
+    """Parameters of embedding and head; of the embedding alone where they are tied. Every layer's
+    own embeddings count along.
+    """
+    own = sum(each.rows * each.row_size for each in step.shape.layer_tables)
+    return step.table * (2 if has_head and not step.shape.tied_embeddings else 1) + own
 
 
 def outside_terms_of(step: Step, own: MachineConstants | None = None) -> tuple[Term, ...]:

@@ -1,14 +1,8 @@
 """Moments: what a layer of a family takes at each moment of its backward pass that may be a peak,
-where that is not what memory/formula/layers says; and what the caching allocator keeps between
-uses.
+where that is not what memory/formula/layers says.
 
 A moment is bytes for each product of sizes, learned from traces of small models
 (tools/learn_moments.py), whose events are the same whatever the sizes are.
-
-FSDP gathers and reduces on streams of its own, whose blocks serve no other, and on the main stream
-a block serves no request longer than itself. So the largest unit, the root (embedding and head),
-stays reserved after its one use a micro-batch; it is given back before the allocator gives up, and
-decides no capacity. Source: the traces of the trials in docs/results/find.
 """
 
 from collections.abc import Mapping
@@ -17,7 +11,6 @@ from pathlib import Path
 
 from highwater.model.families import family_row
 from highwater.model.layer_kind import AttentionKind, LayerKind, MlpKind
-from highwater.model.model import ModelShape
 from highwater.nouns.codec import Record, from_json
 from highwater.nouns.events import RESIDENT_THREADS, column_sums
 from highwater.nouns.layout import (
@@ -25,10 +18,8 @@ from highwater.nouns.layout import (
     DELTA_GROUP_TOKENS,
     WIDE_SCORES_AT_HAND,
     WIDEST_FUSED_HEAD,
-    Layout,
     stretch,
 )
-from highwater.nouns.settings import Settings
 
 FILE = Path(__file__).with_name("moments.json")
 MomentBytes = Mapping[str, int]
@@ -260,93 +251,3 @@ def score_products(
         "r*H": rows * heads,
         "l*K": keys * documents * attended_key // degree,
     }
-
-
-_WEIGHT, _GRADIENT, _MASTER = 2, 4, 4
-"""Bytes of an element: gathered in bfloat16, reduced in float32, on the host float32 if trained."""
-_HOLE_FROM = 7 / 3
-"""Times as large as the root's float32 gradients that activations leave a hole for them.
-
-The gradients themselves are 1; the root as it was gathered and its gradients in bfloat16, which cut
-what activations left into holes, half of that each; the rest is what lies between. Source: traces
-in docs/results/lab/breakdown.json; of 8B there is a new block at 49,152 tokens on 4 GPUs and none
-at 65,536, on 8 GPUs at 65,536 and none at 131,072.
-"""
-
-
-def cached_bytes(
-    shape: ModelShape,
-    settings: Settings,
-    layout: Layout,
-    *,
-    passing_bytes: int,
-    late_bytes: int = 0,
-) -> int:
-    """Bytes that the allocator of one GPU keeps between their uses, once every unit has passed.
-    ``passing_bytes``: the most alive besides the states. ``late_bytes``: gradients that come, on a
-    stream of their own, where activations go.
-    """
-    if settings.strategy == "fsdp":
-        return _of_fsdp1(shape, settings, layout) * settings.trained_models + late_bytes
-    streams = _of_other_streams(shape, settings, layout, late_bytes)
-    return streams + _too_long_for_a_hole(shape, settings, layout, passing_bytes)
-
-
-def _too_long_for_a_hole(
-    shape: ModelShape, settings: Settings, layout: Layout, passing_bytes: int
-) -> int:
-    """Bytes of a block kept for the root's float32 gradients, unless activations left a hole."""
-    whole = _GRADIENT * _root(shape, has_head=not settings.traits.gives_scalars)
-    has_gradients = layout.shard_degree > 1 and settings.lora is None
-    return whole if has_gradients and passing_bytes < _HOLE_FROM * whole else 0
-
-
-def _of_other_streams(
-    shape: ModelShape, settings: Settings, layout: Layout, late_bytes: int
-) -> int:
-    """Bytes on FSDP2's streams: what it gathers, and of the sums the root's, which come late."""
-    policy = _root(shape, has_head=not settings.traits.gives_scalars)
-    trained = policy + (_root(shape, has_head=False) if settings.trained_models > 1 else 0)
-    # the reference is another model under FSDP2
-    gathered = trained + (policy if settings.has_second_model else 0)
-    summed = trained if settings.lora is None else 0
-    degree = layout.shard_degree
-    # a shard on its way in and what is gathered of it; one GPU gathers nothing
-    gathering = 0 if degree == 1 else _WEIGHT * (gathered + gathered // degree)
-    sums = max(_GRADIENT * summed // degree, late_bytes)
-    return sums + gathering + _from_host(shape, settings, layout)
-
-
-def _from_host(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of this GPU's shard of embedding or head in float32 as it comes from the host: both
-    pass through one block, and one GPU takes it on the main stream. Source: the gathering stream in
-    traces of the trials long-8b-2-offload and long-8b-4-offload, 1.16 and 0.58 GiB.
-    """
-    if not settings.offloads_model or layout.shard_degree == 1:
-        return 0
-    size = _MASTER if settings.lora is None else _WEIGHT
-    return size * _root(shape, has_head=False) * settings.trained_models // layout.shard_degree
-
-
-def _of_fsdp1(shape: ModelShape, settings: Settings, layout: Layout) -> int:
-    """Bytes of units that FSDP1 lends to another stream (alone on a GPU its host runs ahead by a
-    whole pass, else it waits after two units, the root and the largest layer), and of the root's
-    float32 gradients with this GPU's share of their sum, a state where states are offloaded.
-    """
-    degree = layout.shard_degree
-    if degree == 1:
-        return _WEIGHT * shape.parameters
-    largest_layer = max(run.kind.parameters for run in shape.runs)
-    of_the_last_norm = shape.hidden_size // shape.layers  # which is gathered with them, in parts
-    lent = _WEIGHT * (_root(shape, has_head=True) + largest_layer + of_the_last_norm)
-    root = _root(shape, has_head=not settings.traits.gives_scalars)
-    return lent + _GRADIENT * (root if settings.offloads_model else root + root // degree)
-
-
-def _root(shape: ModelShape, *, has_head: bool) -> int:
-    """Parameters of embedding and head; of the embedding alone where they are tied. Every layer's
-    own embeddings count along.
-    """
-    tables = 2 if has_head and not shape.tied_embeddings else 1
-    own = sum(each.rows * each.row_size for each in shape.layer_tables)
-    return shape.vocab_size * shape.hidden_size * tables + own

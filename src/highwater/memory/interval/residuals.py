@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 from highwater.errors import UsageError
-from highwater.memory.formula.constants import CUBLAS_WORKSPACES_BYTES, MachineConstants
+from highwater.memory.formula.constants import MachineConstants, workspaces_bytes
 from highwater.memory.formula.formula import (
     Formula,
     likely_footprint,
@@ -159,7 +159,7 @@ def study_residuals(
         spec, result = trial.spec, trial.result
         step, read = step_of(shape, spec), _of_its_gpus(own, result)
         taken = formula(step).with_libraries(
-            outside_terms_of(step, read), sum(_workspaces_bytes(read))
+            outside_terms_of(step, read), sum(workspaces_bytes(read))
         )
         found = residual(
             *(spec, result, "formula", taken.needed_bytes),
@@ -210,7 +210,7 @@ def traced_residual(
         allocator=spec.settings.allocator,
         capacity_bytes=capacity,
         is_share=spec.memory_budget_bytes is not None,
-        workspaces_bytes=_workspaces_bytes(read),
+        workspaces_bytes=workspaces_bytes(read),
     )
     if not replayed.fits:
         return None
@@ -229,10 +229,6 @@ def _of_its_gpus(own: MachineConstants | None, result: TrialResult) -> MachineCo
     """The readings, where they are of GPUs like the one that the trial ran on."""
     names = [rank.device_name for rank in result.ranks]
     return own if own is not None and own.device_name in names else None
-
-
-def _workspaces_bytes(own: MachineConstants | None) -> tuple[int, ...]:
-    return CUBLAS_WORKSPACES_BYTES if own is None else own.cublas_workspaces_bytes
 
 
 def residual(

@@ -148,18 +148,10 @@ def _reserved_bytes(snapshot: Snapshot, at: int) -> int | None:
     return max(0, reserved)
 
 
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
-    """Memory that the allocator had and nobody used."""
-
-    bytes: int
-    largest_bytes: int
-    count: int
-
-
-def free_blocks(history: History) -> FreeBlocks | None:
-    """The gaps between what was alive in the segments of the moment; None where nothing tells. A
-    request fails where no gap is as large; one of less than 1 MiB may be the unused end of a block.
+def free_blocks(history: History) -> list[int] | None:
+    """Bytes of each gap between what was alive in the segments of the moment; None where nothing
+    tells. A request fails where no gap is as large; one of less than 1 MiB may be the unused end of
+    a block.
     """
     segments = _segments_then(history)
     if not segments:
@@ -173,8 +165,7 @@ def free_blocks(history: History) -> FreeBlocks | None:
             gaps.append(address - at)
             at = max(at, address + -(-size // _ROUNDED_BYTES) * _ROUNDED_BYTES)
         gaps.append(end - at)
-    gaps = [gap for gap in gaps if gap > 0]
-    return FreeBlocks(sum(gaps), max(gaps, default=0), len(gaps))
+    return [gap for gap in gaps if gap > 0]
 
 
 def _segments_then(history: History) -> list[tuple[int, int]]:

@@ -2,17 +2,18 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from highwater.memory.snapshot.attribution import CATEGORIES, Attribution, Category, is_traced
 from highwater.memory.snapshot.history import History, Moment, free_blocks, history_of
 from highwater.memory.snapshot.snapshot import Snapshot, read_snapshot
 from highwater.nouns.codec import Record, from_json
 
+Key = TypeVar("Key")
 _PLACES = 40
 _STACKS = 40
 """Places and stacks that are named, the largest first."""
@@ -157,8 +158,8 @@ def memory_profile(path: str | Path) -> MemoryProfile:
         reserved_bytes=history.reserved_bytes,
         requested_bytes=history.requested_bytes,
         device_free_bytes=history.device_free_bytes,
-        free_bytes=free.bytes if free else None,
-        largest_free_bytes=free.largest_bytes if free else None,
+        free_bytes=None if free is None else sum(free),
+        largest_free_bytes=None if free is None else max(free, default=0),
         categories=tuple(_categories(grouped)),
         places=tuple(_places(grouped, attribution)),
         stacks=tuple(_stacks(grouped, attribution, snapshot)),
@@ -177,13 +178,20 @@ _Groups = dict[_Group, tuple[int, int]]
 
 
 def _grouped(history: History, attribution: Attribution) -> _Groups:
-    sizes: Counter[_Group] = Counter()
-    counts: Counter[_Group] = Counter()
-    for each in history.alive:
-        group = each.stack, each.phase, attribution.category(each)
-        sizes[group] += each.size_bytes
-        counts[group] += 1
-    return {group: (size, counts[group]) for group, size in sizes.most_common()}
+    return _added_up(
+        ((each.stack, each.phase, attribution.category(each)), each.size_bytes, 1)
+        for each in history.alive
+    )
+
+
+def _added_up(parts: Iterable[tuple[Key, int, int]]) -> dict[Key, tuple[int, int]]:
+    """Bytes and number of all parts with one key; the largest first."""
+    sizes: Counter[Key] = Counter()
+    counts: Counter[Key] = Counter()
+    for key, size, count in parts:
+        sizes[key] += size
+        counts[key] += count
+    return {key: (size, counts[key]) for key, size in sizes.most_common()}
 
 
 def _coordinates(stem: str) -> tuple[int | None, tuple[str, ...]]:
@@ -201,28 +209,23 @@ def _seconds(snapshot: Snapshot, at: int) -> float:
 
 
 def _categories(groups: _Groups) -> Iterator[InCategory]:
-    sizes: Counter[Category] = Counter()
-    counts: Counter[Category] = Counter()
-    for (_, _, category), (size, count) in groups.items():
-        sizes[category] += size
-        counts[category] += count
+    found = _added_up((category, *told) for (_, _, category), told in groups.items())
     for category in CATEGORIES:
-        yield InCategory(category=category, bytes=sizes[category], count=counts[category])
+        size, count = found.get(category, (0, 0))
+        yield InCategory(category=category, bytes=size, count=count)
 
 
 def _places(groups: _Groups, attribution: Attribution) -> Iterator[InPlace]:
-    sizes: Counter[tuple[str, Category]] = Counter()
-    counts: Counter[tuple[str, Category]] = Counter()
-    for (stack, _, category), (size, count) in groups.items():
-        key = attribution.place(stack), category
-        sizes[key] += size
-        counts[key] += count
-    for (place, category), size in sizes.most_common(_PLACES):
-        yield InPlace(place=place, category=category, bytes=size, count=counts[place, category])
+    parts: Iterator[tuple[tuple[str, Category], int, int]] = (
+        ((attribution.place(stack), category), size, count)
+        for (stack, _, category), (size, count) in groups.items()
+    )
+    for (place, category), (size, count) in islice(_added_up(parts).items(), _PLACES):
+        yield InPlace(place=place, category=category, bytes=size, count=count)
 
 
 def _stacks(groups: _Groups, attribution: Attribution, snapshot: Snapshot) -> Iterator[InStack]:
-    for (stack, phase, category), (size, count) in list(groups.items())[:_STACKS]:
+    for (stack, phase, category), (size, count) in islice(groups.items(), _STACKS):
         yield InStack(
             frames=tuple(map(attribution.line, snapshot.stacks[stack])),
             phase=phase,
@@ -290,17 +293,10 @@ def _flame_graph(
                 depth=depth,
                 start_bytes=start,
                 bytes=sizes[name],
-                category=_most(by_frame[name]),
+                category=next(iter(_added_up((of, size, 1) for size, of, _ in by_frame[name]))),
             )
             waiting.append((depth + 1, start, by_frame[name]))
             start += sizes[name]
-
-
-def _most(together: Sequence[_Callers]) -> Category:
-    sizes: Counter[Category] = Counter()
-    for size, category, _ in together:
-        sizes[category] += size
-    return sizes.most_common(1)[0][0]
 
 
 Advice = Literal[

@@ -80,8 +80,9 @@ class GatedDeltaNet(nn.Module):
         assert len(hidden_states) == 1, "documents are packed into one row"
         self.attention.callers.add(self)
         x_TE, shared = hidden_states.squeeze(0), self.attention.shared
-        if shared is None or shared.ring is None:
+        if shared.ring is None:
             return self._of_row(x_TE, sequence_layout)[None]
+        assert shared.every is not None, "who is in a ring shares sequences"
         there, back = sequence_layout.routes_of(shared.rank, x_TE.device)
         ordered_TE = routed(x_TE, there, back, shared.every)
         out_TE = self._of_row(ordered_TE, sequence_layout)
@@ -97,8 +98,7 @@ class GatedDeltaNet(nn.Module):
         )
         decay_TGr = -decay_Gr.to(wide).exp() * F.softplus(rate_TGr.to(wide) + bias_Gr)
         rates = (decay_TGr, beta_TGr.to(wide).sigmoid())
-        shared = self.attention.shared
-        group = None if shared is None else shared.ulysses
+        group = self.attention.shared.ulysses
         if group is None:
             out_THV = self._attended(heads_TGX, rates, layout, rank=0, degree=1)
         else:
@@ -139,7 +139,7 @@ class GatedDeltaNet(nn.Module):
         """Return what the rank's share of the heads gives for the whole row, or in a ring for its
         slice of it, SHV.
         """
-        own, heads, shared = cast(Any, self), self.heads, self.attention.shared
+        own, heads = cast(Any, self), self.heads
         *qkv, gate_SGX = heads_SGX
         channels = own.conv1d.weight.squeeze(1).split(heads.channels)
         parts = (each.chunk(degree)[rank] for each in channels)
@@ -156,7 +156,7 @@ class GatedDeltaNet(nn.Module):
             ),
             document_lengths=layout.padded_lengths,
             norm_epsilon=own.norm.variance_epsilon,
-            ring=None if shared is None else shared.ring,
+            ring=self.attention.shared.ring,
         )
 
 
@@ -189,7 +189,7 @@ def fuse_delta_nets(causal_lm: PreTrainedModel, attention: Attention) -> None:
 def _refuse_shared(ours: GatedDeltaNet, family: str) -> None:
     """Raise ModelError for ranks that cannot share a sequence by the heads of a layer."""
     shared, heads = ours.attention.shared, ours.heads.key_heads
-    if shared is not None and shared.ulysses is not None:
+    if shared.ulysses is not None:
         degree = dist.get_world_size(shared.ulysses)
         if heads % degree:
             raise ModelError(

@@ -10,6 +10,7 @@ Proofs run small modules of the family's own classes on random numbers, on the C
 """
 
 import copy
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -40,23 +41,19 @@ def fuse_norms(model: nn.Module) -> int:
 
     Parameters keep their names.
     """
-    proven: dict[tuple[type[nn.Module], float], float | None] = {}
+    added_by = cache(_added_to_the_weight)  # one proof is of all norms of a kind
     count = 0
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             eps = _epsilon(norm)
-            if eps is None:
+            if eps is None or (added := added_by(type(norm), eps)) is None:
                 continue
-            kind = (type(norm), eps)
-            if kind not in proven:
-                proven[kind] = _added_to_the_weight(*kind)
-            if (added := proven[kind]) is not None:
-                weight = cast(nn.Parameter, norm.weight)
-                how: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-                fused = RmsNorm(weight.shape[0], added=added, eps=eps, **how)
-                fused.weight = weight
-                setattr(parent, name, fused)
-                count += 1
+            weight = cast(nn.Parameter, norm.weight)
+            how: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            fused = RmsNorm(weight.shape[0], added=added, eps=eps, **how)
+            fused.weight = weight
+            setattr(parent, name, fused)
+            count += 1
     return count
 
 
