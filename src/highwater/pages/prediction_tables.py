@@ -74,7 +74,7 @@ def prediction_answer(
     nothing fits it says what would: ``longest`` is the prediction without that length,
     ``alternatives`` are what else was found, and ``change`` what to write into the user's own file.
     """
-    said = _answered(prediction, longest, alternatives, change)
+    said = f"{_answered(prediction, longest, alternatives, change)}{_of_small_batches(prediction)}"
     said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     said += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
@@ -103,11 +103,10 @@ def _answered(
     usual = (limit.host_bytes, limit.usual_host)
 
     def told(first: str, each: CellPrediction, length_tokens: int) -> str:
-        peaks = _peak_phase(prediction, each)
         return _told(
             *(f"{first} on {where}", each, *usual),
             by=by,
-            peaks=peaks,
+            peaks=_peak_phase(prediction, each),
             is_scaled=length_tokens > native,
         )
 
@@ -131,6 +130,19 @@ def _answered(
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
     return f"{said} The longest is {reach} with {how}: {what}.{_beside(prediction, answer)}"
+
+
+def _of_small_batches(prediction: Prediction) -> str:
+    """Say, beside a bill, that more sequences at a time cost less where a GPU has few tokens."""
+    length_tokens, cell = prediction.length_tokens, prediction.explained.cell
+    if prediction.cost is None or length_tokens is None or prediction.answer is None:
+        return ""
+    sequences, degree = cell.settings.sequences_per_micro_batch, cell.layout.context_degree
+    if sequences * length_tokens >= _FEW_TOKENS * degree:
+        return ""
+    more = -(-_FEW_TOKENS * degree // length_tokens)
+    few = f"A micro-batch has {counted(sequences, 'sequence')} of {format_tokens(length_tokens)}"
+    return f" {few} tokens: `--sequences-per-micro-batch {more}` costs less."
 
 
 def choice_answer(choice: "GpuChoice") -> str:
@@ -352,6 +364,7 @@ def _told(
     """
     usual = host_memory_bytes, usual_host
     how, facts, host = _trained(found, *usual, peaks=peaks, is_scaled=is_scaled)
+    first += " and host memory" * found.cell.settings.uses_host
     said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
     return f"{said} With {how}{'; ' * bool(host)}{host}."
 
@@ -411,6 +424,8 @@ _OF_A_RISK: dict[Risk | None, str] = {
     "tight": "tight: only the prediction itself fits, its pessimistic end does not",
     "likely": "likely: even the pessimistic end fits, but little is left",
 }
+_FEW_TOKENS = 4096
+"""Tokens of a GPU's micro-batch below which its products are too small to keep it busy."""
 _UNLIKE_NAMED = 4
 """Things that nobody has measured, of which each is named."""
 
@@ -698,7 +713,7 @@ def data_answer(found: "DataLengths") -> str:
     if is_estimated:
         lines.append(
             f"Estimated at {found.bytes_per_token} bytes a token; a model's folder with "
-            "tokenizer.json counts them"
+            "config.json and tokenizer.json counts them"
         )
     return "\n".join(f"{line}." for line in lines)
 
