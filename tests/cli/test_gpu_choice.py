@@ -170,3 +170,14 @@ def test_tokens_that_are_none_are_refused_and_more_gpus_than_named_noted():
             highwater.predict("Qwen3-8B", gpus="8xH100", length="8k", tokens=tokens)
     choice = highwater.cheapest_gpus("Qwen3-8B", gpus=("2xH100", "H200"), length="8k", ulysses=[2])
     assert "H200 is named without a number: fewer than 2 are refused here" in choice.notes
+
+
+def test_beside_a_bill_more_sequences_of_a_short_length_are_said_to_cost_less(highwater):
+    asked = ("predict", "Qwen3-14B", "--gpus", "2xH100-80GB", "--lora", "16", "--length", "1500")
+    bill = ("--tokens", "180M", "--price", "2.40")
+    alone = highwater(*asked, *bill).stdout
+    flag = re.search(r"`(--sequences-per-micro-batch \d+)` costs less", alone)[1]
+    more = highwater(*asked, *bill, *flag.split()).stdout
+    assert "costs less" not in more
+    dollars = [float(re.search(r"cost ([\d.]+) dollars", said)[1]) for said in (more, alone)]
+    assert dollars[0] < 0.7 * dollars[1]

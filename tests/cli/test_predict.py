@@ -92,7 +92,7 @@ def test_the_terms_of_the_peak_and_what_is_besides_add_up(highwater):
     assert any("until memory runs short" in line for line in table), "the cache is one of them"
     assert sum(terms) == pytest.approx(float(footnote.split()[0]), abs=0.006 * len(terms))
     kept = float(re.search(r"only keeps ([\d.]+) GiB of it, and headroom", footnote)[1])
-    left = float(re.search(r"([\d.]+) GiB of each GPU left", done.stdout)[1])
+    left = float(re.search(r"([\d.]+) GiB left", done.stdout)[1])
     assert float(footnote.split()[0]) - kept + left == pytest.approx(79.10, abs=0.02)
 
 
@@ -256,7 +256,7 @@ def test_what_trl_needs_is_answered_without_a_gpu(highwater):
     assert done.returncode == 0
     assert done.stdout == (
         "Yes: Qwen3-4B trains 131,072 tokens (3.2 x native 40,960) on 1 x H200-141GB for "
-        "TRL's trainer: safe, 39.76 GiB of each GPU left. Predicted.\n"
+        "TRL's trainer: safe, peak 100.04 GiB, 39.76 GiB left. Predicted.\n"
         "With expandable segments, a chunked loss and YaRN.\n"
         "\n"
         "Qwen3-4B on 1 x H200-141GB, 139.80 GiB each, 131,072* tokens, trained by TRL: predicted "

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from family_models import WRAPPED
 from float64 import Lifted
 from rank_steps import Step, first_step, place_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine_models import built
+from family_models import WRAPPED
 from highwater.engine.data.batches import Document, pack, share_of
 from highwater.engine.parallel import mesh as process_mesh
 from highwater.errors import HighwaterError

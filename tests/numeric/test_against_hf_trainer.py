@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from curve import our_curve, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
 from transformers import Trainer as HuggingFaceTrainer
 
+from curve import our_curve, save_model
 from engine_models import save_random
 from highwater.engine import Trainer
 from highwater.engine.parallel.mesh import alone

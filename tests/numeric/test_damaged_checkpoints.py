@@ -11,6 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+
+from highwater.engine.data.store import FileRecord, check_files, read_manifest, write_manifest
+from highwater.engine.training import shard_reader
+from highwater.engine.training.checkpoint import load_sharded, save_sharded
+from highwater.engine.training.export import _dtype_of
+from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
+from highwater.engine.training.step import Training
+from highwater.engine.training.training_run import keep_lines_up_to
+from highwater.errors import UsageError
+from highwater.nouns.codec import to_json
 from run_folders import (
     EVALUATIONS,
     Harmful,
@@ -23,16 +33,6 @@ from run_folders import (
     trained_and_saved,
     training,
 )
-
-from highwater.engine.data.store import FileRecord, check_files, read_manifest, write_manifest
-from highwater.engine.training import shard_reader
-from highwater.engine.training.checkpoint import load_sharded, save_sharded
-from highwater.engine.training.export import _dtype_of
-from highwater.engine.training.run_checkpoints import RunCheckpoints, read_state
-from highwater.engine.training.step import Training
-from highwater.engine.training.training_run import keep_lines_up_to
-from highwater.errors import UsageError
-from highwater.nouns.codec import to_json
 
 BEST, LATEST = "step-000002", "step-000003"
 FILES = ("model/__0_0.distcp", "model/.metadata", "model/index.json", "state.json", "manifest.json")

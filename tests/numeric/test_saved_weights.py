@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from run_folders import Harmful
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -29,6 +28,7 @@ from highwater.engine.models.pretrained import config_of, openable_directory, wr
 from highwater.engine.models.weights import SavedWeights, dequantised
 from highwater.errors import ModelError
 from highwater.nouns.corpus import MissingFiles, missing_files
+from run_folders import Harmful
 from tiny_models import SIZES
 
 FILE = "model.safetensors"

@@ -62,7 +62,8 @@ def test_what_is_shown_is_what_predict_says(answering, opened, asked):
         assert not page.locator("#answer-configuration").is_visible()
         return
     assert answer.capacity_tokens == json.loads(done.stdout)["length_tokens"]
-    assert f"{answer.risk}, {format_bytes(answer.headroom_bytes)} of each GPU left" in (
+    peak = format_bytes(answer.footprint.needed_bytes)
+    assert f"{answer.risk}, peak {peak}, {format_bytes(answer.headroom_bytes)} left" in (
         said.inner_text()
     )
     tables = page.locator("#answer-tables").inner_text()

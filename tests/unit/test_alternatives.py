@@ -86,6 +86,17 @@ def test_the_fewest_more_gpus_need_not_be_twice_as_many():
     assert found.alternatives[0].flags == ("--gpus", "4xA100-40GB")
 
 
+def test_vllm_is_given_less_of_each_gpu_where_it_was_given_more_than_fits():
+    asked: dict[str, Any] = {"gpus": "8xH100-80GB", "length": "17k", "offload": False}
+    asked |= {"objective": "grpo", "rollout": "vllm"}
+    less, *_ = recommend("Qwen3-8B", gpu_memory_utilization=0.9, **asked).alternatives
+    assert less.what == "less of each GPU for vLLM"
+    assert less.flags == ("--gpu-memory-utilization", "0.75")
+    for share, fits in ((0.75, True), (0.8, False)):
+        found = recommend("Qwen3-8B", gpu_memory_utilization=share, **asked)
+        assert bool(found.chosen and found.chosen.risk == "safe") == fits
+
+
 def test_more_gpus_end_at_a_count_and_beyond_one_machine_nothing_is_offered_to_type():
     found = recommend("Qwen3-32B", gpus="16xA100-40GB", length="512k", offload=False)
     more, *_ = found.alternatives

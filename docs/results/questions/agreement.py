@@ -129,7 +129,7 @@ def sentence(line: str) -> dict[str, str]:
     longest = line[max(0, line.find("The longest is ")) :]
     patterns = {
         "longest": rf"({_LENGTH}) tokens",
-        "left": rf"({_SIZE}) of each GPU (?:is )?left",
+        "left": rf"({_SIZE})(?: of each GPU)?(?: is)? left",
         "host memory": rf"({_SIZE}) of (?:host memory|it\))",
     }
     found = {name: re.search(pattern, longest) for name, pattern in patterns.items()}

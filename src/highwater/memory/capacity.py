@@ -102,6 +102,11 @@ class CellPrediction(Record, frozen=True, kw_only=True):
         return self.replayed.peak_reserved_bytes + self.footprint.outside_bytes
 
     @property
+    def peak_bytes(self) -> int:
+        """Bytes of a GPU that the step needs at its peak: what ``headroom_bytes`` leaves."""
+        return self.footprint.needed_bytes if self.replayed is None else self.device_used_bytes
+
+    @property
     def peak_phase(self) -> str:
         """Name of the phase in which the peak is."""
         return self.footprint.peak.name if self.replayed is None else self.replayed.phase

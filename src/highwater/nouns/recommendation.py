@@ -55,6 +55,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     """Measured: memory holds it, and nobody trained it in full."""
     headroom_bytes: int | None
     """Bytes that a GPU has left, at least; below 0: what it lacks; None: nobody knows."""
+    peak_bytes: int | None = None
+    """Predicted: bytes of a GPU that the step needs at its peak; None: nobody predicted it."""
     headroom_length_tokens: int | None = None
     """Measured: length of the trial with that headroom, this one or longer, leaving no more."""
     lacks_bytes: int | None = None

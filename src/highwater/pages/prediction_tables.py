@@ -74,7 +74,7 @@ def prediction_answer(
     nothing fits it says what would: ``longest`` is the prediction without that length,
     ``alternatives`` are what else was found, and ``change`` what to write into the user's own file.
     """
-    said = _answered(prediction, longest, alternatives, change)
+    said = f"{_answered(prediction, longest, alternatives, change)}{_of_small_batches(prediction)}"
     said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     said += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
@@ -103,9 +103,12 @@ def _answered(
     usual = (limit.host_bytes, limit.usual_host)
 
     def told(first: str, each: CellPrediction, length_tokens: int) -> str:
-        peak = _peak_phase(prediction, each)
-        said = f"{by}{peak and f'; memory peaks while {peak}'}"
-        return _told(f"{first} on {where}", each, *usual, by=said, is_scaled=length_tokens > native)
+        return _told(
+            *(f"{first} on {where}", each, *usual),
+            by=by,
+            peaks=_peak_phase(prediction, each),
+            is_scaled=length_tokens > native,
+        )
 
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native)}"
@@ -123,10 +126,23 @@ def _answered(
         fails = answer.does_not_fit_tokens
         said += "" if fails is None else f" {format_tokens(fails)} do not fit."
         return f"{said}{_on_gpus(prediction, simplest)}"
-    how, facts, host = _trained(answer, *usual, is_scaled=tokens > native)
+    how, facts, host = _trained(answer, *usual, is_scaled=tokens > native, is_second=True)
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
-    what = ", ".join(filter(None, (re.sub(r"about .*\((.*)\)", r"\1", facts), host)))
+    what = ", ".join(filter(None, (facts, host)))
     return f"{said} The longest is {reach} with {how}: {what}.{_beside(prediction, answer)}"
+
+
+def _of_small_batches(prediction: Prediction) -> str:
+    """Say, beside a bill, that more sequences at a time cost less where a GPU has few tokens."""
+    length_tokens, cell = prediction.length_tokens, prediction.explained.cell
+    if prediction.cost is None or length_tokens is None or prediction.answer is None:
+        return ""
+    sequences, degree = cell.settings.sequences_per_micro_batch, cell.layout.context_degree
+    if sequences * length_tokens >= _FEW_TOKENS * degree:
+        return ""
+    more = -(-_FEW_TOKENS * degree // length_tokens)
+    few = f"A micro-batch has {counted(sequences, 'sequence')} of {format_tokens(length_tokens)}"
+    return f" {few} tokens: `--sequences-per-micro-batch {more}` costs less."
 
 
 def choice_answer(choice: "GpuChoice") -> str:
@@ -340,10 +356,15 @@ def _told(
     usual_host: str | None,
     *,
     by: str,
+    peaks: str = "",
     is_scaled: bool,
 ) -> str:
-    """Say that something trains, how surely and how fast, with which settings and host memory."""
-    how, facts, host = _trained(found, host_memory_bytes, usual_host, is_scaled=is_scaled)
+    """Say that something trains, how surely and how fast, with which settings and host memory;
+    ``peaks``: while its memory does.
+    """
+    usual = host_memory_bytes, usual_host
+    how, facts, host = _trained(found, *usual, peaks=peaks, is_scaled=is_scaled)
+    first += " and host memory" * found.cell.settings.uses_host
     said = f"{first}{': ' * bool(facts)}{facts}. {by[:1].upper()}{by[1:]}."
     return f"{said} With {how}{'; ' * bool(host)}{host}."
 
@@ -353,24 +374,33 @@ def _trained(
     host_memory_bytes: int | None,
     usual_host: str | None,
     *,
+    peaks: str = "",
     is_scaled: bool,
+    is_second: bool = False,
 ) -> tuple[str, str, str]:
-    """The settings; how sure, roomy and fast it is; and what it takes of host memory, if much."""
-    is_lowered = False
+    """The settings; how sure, roomy and fast it is; and what it takes of host memory, if much.
+    Beside a first that has them, the second has neither a peak nor tokens in a second.
+    """
+    is_lowered, is_predicted = False, True
     if isinstance(found, Candidate):
         host_bytes, step, held = found.host_bytes, found.step_time, found.rollout_sequences
-        is_lowered = found.is_lowered
+        is_lowered, is_predicted = found.is_lowered, found.source == "predicted"
     else:
         host_bytes, step, rollout = found.footprint.host_bytes, found.step, found.footprint.rollout
         held = rollout and rollout.sequences
     settings, layout, host = found.cell.settings, found.cell.layout, ""
     said = [] if found.risk is None else [str(found.risk)]
     if found.headroom_bytes is not None:
-        said.append(f"{format_bytes(max(0, found.headroom_bytes))} of each GPU left")
+        left = format_bytes(max(0, found.headroom_bytes))
+        if found.peak_bytes is None or not is_predicted or is_second:
+            said.append(f"{left} of each GPU left")
+        else:
+            peak = f"peak {format_bytes(found.peak_bytes)}{peaks and f' while {peaks}'}"
+            said += [peak, f"{left} left"]
     if step is not None:
-        each = format_seconds(step.time_s)
-        without = " without generation" * bool(found.cell.settings.traits.outside_step)
-        said.append(f"about {step.tokens_per_s:,.0f} tokens/s ({each} a step{without})")
+        each = f"{format_seconds(step.time_s)} a step"
+        each += " without generation" * bool(found.cell.settings.traits.outside_step)
+        said.append(each if is_second else f"about {step.tokens_per_s:,.0f} tokens/s ({each})")
     if host_bytes is not None and host_bytes > layout.machine_gpus * PROCESS_BYTES:
         of_host = _of_host(host_memory_bytes, usual_host, settings)
         host = f"{format_bytes(host_bytes)} of host memory{of_host}"
@@ -394,6 +424,8 @@ _OF_A_RISK: dict[Risk | None, str] = {
     "tight": "tight: only the prediction itself fits, its pessimistic end does not",
     "likely": "likely: even the pessimistic end fits, but little is left",
 }
+_FEW_TOKENS = 4096
+"""Tokens of a GPU's micro-batch below which its products are too small to keep it busy."""
 _UNLIKE_NAMED = 4
 """Things that nobody has measured, of which each is named."""
 
@@ -681,7 +713,7 @@ def data_answer(found: "DataLengths") -> str:
     if is_estimated:
         lines.append(
             f"Estimated at {found.bytes_per_token} bytes a token; a model's folder with "
-            "tokenizer.json counts them"
+            "config.json and tokenizer.json counts them"
         )
     return "\n".join(f"{line}." for line in lines)
 

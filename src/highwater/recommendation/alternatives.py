@@ -168,7 +168,7 @@ def _techniques(goal: Goal) -> Iterator[_Change]:
 
 
 def _rollouts(goal: Goal) -> Iterator[_Change]:
-    """Changes of what vLLM takes: GPUs that share its model, then its share of each GPU."""
+    """Changes of what vLLM takes: GPUs that share its model, then more of each GPU, then less."""
     asked = goal.memory_limit.rollout
     if asked is None:
         return
@@ -176,9 +176,11 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     parts = {gpus, *(run.kind.attention.query_heads for run in shape.runs)}
     degrees = [n for n in (2, 4, 8) if not any(part % n for part in parts)]
     shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
-    shares = ("more of each GPU for vLLM", "gpu_memory_utilization")
-    more = [(*shares, each) for each in (0.6, 0.7, 0.75, 0.8, 0.9)]
-    for what, name, value in (*shared, *more):
+    taken, name = asked.gpu_memory_utilization or 0, "gpu_memory_utilization"
+    shares = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
+    more = [("more of each GPU for vLLM", name, each) for each in shares if each > taken]
+    less = [("less of each GPU for vLLM", name, each) for each in shares[::-1] if each < taken]
+    for what, name, value in (*shared, *more, *less):
         rollout = asked.replace(**{name: value})
         limit = goal.memory_limit.replace(rollout=rollout)
         yield what, tuple(words_of({name: value})), (), replace(goal, memory_limit=limit)

@@ -235,6 +235,7 @@ def candidate_of(
         source="predicted",
         found_in=_command(goal, question, predicted.cell),
         headroom_bytes=predicted.headroom_bytes,
+        peak_bytes=predicted.peak_bytes,
         lacks_bytes=lacks_bytes,
         lacks_of=None if fits else "host" if predicted.binding == "host" else "device",
         host_bytes=host_bytes,

@@ -49,7 +49,7 @@ from highwater.trainers.foreign import (
     write_files,
 )
 from highwater.trainers.logs import steps_of
-from highwater.trainers.trl.words import COMMANDS, refuse_other_sharing, trl_values
+from highwater.trainers.trl.words import COMMANDS, VERSION, refuse_other_sharing, trl_values
 
 CONFIG = "trl.yaml"
 _PROGRAM = "trl"
@@ -105,7 +105,7 @@ def refuse_unwritten(spec: TrialSpec, shape: ModelShape) -> None:
     refuse_other_sharing(Cell(settings=spec.settings, layout=spec.layout), shape)
     if spec.settings.holds_logits:
         raise UsageError(
-            "TRL's losses are computed in tiles, and never hold whole logits",
+            f"the losses of TRL {VERSION} are computed in tiles, and never hold whole logits",
             hint="use `--loss chunked`, or leave `--loss` out",
         )
     refuse_unlaunched(spec, name="TRL")
