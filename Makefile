@@ -86,8 +86,9 @@ lint: $(READY)
 	$(BIN)/codespell src benchmarks tools tests docs examples README.md CONTRIBUTING.md CHANGELOG.md SKILL.md
 	$(BIN)/deptry src
 
+# With room for young objects pyright takes a fifth less of the processor.
 types: $(READY)
-	$(BIN)/pyright
+	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-cache
