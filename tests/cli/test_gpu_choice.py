@@ -172,12 +172,13 @@ def test_tokens_that_are_none_are_refused_and_more_gpus_than_named_noted():
     assert "H200 is named without a number: fewer than 2 are refused here" in choice.notes
 
 
-def test_beside_a_bill_more_sequences_of_a_short_length_are_said_to_cost_less(highwater):
+@pytest.mark.parametrize(("objective", "share"), [("sft", 0.7), ("dpo", 0.8)])
+def test_beside_a_bill_more_sequences_of_a_short_length_cost_less(highwater, objective, share):
     asked = ("predict", "Qwen3-14B", "--gpus", "2xH100-80GB", "--lora", "16", "--length", "1500")
-    bill = ("--tokens", "180M", "--price", "2.40")
+    bill = ("--tokens", "180M", "--price", "2.40", "--objective", objective)
     alone = highwater(*asked, *bill).stdout
     flag = re.search(r"`(--sequences-per-micro-batch \d+)` costs less", alone)[1]
     more = highwater(*asked, *bill, *flag.split()).stdout
     assert "costs less" not in more
     dollars = [float(re.search(r"cost ([\d.]+) dollars", said)[1]) for said in (more, alone)]
-    assert dollars[0] < 0.7 * dollars[1]
+    assert dollars[0] < share * dollars[1]

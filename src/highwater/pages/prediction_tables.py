@@ -140,9 +140,10 @@ def _of_small_batches(prediction: Prediction) -> str:
     sequences, degree = cell.settings.sequences_per_micro_batch, cell.layout.context_degree
     if sequences * length_tokens >= _FEW_TOKENS * degree:
         return ""
-    more = -(-_FEW_TOKENS * degree // length_tokens)
+    together = cell.settings.traits.documents_together
+    more = -(-_FEW_TOKENS * degree // (together * length_tokens)) * together
     few = f"A micro-batch has {counted(sequences, 'sequence')} of {format_tokens(length_tokens)}"
-    return f" {few} tokens: `--sequences-per-micro-batch {more}` costs less."
+    return f" {few} tokens: `--sequences-per-micro-batch {more}` costs less, where it fits."
 
 
 def choice_answer(choice: "GpuChoice") -> str:
