@@ -172,7 +172,7 @@ def test_tokens_that_are_none_are_refused_and_more_gpus_than_named_noted():
     assert "H200 is named without a number: fewer than 2 are refused here" in choice.notes
 
 
-@pytest.mark.parametrize(("objective", "share"), [("sft", 0.7), ("dpo", 0.8)])
+@pytest.mark.parametrize(("objective", "share"), [("sft", 0.7), ("dpo", 0.95)])
 def test_beside_a_bill_more_sequences_of_a_short_length_cost_less(highwater, objective, share):
     asked = ("predict", "Qwen3-14B", "--gpus", "2xH100-80GB", "--lora", "16", "--length", "1500")
     bill = ("--tokens", "180M", "--price", "2.40", "--objective", objective)
