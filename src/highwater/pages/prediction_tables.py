@@ -113,23 +113,24 @@ def _answered(
     if asked is not None:
         first = f"{_SURE[answer.risk]}: {model} trains {_tokens(asked, native)}"
         return told(first, answer, asked)
-    reach = f"{_least(answer, native)}{format_tokens(tokens)} tokens"
+    reach = f"{_least(answer, native)}{format_tokens(tokens)}"
     simplest = prediction.native
     if simplest is None:
         may = "trains" if answer.capacity_tokens else "may train"
-        said = told(f"{model} {may} up to {reach}", answer, tokens)
+        said = told(f"{model} {may} up to {reach} tokens", answer, tokens)
         return f"{said}{_beside(prediction, answer)}"
     first = f"{model} trains its native {format_tokens(native)} tokens"
-    first += f" (longest: {_least(answer, native)}{format_tokens(tokens)})" * (tokens > native)
-    said = told(first, simplest, native)
     if tokens <= native:
         fails = answer.does_not_fit_tokens
+        first += " (the longest it was made for)" * (fails is None)
+        said = told(first, simplest, native)
         said += "" if fails is None else f" {format_tokens(fails)} do not fit."
         return f"{said}{_on_gpus(prediction, simplest)}"
-    how, facts, host = _trained(answer, *usual, is_scaled=tokens > native, is_second=True)
+    said = told(f"{first} (longest: {reach})", simplest, native)
+    how, facts, host = _trained(answer, *usual, is_scaled=True, is_second=True)
     how = how.removeprefix(f"{shared_training([simplest.cell.settings])}, ")
     what = ", ".join(filter(None, (facts, host)))
-    return f"{said} The longest is {reach} with {how}: {what}.{_beside(prediction, answer)}"
+    return f"{said} The longest is {reach} tokens with {how}: {what}.{_beside(prediction, answer)}"
 
 
 def _of_small_batches(prediction: Prediction) -> str:
