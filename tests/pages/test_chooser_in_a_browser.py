@@ -1,8 +1,8 @@
 """The chooser in a browser: every combination shows what ``recommend`` and ``emit`` print."""
 
 import json
-import re
 import os
+import re
 import shlex
 import subprocess
 import sys
