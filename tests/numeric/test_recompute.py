@@ -137,9 +137,10 @@ def test_only_what_draws_is_drawn_again():
 
 
 MEASURE = (
-    "import json; from layer import measure; print(json.dumps(measure({model!r}, device='cpu')))"
+    "import json, layer; layer.CPU_TOKENS = 509; "
+    "print(json.dumps(layer.measure({model!r}, device='cpu')))"
 )
-"""In a process of its own: it joins a process group."""
+"""In a process of its own: it joins a process group. Half the benchmark's tokens, a prime too."""
 
 
 def test_one_layers_backward_pass_holds_no_product_of_the_mlp_and_no_copy_of_the_attention():
