@@ -330,8 +330,8 @@ def longest(predictor: Predictor, room_bytes: int, *, likely: int | None = None)
     def fits(index: int) -> bool:
         return predictor.at(grid.length(index), room_bytes).fits
 
-    for shortest, alike in formula.question.packed_alike(cell, last):
-        # if not even the shortest fits that packs as many sequences, none of them does
+    for shortest, alike in formula.question.growing_ranges(cell, last):
+        # if not even the shortest of a range fits, none of it does
         is_near = (start is None and alike == last) or shortest <= (start or 0) <= alike
         found = edge(start if is_near else shortest, alike, fits, shortest=shortest)
         if found:

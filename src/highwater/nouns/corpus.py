@@ -129,7 +129,7 @@ def packed_tokens(question: Question, cell: Cell, index: int) -> int:
 
 def least_packed(question: Question, cell: Cell, size: int) -> int:
     """The highest index in 1..``size`` with the fewest packed tokens; 1 without a token budget."""
-    shortest = (first for first, _ in question.packed_alike(cell, size))
+    shortest = (first for first, _ in question.growing_ranges(cell, size))
     return min(shortest, key=partial(packed_tokens, question, cell), default=1)
 
 

@@ -254,7 +254,7 @@ class Question(Record, frozen=True, kw_only=True):
         whole_tokens = EXPERT_TILE_TOKENS * cell.layout.context_degree
         return self.grid.index_at_most(whole_tokens // settings.sequences_per_micro_batch) + 1
 
-    def packed_alike(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
+    def growing_ranges(self, cell: Cell, size: int) -> Iterator[tuple[int, int]]:
         """First and last index of lengths of which a longer one takes more, from ``size`` down to
         1: they pack as many sequences, and all or none of them have experts in tiles.
         """

@@ -130,7 +130,7 @@ class CellTraces:
         if not self.predictor.at(length_tokens, room_bytes).fits:
             return False
         if not self.predictor.at(length_tokens, self.formula.sure_bytes(self.factors)).fits:
-            self.begin(max(index - 1, next(question.packed_alike(self.formula.cell, index))[0]))
+            self.begin(max(index - 1, next(question.growing_ranges(self.formula.cell, index))[0]))
         return True
 
     def _aim(self, start: int) -> int:
@@ -141,7 +141,7 @@ class CellTraces:
         formula = self.formula
         question, cell, limit = formula.question, formula.cell, formula.memory_limit
         size = max(1, question.size_of(cell))
-        ranges = question.packed_alike(cell, size)
+        ranges = question.growing_ranges(cell, size)
         shortest, alike = next(each for each in ranges if each[0] <= (start or size))
         start = max(start, shortest)
         self.begin(start, start + 1)
