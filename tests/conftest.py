@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from fork_server import COMMANDS, TESTS, ForkServer
-from highwater.trials.trial_process import ON_THE_CPU
+from fork_server import ForkServer
 
 settings.register_profile("highwater", deadline=None, max_examples=40)
 settings.register_profile("quick", deadline=None, max_examples=20)
@@ -43,14 +42,11 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     """One for all tests of this process, which has imported and answered what commands do."""
-    programs = [main.partition(":")[0] for main in COMMANDS.values()]
-    server = ForkServer(
-        *("forked_modules", *programs, "highwater.cli.doctor", "warmed_commands"),
-        environment={**ON_THE_CPU, "PYTHONPATH": str(TESTS)},
-    )
-    server.start()
-    yield server
-    server.end()
+    from torch_server import ANSWERING
+
+    ANSWERING.start()
+    yield ANSWERING
+    ANSWERING.end()
 
 
 @pytest.fixture

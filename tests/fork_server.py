@@ -118,9 +118,17 @@ _execve = os.execve
 
 
 class ForkServer:
-    def __init__(self, *modules: str, environment: Mapping[str, str] = {}) -> None:
-        """``environment``: what is special of the environment in which modules are imported."""
-        self._words = [sys.executable, "-P", __file__, *modules, _ROOM]
+    def __init__(
+        self,
+        *modules: str,
+        environment: Mapping[str, str] = {},
+        forked_from: "ForkServer | None" = None,
+    ) -> None:
+        """``environment``: what is special of the environment in which modules are imported.
+        ``forked_from``: a server that has imported most of them.
+        """
+        self._words = [__file__, *modules, _ROOM]
+        self._forked_from = forked_from
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
@@ -170,7 +178,12 @@ class ForkServer:
         """Start the process. In the main thread: where a thread ends, children are told so."""
         if self._process is None:
             self._orders, theirs = socket.socketpair()
-            self._process = Started(self._words, stdin=theirs.fileno(), env=self._environment)
+            named: dict[str, Any] = {"stdin": theirs.fileno(), "env": self._environment}
+            self._process = (
+                Started([sys.executable, "-P", *self._words], **named)
+                if self._forked_from is None
+                else self._forked_from.popen(*self._words, **named)
+            )
             theirs.close()
 
     def _fork(self, order: Order, given: Given, prepare: Prepare) -> int:
@@ -199,8 +212,10 @@ class _Ordered(Forked):
 def serve(modules: Sequence[str]) -> None:
     """Start what is ordered until stdin, a socket, ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for who orders
+    gc.disable()
     for name in modules:
         importlib.import_module(name)
+    gc.enable()
     assert threading.active_count() == 1, "a thread would be missing in every child"
     gc.freeze()
     orders = socket.socket(fileno=0)
