@@ -140,7 +140,8 @@ class _Configurations:
         where = gpus_meant(self._where, None)
         limit = memory_limit_of(where, host_memory=None, reserved=0)
         goal = goal_of(self._model, length_tokens, where, limit, CONFIGURED[0], self._settings, 0)
-        self._has_room = self._has_room and first_fit(goal) is not None
+        own = first_fit(goal) if self._has_room else None
+        self._has_room = own is not None and own.fits
         if not self._has_room:
             return None
         asked = {"length": length_tokens, "gpus": self._where, "trainer": CONFIGURED[0]}

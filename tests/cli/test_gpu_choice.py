@@ -26,7 +26,7 @@ def fits(model: str, gpus: str, **asked: object) -> bool:
 )
 def test_of_a_kind_without_a_number_the_fewest_that_train_the_length_are_known(kind, length):
     (offer,) = highwater.cheapest_gpus("Qwen3-8B", gpus=(kind,), length=length).offers
-    here = {n: fits("Qwen3-8B", f"{n}x{kind}", length=length) for n in (1, 2, 4, 8)}
+    here = {n: fits("Qwen3-8B", f"{n}x{kind}", length=length) for n in range(1, 9)}
     assert offer.fewest_gpus == next((n for n, is_fit in here.items() if is_fit), None)
 
 
@@ -37,9 +37,38 @@ def test_a_kind_without_a_number_is_one_gpu_and_then_the_fewest_that_do(highwate
     assert done.returncode == 1, done.stderr
     first = done.stdout.splitlines()[0]
     assert first.startswith("No: gpt-oss-120b does not train at 32,768 tokens on 1 x H200-141GB,")
+    assert first.endswith("; 2 x H200-141GB are the fewest that do safely.")
     assert "What would fit: 2 x H200-141GB" in done.stdout
     assert json.loads(highwater(*asked, "--gpus", "H200", "--json").stdout)["gpus"] == 1
     assert highwater(*asked, "--gpus", "1xH200").stdout == done.stdout
+
+
+def test_the_fewest_of_every_number_stand_in_the_first_line_and_what_is_tight(highwater):
+    asked: dict[str, object] = {"length": "16k", "offload": False, "activations": "gpu"}
+    every = {n: highwater_api.predict("Qwen3-32B", gpus=f"{n}xH200", **asked) for n in range(1, 9)}
+    safe = [n for n, each in every.items() if any(cell.capacity_tokens for cell in each.cells)]
+    risk = every[safe[0] - 1].answer.risk
+    said = f"{safe[0]} x H200-141GB are the fewest that do safely ({safe[0] - 1} is {risk})"
+    assert safe[0] not in (1, 2, 4, 8), "between two that machines have"
+    words = ("Qwen3-32B", "--length", "16k", "--offload", "false", "--activations", "gpu")
+    for command in ("predict", "recommend"):
+        done = highwater(command, *words, "--gpus", "H200")
+        assert done.stdout.splitlines()[0].endswith(f"1 x H200-141GB, predicted; {said}.")
+        given = highwater(command, *words, "--gpus", "2xH200").stdout
+        assert f"What would fit: {safe[0]} x H200-141GB with" in given.replace("\n", " ")
+    (offer,) = highwater_api.cheapest_gpus("Qwen3-32B", gpus=("H200",), **asked).offers
+    assert offer.fewest_gpus == safe[0]
+
+
+@pytest.mark.parametrize("command", ["predict", "recommend"])
+def test_beside_one_gpu_that_is_tight_the_fewest_that_are_safe_are_named(highwater, command):
+    words = ("Qwen3-8B", "--length", "24k", "--offload", "false", "--activations", "gpu")
+    first = highwater(command, *words, "--gpus", "H200").stdout.splitlines()[0]
+    named = re.search(
+        r"on 1 x H200-141GB \((\d) x H200-141GB are the fewest that do safely\)", first
+    )
+    assert first.startswith("Tight: ")
+    assert highwater(command, *words, "--gpus", f"{named[1]}xH200").stdout.startswith("Yes: ")
 
 
 def test_without_gpus_here_the_kinds_that_one_can_rent_are_compared(highwater):

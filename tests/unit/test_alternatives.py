@@ -86,6 +86,18 @@ def test_the_fewest_more_gpus_need_not_be_twice_as_many():
     assert found.alternatives[0].flags == ("--gpus", "4xA100-40GB")
 
 
+def test_more_gpus_are_multiples_of_those_that_share_vllms_model():
+    asked: dict[str, Any] = {"length": "16k", "objective": "grpo", "offload": False}
+    asked |= {"rollout": "vllm", "rollout_tensor_parallel": 2}
+    more = next(
+        each
+        for each in recommend("Qwen3-14B", gpus="2xH100-80GB", **asked).alternatives
+        if each.kind == "more GPUs"
+    )
+    assert more.cell.layout.gpus % 2 == 0
+    assert recommend("Qwen3-14B", gpus=more.flags[1], **asked).chosen.label == more.label
+
+
 def test_vllm_is_given_less_of_each_gpu_where_it_was_given_more_than_fits():
     asked: dict[str, Any] = {"gpus": "8xH100-80GB", "length": "17k", "offload": False}
     asked |= {"objective": "grpo", "rollout": "vllm"}

@@ -74,7 +74,8 @@ def test_at_one_length_it_is_yes_with_the_simplest_settings():
 def test_the_first_line_is_a_sentence_and_the_rest_has_lines_of_its_own(model, gpus, asked):
     said = prediction_answer(highwater.predict(model, gpus=gpus, **asked))
     first, *rest = in_lines(said).splitlines()
-    assert len(first.split()) <= 30
+    most = 41 if "rollout" in asked else 30  # the share of vLLM that nobody typed takes 11 words
+    assert len(first.split()) <= most
     assert rest
     assert " ".join((first, *rest)) == said
     assert all(

@@ -188,6 +188,35 @@ def test_the_first_sentence_says_what_trains_and_what_the_rollout_holds_there():
     assert not prediction_tables.rollout_tables(predicted(rollout=None))
 
 
+@pytest.mark.parametrize("length", [17_408, None])
+def test_the_share_that_nobody_typed_is_said_and_up_to_which_the_same_settings_fit(length):
+    asked: dict[str, Any] = {"trainer": "highwater", "prompt_tokens": 1024}
+    found = predicted(length, **asked)
+    first = found.native or found.explained
+    said = re.search(
+        r"on 8 x H100-80GB beside vLLM at 0\.5 of each GPU \(up to ([\d.]+) fits\):",
+        prediction_tables.prediction_answer(found),
+    )
+    most, length = float(said[1]), first.capacity_tokens
+    fits = {
+        each: next(c for c in told.cells if c.cell == first.cell).capacity_tokens == length
+        for each in (most, round(most + 0.05, 2))
+        for told in (predicted(length, **asked, gpu_memory_utilization=each),)
+    }
+    assert list(fits.values()) == [True, False]
+    typed = predicted(length, **asked, gpu_memory_utilization=0.5)
+    assert "beside vLLM" not in prediction_tables.prediction_answer(typed)
+    again = highwater.recommend("Qwen3-8B", length=length, **{**ASKED, **asked}, rollout="vllm")
+    assert said[0] in prediction_tables.recommendation_answer(again)
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(3, " (no more fits): safe, "), (2, ", predicted.")])
+def test_the_share_is_said_too_where_no_more_fits_or_nothing_does(gpus, said):
+    asked: dict[str, Any] = {"trainer": "highwater", "offload": False, "gpus": f"{gpus}xH100-80GB"}
+    told = prediction_tables.prediction_answer(predicted(8192, **asked))
+    assert f" on {gpus} x H100-80GB beside vLLM at 0.5 of each GPU{said}" in told
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "sft trains on what is there": {"objective": "sft"},
     "windows": {"model": "gemma-3-4b", "trainer": "highwater"},

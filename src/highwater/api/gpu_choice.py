@@ -10,7 +10,7 @@ for each in choice.offers:
 ```
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from highwater.api.prediction import predict
@@ -24,7 +24,7 @@ from highwater.speed import cost_of
 from highwater.units import parse_price
 
 _COUNTS = (1, 2, 4, 8)
-"""GPUs of a usual machine."""
+"""GPUs of a usual machine; below the fewest of these that do, numbers between are tried too."""
 
 
 class Offer(Record, frozen=True, kw_only=True):
@@ -66,15 +66,15 @@ def cheapest_gpus(
     **asked: Any,
 ) -> GpuChoice:
     """Of kinds of GPUs, ``("A100", "8xH100")``, what a million tokens of ``length`` cost on each:
-    of a kind without a number on 1, 2, 4 or 8, whichever is cheapest. ``price`` is that of a GPU
-    and hour, or one for each kind, ``"1.59,3.49"``; by default the catalog's. The other keywords
-    are those of ``predict``. Raises HighwaterError for what cannot be asked.
+    of a kind without a number on the fewest, or on 1, 2, 4 or 8, whichever is cheapest. ``price``
+    is that of a GPU and hour, or one for each kind, ``"1.59,3.49"``; by default the catalog's. The
+    other keywords are those of ``predict``. Raises HighwaterError for what cannot be asked.
     """
     prices = [parse_price(each) for each in str(price).split(",")] if price is not None else [None]
     if len(prices) not in (1, len(gpus)):
         problem = f"{len(prices)} prices, and {len(gpus)} kinds of GPUs"
         raise UsageError(problem, hint="give one for each, `--price 1.59,3.49`, or none")
-    tried = [list(_by_count(model, kind, length=length, **asked)) for kind in gpus]
+    tried = [_by_count(model, kind, length=length, **asked) for kind in gpus]
     offers = [_offer(each, hour) for each, hour in zip(tried, prices * len(gpus), strict=False)]
     notes = [note for each in tried for prediction in each for note in prediction.notes]
     for kind, each in zip(gpus, tried, strict=True):
@@ -92,23 +92,26 @@ def cheapest_gpus(
     )
 
 
-def _by_count(model: str, gpus: str, **asked: Any) -> Iterator[Prediction]:
+def _by_count(model: str, gpus: str, **asked: Any) -> list[Prediction]:
     """The predictions of a kind's numbers of GPUs, or of the number that a text has."""
     if has_count(gpus):
-        yield predict(model, gpus=gpus, **asked)
-        return
-    refused: UsageError | None = None
-    is_predicted = False
-    for each in _COUNTS:
+        return [predict(model, gpus=gpus, **asked)]
+    found: dict[int, Prediction] = {}
+    refused: list[UsageError] = []
+
+    def trains(count: int) -> bool:
         try:
-            found = predict(model, gpus=gpus if each == 1 else f"{each}x{gpus}", **asked)
+            found[count] = predict(model, gpus=gpus if count == 1 else f"{count}x{gpus}", **asked)
         except UsageError as error:  # a degree of 4 needs as many; copies of NF4 are a flag more
-            refused = refused or error
-        else:
-            is_predicted = True
-            yield found
-    if refused is not None and not is_predicted:
-        raise refused
+            refused.append(error)
+            return False
+        return any(cell.capacity_tokens for cell in found[count].cells)
+
+    fewest = min([each for each in _COUNTS if trains(each)], default=1)
+    any(map(trains, range(fewest // 2 + 1, fewest)))
+    if not found:
+        raise refused[0]
+    return [found[count] for count in sorted(found)]
 
 
 def _place(offer: Offer) -> tuple[float, ...]:

@@ -141,16 +141,20 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
 def _instead(
     arguments: argparse.Namespace, prediction: Prediction
 ) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
-    """If nothing fits: the prediction of any length, other ways, and what a user's file may say."""
-    if prediction.answer is not None or prediction.method != "formula" or arguments.calibrate:
+    """If nothing fits: the prediction of any length, other ways, and what a user's file may say.
+    Of a length that may fit on one GPU other ways alone, which say how many are safe.
+    """
+    answer, asked = prediction.answer, prediction.length_tokens
+    is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
+    if is_told or prediction.method != "formula" or arguments.calibrate:
         return None, (), ""
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
-    if prediction.length_tokens is not None:
+    if answer is None and asked is not None:
         if "trainer_config" in settings:
             shared["max_length"] = "1m"  # the file may say the length
         longest = predicted(model, constants=arguments.constants, **shared, **settings)
-    length_tokens = prediction.length_tokens or prediction.cells[0].does_not_fit_tokens
+    length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
         return longest, (), ""
     from highwater.recommendation.recommend import recommend, what_would_fit

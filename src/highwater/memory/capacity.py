@@ -95,6 +95,11 @@ class CellPrediction(Record, frozen=True, kw_only=True):
         return self.capacity_tokens if self.likely_tokens is None else self.likely_tokens
 
     @property
+    def reach_tokens(self) -> int:
+        """The capacity; where no length leaves the headroom, the longest that may fit."""
+        return self.capacity_tokens or self.likely_edge_tokens
+
+    @property
     def device_used_bytes(self) -> int:
         """Bytes that the driver would report as used of the GPU, at that length."""
         if self.replayed is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import TRACED_ACCURACY, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.formula.constants import MachineConstants
 from highwater.memory.formula.formula import refuse_unknown_family
+from highwater.memory.formula.rollout import SHARES
 from highwater.memory.interval.calibration import Calibration
 from highwater.memory.trainers import (
     MEMORY,
@@ -285,9 +287,12 @@ def prediction_of(
         **told,
     )
     best = found.explained
-    reach, rope = best.capacity_tokens or best.likely_edge_tokens, best.cell.settings.rope
-    scaled = yarn(question.model, length_tokens=reach, rope=rope)
-    found = msgspec.structs.replace(found, yarn_factor=scaled and scaled.factor)
+    rope, first = best.cell.settings.rope, native or best
+    scaled = yarn(question.model, length_tokens=best.reach_tokens, rope=rope)
+    if first.reach_tokens:
+        alone = alone_at(question, first.cell, first.reach_tokens)
+        memory_limit = with_most_share(alone, memory_limit, trainer, told["calibration"])
+    found = found.replace(yarn_factor=scaled and scaled.factor, memory_limit=memory_limit)
     if amount is None or found.answer is None or best.step is None:
         return found
     hour = hour_dollars_of(where.device_name, price)
@@ -306,14 +311,7 @@ def with_frontier(
     none trains anything; at one length what a cell leaves of a GPU stands for how long it trains.
     """
     pool = [cell for cell in cells if cell.capacity_tokens] or list(cells)
-
-    def reach(cell: CellPrediction) -> int:
-        return (
-            cell.headroom_bytes
-            if is_one_length
-            else cell.capacity_tokens or cell.likely_edge_tokens
-        )
-
+    reach = attrgetter("headroom_bytes" if is_one_length else "reach_tokens")
     times = {cell.cell: _token_s(question, cell.cell) for cell in pool}
     kept, longest = list[CellPrediction](), max(pool, key=reach)
     for each in sorted(pool, key=lambda c: (times[c.cell], -reach(c), simplicity(c.cell))):
@@ -337,6 +335,27 @@ def _token_s(question: Question, cell: Cell) -> float:
     return step.time_s / step.step_tokens
 
 
+def alone_at(question: Question, cell: Cell, length_tokens: int) -> Question:
+    """The question of one cell at one length."""
+    grid = question.grid.replace(start_tokens=length_tokens, max_tokens=length_tokens)
+    return question.replace(cells=(cell,), grid=grid)
+
+
+def with_most_share(
+    alone: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
+) -> MemoryLimit:
+    """The limit, with the largest share for vLLM beside which one cell fits, unless typed."""
+    rollout = limit.rollout
+    if rollout is None or rollout.most_utilization is None:
+        return limit
+    most = rollout.gpu_memory_utilization or 0.0
+    for share in SHARES:
+        tried = limit.replace(rollout=rollout.replace(gpu_memory_utilization=share))
+        if share > most and predict_by_formula(alone, tried, trainer, known)[0].capacity_tokens:
+            most = share
+    return limit.replace(rollout=rollout.replace(most_utilization=most))
+
+
 def at_native(
     question: Question, limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
 ) -> CellPrediction | None:
@@ -344,10 +363,8 @@ def at_native(
     native = question.grid.native_length_tokens
     if not question.grid.start_tokens <= native <= question.grid.max_tokens:
         return None
-    grid = msgspec.structs.replace(question.grid, start_tokens=native, max_tokens=native)
     for cell in sorted(question.cells, key=simplicity):
-        alone = msgspec.structs.replace(question, cells=(cell,), grid=grid)
-        (found,) = predict_by_formula(alone, limit, trainer, known)
+        (found,) = predict_by_formula(alone_at(question, cell, native), limit, trainer, known)
         if found.capacity_tokens:
             return found
     return None

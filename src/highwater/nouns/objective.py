@@ -166,6 +166,8 @@ class Rollout(RolloutRequest, frozen=True, kw_only=True):
 
     own_gpus: int
     """GPUs of its own; 0: it shares those of the training."""
+    most_utilization: float | None = None
+    """Largest share with which what is answered fits, or 0; None: it was typed, or has own GPUs."""
     traits: RolloutTraits
 
 

@@ -104,6 +104,8 @@ class Alternative(Record, frozen=True, kw_only=True):
     kind: AlternativeKind
     what: str
     """``8 x H20-96GB``, in words."""
+    how_many: str = ""
+    """Of more GPUs: ``5 x H20-96GB are the fewest that do safely (4 is tight)``."""
     flags: tuple[str, ...] = ()
     """Flags to type instead of those that were typed; empty: nothing to type does it."""
     without: tuple[str, ...] = ()
@@ -152,7 +154,7 @@ class Recommendation(Record, frozen=True, kw_only=True):
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
     alternatives: tuple[Alternative, ...] = ()
-    """Changes that would train the length; empty where a candidate fits."""
+    """Changes that would train the length safely; empty where a candidate does."""
     accuracy: str
     """Known errors of such predictions, in words."""
     unlike: tuple[str, ...] = ()

@@ -96,9 +96,12 @@ def _answered(
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
         by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
+    more = _how_many(alternatives, prediction.gpus)
     if answer is None:
+        by += more and f"; {more}"
         return _nothing(prediction, f"{where}, {by}", longest, alternatives, change)
-    tokens = answer.capacity_tokens or answer.likely_edge_tokens
+    where += more and f" ({more})"
+    tokens = answer.reach_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     usual = (limit.host_bytes, limit.usual_host)
 
@@ -188,7 +191,7 @@ def choice_table(choice: "GpuChoice") -> TextTable:
         ),
         names=1,
         footnotes=(
-            "fewest: of 1, 2, 4, 8, or as typed; settings: the fastest; `recommend`: the simplest",
+            "fewest: of 1 to 8, or as typed; settings: the fastest; `recommend`: the simplest",
         ),
     )
 
@@ -221,9 +224,10 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     where = _where(found, target)
     where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
     tokens, chosen = _tokens(found.length_tokens, found.native_length_tokens), found.chosen
+    more = _how_many(found.alternatives, found.gpus)
     if chosen is None:
         how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        said = f"No: {model} does not train at {tokens} on {where}, {how}."
+        said = f"No: {model} does not train at {tokens} on {where}, {how}{more and f'; {more}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
@@ -231,7 +235,7 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
     by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
     by = "measured, in memory alone" if chosen.is_memory_only else by
-    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} on {where}"
+    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} on {where}{more and f' ({more})'}"
     host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
@@ -248,11 +252,22 @@ def _tokens(length_tokens: int, native: int) -> str:
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
-    """``4 x A100-80GB``, and who trains where that is not our engine."""
+    """``4 x A100-80GB``, who trains if not our engine, and the share of vLLM if nobody typed it."""
     row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
-    return f"{_gpus(found)}{'' if found.trainer == OURS else by}"
+    by = "" if found.trainer == OURS else by
+    rollout = found.memory_limit.rollout if isinstance(found, Prediction) else found.rollout
+    if rollout is not None and (most := rollout.most_utilization) is not None:
+        taken = rollout.gpu_memory_utilization or 0.0
+        fits = f" ({f'up to {most}' if most > taken else 'no more'} fits)"
+        by += f" beside vLLM at {taken} of each GPU{fits * bool(most)}"
+    return f"{_gpus(found)}{by}"
+
+
+def _how_many(alternatives: Sequence[Alternative], gpus: int) -> str:
+    """How many GPUs do, in words, where one was asked about: a kind without a number is one."""
+    return next((plain(each.how_many) for each in alternatives if gpus == 1 and each.how_many), "")
 
 
 def _gpus(found: Prediction | Recommendation) -> str:
@@ -540,10 +555,6 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
     on the one before make room for the others (but not if ``is_every``).
     """
     ends = (prediction.simplest.cell, prediction.explained.cell)
-
-    def reach(each: CellPrediction) -> int:
-        return each.capacity_tokens or each.likely_edge_tokens
-
     shown = [each for each in prediction.cells if each.is_on_frontier or each.cell in ends]
     shown.sort(key=lambda each: (each.capacity_tokens, each.headroom_bytes))
     most = _MOST_SHOWN if prediction.length_tokens is None else _MOST_SHOWN - 2
@@ -551,9 +562,9 @@ def _telling(prediction: Prediction, *, is_every: bool) -> Sequence[CellPredicti
     most = most if prediction.memory_limit.rollout is None else len({*ends})  # a table follows
     while len(shown) > most and not is_every:
         gains = [
-            (reach(each) / (reach(before) or 1), each.headroom_bytes - before.headroom_bytes, n)
-            for n, (before, each) in enumerate(pairwise(shown), 1)
-            if each.cell not in ends
+            (e.reach_tokens / (one.reach_tokens or 1), e.headroom_bytes - one.headroom_bytes, n)
+            for n, (one, e) in enumerate(pairwise(shown), 1)
+            if e.cell not in ends
         ]
         del shown[min(gains, default=(0, 0, 0))[-1]]
     return shown
@@ -636,7 +647,7 @@ def rollout_tables(prediction: Prediction) -> tuple[TextTable, ...]:
     ends = "vLLM's KV cache ends the length (`--gpu-memory-utilization`); "
     said = ends * (told.binding == "rollout")
     cache = next((each.bytes for each in rollout.awake if each.name == "KV cache"), 0)
-    length = told.capacity_tokens or told.likely_edge_tokens or prediction.length_tokens
+    length = told.reach_tokens or prediction.length_tokens
     table = table_of(
         f"{short_settings(told.cell.settings)}, {format_tokens(length or 0)} tokens, one GPU: "
         "vLLM on paper",

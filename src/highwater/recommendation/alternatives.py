@@ -9,6 +9,7 @@ from typing import Any
 
 from highwater.errors import UsageError
 from highwater.memory.capacity import MemoryLimit
+from highwater.memory.formula.rollout import SHARES
 from highwater.memory.from_trials import as_measured, obstacle, with_margin
 from highwater.memory.question import with_usual_host
 from highwater.memory.trainers import predict_by_formula
@@ -24,8 +25,9 @@ from highwater.nouns.trainer import TRAINERS, AnyTrainer, trainer_title
 from highwater.recommendation.candidates import Goal, first_fit, token_budget, unknown_candidate
 from highwater.units import GIB, format_bytes, parse_memory
 
+_WHOLE_MACHINE = 8
 MOST_GPUS_TRIED = 64
-"""GPUs tried at the most: machines have powers of two."""
+"""GPUs tried at the most: every number of a machine's, and above those doubled."""
 _LORA_RANK = 32
 _RESTRICTIONS = (
     *("allocator", "loss", "ring", "ulysses", "recompute", "mlp_tiles", "strategy"),
@@ -51,13 +53,16 @@ def alternatives(goal: Goal, *, reserved_bytes: int, rollout_gpus: int) -> tuple
 
 
 def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | None:
+    tight = ""
     for what, flags, without, goal in changes:
         with suppress(UsageError):  # where named degrees make no layout here
-            found = first_fit(goal)
-            if found is not None:
+            found, gpus = first_fit(goal), goal.where.gpus
+            if found is not None and found.fits:
+                do = f"{'are the fewest that ' * (gpus <= _WHOLE_MACHINE)}do safely{tight}"
                 return Alternative(
                     kind=kind,
                     what=what,
+                    how_many=f"{what} {do}" if kind == "more GPUs" else "",
                     flags=flags,
                     without=without,
                     label=found.label,
@@ -65,6 +70,7 @@ def _first(kind: AlternativeKind, changes: Iterable[_Change]) -> Alternative | N
                     headroom_bytes=found.headroom_bytes,
                     host_bytes=found.host_bytes,
                 )
+            tight = f" ({gpus} is {found.risk})" if found is not None else tight
     return None
 
 
@@ -88,9 +94,11 @@ def _larger_clusters(goal: Goal) -> Iterator[Cluster]:
             gpus, machines = where.gpus << doubled, where.machines << doubled
             yield where.replace(gpus=gpus, machines=machines, host_bytes=None)
         return
-    has_copies = "copies" in goal.settings
-    for gpus in (1 << doubled for doubled in range(MOST_GPUS_TRIED.bit_length())):
-        if gpus > where.gpus:
+    has_copies, rollout = "copies" in goal.settings, goal.memory_limit.rollout
+    degree = 1 if rollout is None or rollout.own_gpus else rollout.rollout_tensor_parallel
+    for gpus in range(where.gpus + 1, MOST_GPUS_TRIED + 1):
+        is_tried = gpus <= _WHOLE_MACHINE or gpus.bit_count() == 1
+        if is_tried and gpus % degree == 0:
             yield where.replace(gpus=gpus, may_shard_across=not has_copies, host_bytes=None)
 
 
@@ -177,9 +185,8 @@ def _rollouts(goal: Goal) -> Iterator[_Change]:
     degrees = [n for n in (2, 4, 8) if not any(part % n for part in parts)]
     shared = [("vLLM's model on several GPUs", "rollout_tensor_parallel", each) for each in degrees]
     taken, name = asked.gpu_memory_utilization or 0, "gpu_memory_utilization"
-    shares = (0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)
-    more = [("more of each GPU for vLLM", name, each) for each in shares if each > taken]
-    less = [("less of each GPU for vLLM", name, each) for each in shares[::-1] if each < taken]
+    more = [("more of each GPU for vLLM", name, each) for each in SHARES if each > taken]
+    less = [("less of each GPU for vLLM", name, each) for each in SHARES[::-1] if each < taken]
     for what, name, value in (*shared, *more, *less):
         rollout = asked.replace(**{name: value})
         limit = goal.memory_limit.replace(rollout=rollout)

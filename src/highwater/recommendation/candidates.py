@@ -13,7 +13,7 @@ from typing import Any, Literal
 from highwater.errors import ModelError, UsageError
 from highwater.memory.capacity import NOT_MODELLED, CellPrediction, MemoryLimit, Prediction
 from highwater.memory.interval.calibration import Calibration
-from highwater.memory.question import predicted_question
+from highwater.memory.question import predicted_question, with_most_share
 from highwater.memory.trainers import MEMORY, calibration_of, predict_by_formula
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
@@ -154,7 +154,8 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
 
 
 def first_fit(goal: Goal) -> Candidate | None:
-    """The simplest candidate that fits; its longest length is not looked for."""
+    """The simplest candidate that fits, else that may; its longest length is not looked for."""
+    may_fit: Candidate | None = None
     every = [
         (order(cell, is_lowered=sequences < goal.sequences), question, known, cell)
         for sequences in goal.budgets
@@ -165,9 +166,11 @@ def first_fit(goal: Goal) -> Candidate | None:
     for _, question, known, cell in sorted(every, key=itemgetter(0)):
         one = question.replace(cells=(cell,))
         (found,) = predict_by_formula(one, goal.memory_limit, goal.trainer, known, asked="fit")
+        if found.capacity_tokens or (may_fit is None and found.risk in ("likely", "tight")):
+            may_fit = candidate_of(goal, question, found)
         if found.capacity_tokens:
-            return candidate_of(goal, question, found)
-    return None
+            break
+    return may_fit
 
 
 def longest_of(goal: Goal, cell: Cell) -> CellPrediction:
@@ -262,7 +265,11 @@ def recommendation_of(
     """The document of a goal's candidates, of which the first that fits is chosen; ``told``: how
     good predictions are, and the rest.
     """
-    rope = question.cells[0].settings.rope
+    rope, limit = question.cells[0].settings.rope, goal.memory_limit
+    chosen = next((candidate for candidate in candidates if candidate.fits), None)
+    if chosen is not None and limit.rollout is not None:
+        alone = question.replace(cells=(chosen.cell,))
+        limit = with_most_share(alone, limit, goal.trainer, goal.known(question))
     return Recommendation(
         model_name=question.model.name,
         native_length_tokens=question.grid.native_length_tokens,
@@ -271,12 +278,12 @@ def recommendation_of(
         gpus=goal.where.gpus,
         device_name=goal.where.device_name,
         device_bytes=goal.where.device_bytes,
-        host_memory_bytes=goal.memory_limit.host_bytes,
-        usual_host=goal.memory_limit.usual_host,
-        rollout=goal.memory_limit.rollout,
+        host_memory_bytes=limit.host_bytes,
+        usual_host=limit.usual_host,
+        rollout=limit.rollout,
         margin_bytes=question.margin_bytes,
         default_sequences=goal.sequences,
-        chosen=next((candidate for candidate in candidates if candidate.fits), None),
+        chosen=chosen,
         candidates=candidates,
         yarn=yarn(question.model, length_tokens=goal.length_tokens, rope=rope),
         not_modelled=NOT_MODELLED,

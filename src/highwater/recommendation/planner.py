@@ -10,7 +10,7 @@ time; each further head group takes more time, and no more memory.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -143,7 +143,8 @@ class _PlanSearch(NamedTuple):
         if cell.settings.activations == "gpu" or "layers_on_gpu" in self.goal.settings:
             return fewest
         counts = range(1, self.question.model.shape.layers + 1)
-        at, limit = self._with_layers(cell), self.goal.memory_limit.host_bytes
+        at = cache(lambda layers: self._predicted(cell.changed(layers_on_gpu=layers)))
+        limit = self.goal.memory_limit.host_bytes
         first = bisect_left(counts, 1, key=lambda n: at(n).predicted.footprint.fits_host(limit))
         if first == len(counts):
             return fewest
@@ -154,16 +155,6 @@ class _PlanSearch(NamedTuple):
         most = at(more[bisect_left(more, 1, key=lambda n: not at(n).fits) - 1])
         as_fast = bisect_left(more, 1, key=lambda n: at(n).token_s <= most.token_s)
         return at(more[as_fast])
-
-    def _with_layers(self, cell: Cell) -> Any:
-        known: dict[int, _PlannedCell] = {}
-
-        def at(layers: int) -> _PlannedCell:
-            if layers not in known:
-                known[layers] = self._predicted(cell.changed(layers_on_gpu=layers))
-            return known[layers]
-
-        return at
 
     def _predicted(self, cell: Cell) -> _PlannedCell:
         goal, question = self.goal, self.question.replace(cells=(cell,))

@@ -197,10 +197,9 @@ def _recommended(
         candidates, of_studies = _with_trials(predicted_candidates(goal), goal, question, studies)
     else:
         candidates, of_studies = planned_candidates(goal, aim), ()
-    if not any(candidate.fits for candidate in candidates):
-        candidates = _with_one_that_may_fit(candidates, goal, question)
     others = ()
     if not any(candidate.fits for candidate in candidates):
+        candidates = _with_one_that_may_fit(candidates, goal, question)
         others = alternatives(goal, reserved_bytes=reserved_bytes, rollout_gpus=rollout_gpus)
     return recommendation_of(
         *(goal, question, candidates),

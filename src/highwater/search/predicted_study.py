@@ -14,8 +14,9 @@ from highwater.memory.interval.calibration import Calibration, Interval
 from highwater.memory.interval.residuals import bundled_residuals
 from highwater.memory.predictor import predict_at, predict_cells
 from highwater.memory.trainers import MEMORY, calibration_of
+from highwater.nouns.cluster import Cluster
 from highwater.nouns.codec import Record
-from highwater.nouns.hardware import OLDEST_CAPABILITY, Gpu, Machine
+from highwater.nouns.hardware import Machine
 from highwater.nouns.plan_notes import prompt_notes
 from highwater.nouns.request import Request
 from highwater.nouns.study import Cell, Question, Study
@@ -202,19 +203,11 @@ def gone_on(request: Request) -> tuple[Request, tuple[str, ...]]:
 
 def _machine_of(question: Question) -> Machine:
     """Return the study's machine as a plan needs it; its host memory is taken to be enough."""
-    gpu = Gpu(
-        index=0,
-        name=question.device_name,
-        memory_total_bytes=question.device_total_bytes or 0,
-        memory_used_bytes=0,
-        compute_capability=OLDEST_CAPABILITY,
-        processes=(),
+    where = Cluster(
+        gpus=max(cell.layout.gpus for cell in question.cells),
+        device_name=question.device_name,
+        device_bytes=question.device_total_bytes or 0,
     )
-    return Machine(
-        gpus=(gpu,) * max(cell.layout.gpus for cell in question.cells),
-        driver_version=None,
-        cpu_cores=1,
-        host_memory_total_bytes=sys.maxsize,
-        host_memory_available_bytes=sys.maxsize,
-        versions={},
+    return where.machine().replace(
+        host_memory_total_bytes=sys.maxsize, host_memory_available_bytes=sys.maxsize
     )

@@ -23,9 +23,10 @@ from highwater.errors import HighwaterError, UsageError
 from highwater.model.families import family_row
 from highwater.model.model import load_model
 from highwater.model.rope import yarn
+from highwater.nouns.cluster import Cluster
 from highwater.nouns.corpus import PreparationOrder, Prepared
 from highwater.nouns.environment import SETTING, SNAPSHOTS, SnapshotOrder, refuse_profiling
-from highwater.nouns.hardware import Gpu, Machine
+from highwater.nouns.hardware import Machine
 from highwater.nouns.plan import plan_trial
 from highwater.nouns.request import DECLARED, TOPICS, Request, request_from
 from highwater.nouns.trial import Device, TrialSpec, serve
@@ -128,25 +129,19 @@ def _refuse_unsavable(request: Request, length_tokens: int) -> None:
 
 def _machine(device: Device, ranks: int) -> Machine:
     """Describe the machine to plan with: this host, and a GPU like this process's for each rank."""
-    memory, gpus = psutil.virtual_memory(), ()
+    memory, here = psutil.virtual_memory(), Cluster(gpus=0, device_name=device, device_bytes=0)
     if device == "cuda" and torch.cuda.is_available():
         own = device_of(device)
-        gpu = Gpu(
-            index=0,
-            name=torch.cuda.get_device_name(own),
-            memory_total_bytes=torch.cuda.get_device_properties(own).total_memory,
-            memory_used_bytes=0,
+        here = Cluster(
+            gpus=ranks,
+            device_name=torch.cuda.get_device_name(own),
+            device_bytes=torch.cuda.get_device_properties(own).total_memory,
             compute_capability=torch.cuda.get_device_capability(own),
-            processes=(),
         )
-        gpus = (gpu,) * ranks
-    return Machine(
-        gpus=gpus,
-        driver_version=None,
+    return here.machine().replace(
         cpu_cores=len(os.sched_getaffinity(0)),
         host_memory_total_bytes=memory.total,
         host_memory_available_bytes=memory.available,
-        versions={},
     )
 
 

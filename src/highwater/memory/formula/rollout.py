@@ -52,6 +52,8 @@ ON_PAPER = "On paper, by vLLM 0.33.0's own rule; never measured here."
 _ELEMENT = 2
 """Bytes of a number of vLLM's model and cache, in bfloat16."""
 _STANDALONE_SHARE = 0.92
+SHARES = tuple(twentieths / 20 for twentieths in range(7, 20))
+"""Shares of a GPU that are tried for vLLM."""
 BLOCK_TOKENS = 16
 _SAMPLED_BYTES = _ELEMENT + 4 * NUMBER_BYTES
 """Bytes of a logit while a token is sampled: as it comes; in float32, as log-probability, as
@@ -71,6 +73,7 @@ def rollout_of(
     """
     usual: dict[str, Any] = {
         "gpu_memory_utilization": _STANDALONE_SHARE if rollout_gpus else traits.utilization,
+        "most_utilization": None if rollout_gpus or asked.gpu_memory_utilization else 0.0,
         "sleep_level": traits.sleep_levels[0],
         "rollout_sequences": traits.sequences,
     }
