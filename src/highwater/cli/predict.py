@@ -88,7 +88,7 @@ def predict(arguments: argparse.Namespace) -> int:
             prediction_answer(prediction, longest=longest, alternatives=would_fit, change=change)
         ),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
-        *rollout_tables(prediction),
+        *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
         noted=notes,
     )
