@@ -123,4 +123,4 @@ def _candidate(goal: Goal, question: Question, predicted: CellPrediction) -> Can
         device_name=question.device_name,
     )
     length = {"capacity_tokens": goal.length_tokens, "lacks_bytes": None}
-    return candidate_of(goal, question, msgspec.structs.replace(predicted, step=step, **length))
+    return candidate_of(goal, msgspec.structs.replace(predicted, step=step, **length))

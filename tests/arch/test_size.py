@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 WALK: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "walk.py"))
 CEILINGS = {
-    "src_lines": 72_197,
+    "src_lines": 72_244,
     "src_files": 287,
     "src_small_files": 10,
     "process_starts": 1,
@@ -31,7 +31,8 @@ a ring: 221 lines; counts and prices of GPUs, which no issue allowed: 218; a use
 answered in its keys, vLLM in TRL's words, attention sinks and heads of 512 in other trainers, and
 the dead ends of thirty blind questions: 473, ZeRO as thirteen steps had it: 18, a search that
 starts above lengths that experts in tiles take less than: 16, what ten more questions asked for:
-44, and the fewest GPUs of every number, and vLLM's share: 39; what no issue allowed is paid for by
+44, the fewest GPUs of every number, and vLLM's share: 39, and the changes of a user's file in the
+order of what they free: 43; what no issue allowed is paid for by
 merging)."""
 WALKED = {
     "predict": {"modules": 84, "files": 52},

@@ -79,14 +79,40 @@ def test_a_command_says_the_length_that_holds_nearly_all_and_draws_the_documents
     done = highwater("data", data, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
-    assert first.endswith(": about 20,224 tokens hold 99 % of 100 documents whole.")
+    counts = "`highwater data --model FOLDER` with tokenizer.json counts"
+    about = f": about 20,224 tokens (by 4 bytes each: no tokenizer is named; {counts})"
+    assert first.endswith(f"{about} hold 99 % of 100 documents whole.")
+    named = highwater("data", data, "--model", "Qwen3-8B").stdout
+    assert f"no tokenizer of Qwen3-8B is on this machine; {counts}) hold 99 % of " in named
     assert re.match(r"65,536 tokens keep 9[89]\.\d% .*; 131,072 keep all\.", rest[0])
-    assert rest[1].startswith("Estimated at 4 bytes a token; ")
     assert any(": estimated from bytes" in line for line in rest)
     drawn = [line.count("#") for line in rest if "#" in line]
     assert drawn[0] == max(drawn) == 16
     assert max(map(len, rest[3:])) <= 80
     assert json.loads(highwater("data", data, "--json").stdout)["tokens"] == TOKENS
+
+
+def test_a_folder_with_a_tokenizer_and_no_config_counts(highwater, tmp_path):
+    """``FOLDER`` of the hint; beside GPUs the folder's name has to be a model's, too."""
+    words = {"x": 0, "?": 1, "<end>": 2}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "?"}
+    folder, path = tmp_path / "Qwen3-8B", tmp_path / "texts.jsonl"
+    folder.mkdir()
+    spaces = {"type": "Whitespace"}
+    whole = {"version": "1.0", "model": model, "pre_tokenizer": spaces, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    path.write_text("".join(f"{json.dumps({'text': 'x ' * count})}\n" for count in (7, 99)))
+    found = highwater_api.data_lengths(str(path), str(folder))
+    assert (found.tokens, found.longest_tokens, found.bytes_per_token) == (108, 100, None)
+    counted = "texts.jsonl: 256 tokens hold 99 % of 2 documents whole"
+    for model in ("Qwen3-8B", "./Qwen3-8B"):
+        done = highwater("data", "texts.jsonl", "--model", model)
+        assert done.stdout.splitlines()[0] == f"{counted}."
+        assert "predict Qwen3-0.6B --gpus" in done.stderr.splitlines()[-1]
+    done = highwater("predict", "Qwen3-8B", *ON, "--data", "texts.jsonl")
+    assert done.stdout.startswith(f"{counted}; 8 x H100-80GB train Qwen3-8B up to ")
 
 
 def test_predict_says_what_a_longer_step_and_a_pass_take_and_what_to_type_next(highwater, data):

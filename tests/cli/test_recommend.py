@@ -109,10 +109,11 @@ def test_a_file_that_does_not_fit_is_answered_with_its_own_keys(highwater, tmp_p
     done = highwater("predict", *asked)
     assert done.returncode == 1
     first = done.stdout.splitlines()[0]
-    assert first.startswith("No: Qwen2.5-7B-Instruct does not train at 16,384 tokens")
-    assert "56.14 GiB are loss and logits; with `liger_fused_linear_cross_entropy: true`" in first
+    assert first.startswith("No, not as axo.yml is written, ")
+    assert " GiB short: change to `liger_fused_linear_cross_entropy: true` (beside liger_" in first
+    assert re.search(r"\(frees [\d.]+ GiB\), and Qwen2.5-7B-Instruct trains 16,384 tokens", first)
     done = highwater(*following(done))
     assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == first.replace("No, not", "Not"), "the same facts"
     table = done.stdout.split("\n\n")[2].splitlines()[1:]
     assert len({tuple(row.split("  ")[:1]) for row in table}) == len(table) == 4
-    assert "in axo.yml" in done.stderr

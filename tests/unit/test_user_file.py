@@ -10,9 +10,10 @@ import yaml
 
 import highwater
 from highwater.errors import UsageError
-from highwater.memory.capacity import Prediction
+from highwater.memory.capacity import CellPrediction, Prediction
 from highwater.nouns.settings import Settings
 from highwater.nouns.trainer import TrainerName
+from highwater.pages.prediction_tables import prediction_answer, recommendation_answer
 from highwater.trainers.user_file import FILE_WORDS, changes
 
 AXOLOTL: dict[str, Any] = {"base_model": "Qwen/Qwen3-8B", "sequence_len": 16384, "bf16": "auto"}
@@ -274,8 +275,8 @@ def test_a_row_of_pairs_is_two_sequences_and_a_reference_that_stays_is_told(tmp_
     notes = predicted(tmp_path, "trl", first, objective="dpo").notes
     assert not any("precompute_ref_log_probs" in note for note in notes)
     before, after = (Settings(objective="dpo", sequences_per_micro_batch=n) for n in (4, 2))
-    path = tmp_path / "own.yaml"
-    assert "`per_device_train_batch_size: 1`" in changes("trl", path, before, after)
+    written = {"`per_device_train_batch_size: 1`": {"sequences_per_micro_batch": 2}}
+    assert changes("trl", before, after) == written
 
 
 def test_what_a_file_does_not_shard_or_offload_is_not_taken_as_if_it_did(tmp_path: Path):
@@ -301,30 +302,95 @@ def test_what_a_file_does_not_shard_or_offload_is_not_taken_as_if_it_did(tmp_pat
     assert technique.flags == ("--copies", "1")
 
 
-FUSED = "liger_fused_linear_cross_entropy: true"
+WITHOUT_NF4 = AXOLOTL | {"adapter": "lora", "load_in_4bit": False, "micro_batch_size": 4}
+FUSED = {**LAYERS, "liger_fused_linear_cross_entropy": True}
+LONG_PAIRS = TRL | DPO | {"max_length": 32_768, "per_device_train_batch_size": 4}
+TOO_LARGE: dict[str, tuple[TrainerName, dict[str, Any], str, int]] = {
+    "in its environment too": ("axolotl", WITHOUT_NF4, "1xA100-40GB", 3),
+    "in nothing else": ("axolotl", WITHOUT_NF4 | FUSED, "1xL40S", 1),
+    "in pairs": ("trl", LONG_PAIRS, "1xA100-80GB", 1),
+    "in other words": (
+        "llamafactory",
+        LLAMAFACTORY | {"per_device_train_batch_size": 8},
+        "1xA100-40GB",
+        2,
+    ),
+}
 
 
-def test_what_is_recommended_of_a_file_is_told_in_its_own_keys(tmp_path: Path):
+def written(config: dict[str, Any], words: str) -> dict[str, Any]:
+    """A file with a change, as its words say it."""
+    keys = re.findall(r"(?<=`)(\w+): (\w+)(?=`)", words)
+    keys += [(name, "true") for name in re.findall(r"liger_\w+", words)]
+    return config | {name: yaml.safe_load(value) for name, value in keys}
+
+
+@pytest.mark.parametrize("how", TOO_LARGE)
+def test_a_file_that_does_not_fit_is_told_the_fewest_changes_the_largest_first(
+    tmp_path: Path, how: str
+):
+    """Written into files of their own, each frees what is said, and none can stay out."""
+    trainer, config, gpus, count = TOO_LARGE[how]
     path = tmp_path / "own.yaml"
-    path.write_text(yaml.safe_dump(AXOLOTL | {"adapter": "lora", "load_in_4bit": False}))
-    asked: dict[str, Any] = {"trainer": "axolotl", "trainer_config": str(path)}
-    found = highwater.recommend("Qwen3-8B", length=None, gpus="1xA100-40GB", **asked)
-    assert (found.length_tokens, found.chosen.cell.settings.lora) == (16_384, 32)
-    first, *_ = found.notes
-    assert f"`{FUSED}`" in first
-    keys = re.findall(r"(?<=`)(\w+): (\w+)(?=`)", first)
-    keys += [(name, "true") for name in re.findall(r"liger_\w+", first)]
-    written = AXOLOTL | {"adapter": "lora", "load_in_4bit": False}
-    written |= {name: yaml.safe_load(value) for name, value in keys}
-    again = predicted(tmp_path, "axolotl", written)
-    assert found.chosen.cell.settings in [each.cell.settings for each in again.cells]
+    asked: dict[str, Any] = {"gpus": gpus, "trainer": trainer, "trainer_config": str(path)}
+    asked |= {"objective": "dpo"} if how == "in pairs" else {}
+
+    def of(*said: str) -> CellPrediction:
+        changed, allocator = config, "native"
+        for words in said:
+            changed = written(changed, words)
+            allocator = "expandable" if "environment" in words else allocator
+        path.write_text(yaml.safe_dump(changed))
+        (found,) = highwater.predict("Qwen3-8B", allocator=allocator, **asked).cells
+        return found
+
+    as_it_is = of()
+    found = highwater.recommend("Qwen3-8B", length=None, **asked)
+    assert (found.as_written.cell, found.own_file) == (as_it_is.cell, "own.yaml")
+    assert found.as_written.headroom_bytes == as_it_is.headroom_bytes < 0
+    words, frees = zip(*((each.words, each.frees_bytes) for each in found.changes), strict=True)
+    assert len(words) == count
+    assert frees == tuple(sorted(frees, reverse=True))
+    for each, freed in zip(words, frees, strict=True):
+        assert of(each).headroom_bytes - as_it_is.headroom_bytes == freed
+        assert not of(*(other for other in words if other != each)).capacity_tokens
+    changed = of(*words)
+    assert (changed.cell, changed.headroom_bytes) == (
+        found.chosen.cell,
+        found.chosen.headroom_bytes,
+    )
+    assert changed.capacity_tokens
+
+
+def test_a_file_that_fits_is_recommended_as_it_is(tmp_path: Path):
+    """In an environment that the file does not say, as it is predicted."""
+    path, place = tmp_path / "own.yaml", {"gpus": "1xH100-80GB", "trainer": "axolotl"}
+    config = AXOLOTL | {"liger_fused_linear_cross_entropy": True, "micro_batch_size": 2}
+    path.write_text(yaml.safe_dump(config))
+    found = highwater.recommend("Qwen3-8B", length=None, trainer_config=str(path), **place)
+    assert (found.as_written, found.changes) == (None, ())
+    assert found.chosen.cell == predicted(tmp_path, "axolotl", config).answer.cell
+
+
+def test_of_a_file_that_fits_if_only_just_both_commands_say_what_is_left(tmp_path: Path):
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(WITHOUT_NF4 | FUSED | {"micro_batch_size": 1, "lora_r": 64}))
+    asked: dict[str, Any] = {"gpus": "1xL40S", "trainer": "axolotl", "length": 13_000}
+    asked |= {"model": "Qwen2.5-14B-Instruct", "trainer_config": str(path)}
+    first, said = (
+        prediction_answer(highwater.predict(**asked)),
+        recommendation_answer(highwater.recommend(**asked)),
+    )
+    (left,) = re.findall(r"Likely: .* peak [\d.]+ GiB, ([\d.]+ [GM]iB left)\.", first)
+    assert said.startswith(f"Not surely as own.yaml is written, {left}: change to `activation_")
 
 
 @pytest.mark.parametrize("trainer", [each for each in FILE_WORDS if FILE_WORDS[each].length])
-def test_every_trainer_has_a_word_for_a_chunked_loss(tmp_path: Path, trainer: TrainerName):
+def test_every_trainer_has_a_word_for_a_chunked_loss(trainer: TrainerName):
     before, after = Settings(loss="full"), Settings(loss="chunked")
-    said = changes(trainer, tmp_path / "own.yaml", before, after)
-    assert f"`{FILE_WORDS[trainer].fused[-1]}: true`" in said
-    assert said.endswith("in own.yaml")
-    assert changes(trainer, tmp_path / "own.yaml", before, before) == ""
-    assert changes(trainer, tmp_path / "own.yaml", before, Settings(offload=True)) == ""
+    ((words, changed),) = changes(trainer, before, after).items()
+    assert words.startswith(f"`{FILE_WORDS[trainer].fused[-1]}: true`")
+    assert changed == {"loss": "chunked"}
+    assert changes(trainer, before, before) == {}
+    offloaded = changes(trainer, before, Settings(offload=True))
+    assert offloaded == {"all states in host memory": {"offload": True}}

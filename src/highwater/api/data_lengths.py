@@ -20,6 +20,7 @@ from typing import Any
 from highwater.api.prediction import predict
 from highwater.memory.capacity import CellPrediction
 from highwater.model.model import load_model
+from highwater.model.model_place import CONFIG
 from highwater.nouns.codec import Record
 from highwater.nouns.corpus import CorpusOrder, missing_files, whole_paths
 from highwater.nouns.hardware import LISTED, hour_dollars_of
@@ -32,8 +33,8 @@ from highwater.units import MOST_TOKENS, parse_price, parse_tokens
 
 _USUAL = 8192
 """The shortest length that is told of data with longer documents; of others an eighth of it."""
-_BYTES = 1 << 16
-"""A vocabulary that has every byte, where no model is named."""
+_BYTES, _EVERY_ID = 1 << 16, 1 << 31
+"""Vocabularies that have every byte, and every id, where no ``config.json`` says how many."""
 _BYTES_PER_TOKEN = 4
 """Bytes of a token of English text, about, where no tokenizer is here to count.
 Source: https://help.openai.com/en/articles/4936856-what-are-tokens-and-how-to-count-them"""
@@ -66,6 +67,8 @@ class DataLengths(Record, frozen=True, kw_only=True):
     """Name of the tokenizer's class; ``bytes``: none is here, and tokens are estimated."""
     bytes_per_token: int | None = None
     """Bytes that are taken as one token; None: a tokenizer counted them."""
+    model: str | None = None
+    """The model that was named; None: none was."""
     documents: int
     tokens: int
     longest_tokens: int
@@ -101,20 +104,26 @@ def data_lengths(
     on_phase: OnPhase = unheard,
     **asked: Any,
 ) -> DataLengths:
-    """The lengths of the documents in files, by the tokenizer of ``model``; with ``gpus`` and the
-    other keywords of ``predict`` also how each length is trained, and how long one pass takes;
-    ``length`` is one of yours; without a tokenizer tokens are estimated; ``price`` is that of one
-    GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the catalog's. Raises HighwaterError for
-    what cannot be read, or predicted.
+    """The lengths of the documents in files, by the tokenizer of ``model``, or of a folder that has
+    no more; with ``gpus`` and the other keywords of ``predict`` also how each length is trained,
+    and how long one pass takes; ``length`` is one of yours; without a tokenizer tokens are
+    estimated; ``price`` is that of one GPU for an hour, ``2.5`` or ``"2.50/h"``, by default the
+    catalog's. Raises HighwaterError for what cannot be read, or predicted.
     """
     hour_price = parse_price(price)
     paths = (data,) if isinstance(data, str) else tuple(data)
     read_from = whole_paths(paths)
     folder, vocab_size, native = None, _BYTES, 0
+    may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
     if model is not None:
-        read = load_model(model)
-        vocab_size, native = read.shape.vocab_size, read.shape.native_length_tokens
-        folder = None if missing_files(Path(read.directory)).tokenizer else read.directory
+        own = Path(model).absolute()
+        if own.is_dir() and not missing_files(own).tokenizer:
+            folder, vocab_size = str(own), _EVERY_ID
+        if folder is None or may_cost or (own / CONFIG).is_file():
+            read = load_model(model)
+            vocab_size, native = read.shape.vocab_size, read.shape.native_length_tokens
+            is_missing = missing_files(Path(read.directory)).tokenizer
+            folder = folder or (None if is_missing else read.directory)
     order = CorpusOrder(
         data=read_from,
         objective=asked.get("objective", Settings().objective),
@@ -133,7 +142,6 @@ def data_lengths(
     lengths = [_USUAL if documents[-1] > _USUAL else _USUAL // 8]
     while lengths[-1] < documents[-1]:
         lengths.append(2 * lengths[-1])
-    may_cost = model is not None and (asked.get("gpus") or asked.get("gpu_memory"))
     keep = partial(_kept, documents, model if may_cost else None, hour_price, asked)
     kept = tuple(map(keep, lengths))
     cut, reach, trained_by = None if length is None else parse_tokens(str(length)), None, None
@@ -142,15 +150,15 @@ def data_lengths(
         row, reach = REGISTRY[longest.trainer], longest.explained.capacity_tokens
         for_whom = row.trained or f"{row.title}'s trainer"
         by = "" if longest.trainer == OURS else f" for {for_whom}"
-        trains = "trains" if longest.gpus == 1 else "train"
-        where = f"{longest.gpus} x {longest.device_name}"
-        trained_by = f"{where} {trains} {longest.model_name}{by}"
+        where = f"{longest.gpus} x {longest.device_name} train{'s' * (longest.gpus == 1)}"
+        trained_by = f"{where} {longest.model_name}{by}"
         cut = reach if cut is None and 0 < reach < documents[-1] else cut
     is_listed = hour_price is None and any(each.epoch_price for each in kept)
     return DataLengths(
         data=paths,
         tokenizer=corpus.tokenizer,
         bytes_per_token=_BYTES_PER_TOKEN if is_estimated else None,
+        model=model,
         documents=len(documents),
         tokens=sum(documents),
         longest_tokens=documents[-1],

@@ -109,6 +109,9 @@ def predict(
             length_tokens = read.length_tokens
             said += (f"{own_file} has this length; `--max-length 1m` asks for the longest",)
     question, notes = trainer_question(model, where, trainer, length_tokens, settings)
+    if own_file is not None and "allocator" not in settings:  # no file says the environment
+        native = (e.changed(allocator="native") for e in question.cells if not e.settings.offload)
+        question = question.replace(cells=tuple(dict.fromkeys((*native, *question.cells))))
     asked, beside = request_from({"model": model, **settings}, keywords=True).rollout_request, None
     if asked != RolloutRequest():
         traits = TRAINERS[trainer].rollout

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from highwater.api.gpu_choice import cheapest_gpus
 from highwater.api.prediction import predict as predicted
@@ -29,7 +29,6 @@ from highwater.memory.table_accuracy import TableAccuracy
 from highwater.nouns.cluster import kinds_named
 from highwater.nouns.declaration import flag_of, words_of
 from highwater.nouns.hardware import LISTED, default_host, gpu_catalog, runs_trials
-from highwater.nouns.recommendation import Alternative
 from highwater.nouns.request import DECLARED, request_from, setting_flags, taken_by, trial_flags
 from highwater.nouns.settings import short_settings
 from highwater.nouns.study import Cell
@@ -82,11 +81,8 @@ def predict(arguments: argparse.Namespace) -> int:
     code = EXIT_ANSWERED if prediction.answer is not None else EXIT_ANSWERED_NO
     if arguments.json:
         return console.answer_json(prediction, code, noted=notes)
-    longest, would_fit, change = _instead(arguments, prediction)
     console.answer_page(
-        in_lines(
-            prediction_answer(prediction, longest=longest, alternatives=would_fit, change=change)
-        ),
+        in_lines(prediction_answer(prediction, **_instead(arguments, prediction))),
         prediction_table(prediction, is_explained=arguments.explain, is_whole=arguments.all_),
         *(rollout_tables(prediction) if arguments.length or arguments.explain else ()),
         *((term_table(prediction.explained),) if arguments.explain else ()),
@@ -102,7 +98,8 @@ def data(arguments: argparse.Namespace) -> int:
 
     paths, model = arguments.documents, arguments.counted_by
     found = data_lengths(paths, model, on_phase=console.seldom())
-    words = ["highwater", "predict", model or "Qwen3-0.6B", "--gpus", "H100-80GB", "--data", *paths]
+    model = model if model and found.native_length_tokens else "Qwen3-0.6B"  # it has no shape
+    words = ["highwater", "predict", model, "--gpus", "H100-80GB", "--data", *paths]
     return _say_data(arguments, found, words)
 
 
@@ -138,16 +135,14 @@ def _say_data(arguments: argparse.Namespace, found: "DataLengths", then: Sequenc
     return EXIT_ANSWERED
 
 
-def _instead(
-    arguments: argparse.Namespace, prediction: Prediction
-) -> tuple[Prediction | None, tuple[Alternative, ...], str]:
-    """If nothing fits: the prediction of any length, other ways, and what a user's file may say.
-    Of a length that may fit on one GPU other ways alone, which say how many are safe.
+def _instead(arguments: argparse.Namespace, prediction: Prediction) -> dict[str, Any]:
+    """If nothing fits: the prediction of any length, other ways, and a user's file with changes.
+    If a length only may fit on one GPU: other ways alone, which say how many GPUs are safe.
     """
     answer, asked = prediction.answer, prediction.length_tokens
     is_told = answer is not None and (answer.capacity_tokens or not asked or prediction.gpus > 1)
     if is_told or prediction.method != "formula" or arguments.calibrate:
-        return None, (), ""
+        return {}
     model, settings = named_model(arguments, [], example=_EXAMPLE)
     shared, longest = typed_place(arguments), None
     if answer is None and asked is not None:
@@ -156,14 +151,14 @@ def _instead(
         longest = predicted(model, constants=arguments.constants, **shared, **settings)
     length_tokens = asked or prediction.cells[0].does_not_fit_tokens
     if length_tokens is None or any(flag_of(name) in _NOT_RECOMMENDED for name in settings):
-        return longest, (), ""
+        return {"longest": longest}
     from highwater.recommendation.recommend import recommend, what_would_fit
 
     if "trainer_config" not in settings:
         would = what_would_fit(model, length_tokens=length_tokens, **shared, **settings)
-        return longest, would, ""
+        return {"longest": longest, "alternatives": would}
     found = recommend(model, length=length_tokens, **typed_place(arguments), **settings)
-    return longest, found.alternatives, "" if found.chosen is None else found.notes[0]
+    return {"longest": longest, "alternatives": found.alternatives, "changed": found}
 
 
 def _rented(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -271,8 +266,11 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     foreign = foreign_name(prediction.trainer)
     has_trial = is_tried(prediction.explained.cell, prediction.device_name, foreign)
     has_trial &= prediction.memory_limit.rollout is None  # no trial has one
-    if not prediction.explained.capacity_tokens or not has_trial:
-        return _alternatives(arguments, prediction)
+    explained, length = prediction.explained, prediction.length_tokens
+    if not explained.capacity_tokens or not has_trial:  # other ways, at this length or the nearest
+        length = length or explained.capacity_tokens or explained.does_not_fit_tokens
+        words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
+        return shlex.join(("highwater", "recommend", model, *words))
     if prediction.length_tokens is not None:
         flags = trial_flags(prediction.explained.cell, prediction.length_tokens, foreign)
         return shlex.join(("highwater", "try", model, *flags, *trial_limits(arguments)))
@@ -290,14 +288,6 @@ def _after_predict(arguments: argparse.Namespace, prediction: Prediction) -> str
     of_the_mark = {n: value for n, value in of_the_mark.items() if n not in refused}
     words = ("--gpus", str(prediction.gpus), *words_of(of_the_mark | typed))
     return shlex.join(("highwater", "find", model, *words))
-
-
-def _alternatives(arguments: argparse.Namespace, prediction: Prediction) -> str:
-    """The command that asks for other ways, at the length asked, the longest, or the shortest."""
-    explained = prediction.explained
-    length = prediction.length_tokens or explained.capacity_tokens or explained.does_not_fit_tokens
-    words = words_again(arguments, drop=_NOT_RECOMMENDED, **{"--length": str(length)})
-    return shlex.join(("highwater", "recommend", str(typed_values(arguments)["model"]), *words))
 
 
 def is_tried(cell: Cell, device_name: str, foreign: ForeignName | None) -> bool:

@@ -119,6 +119,15 @@ class Alternative(Record, frozen=True, kw_only=True):
     """Host memory that it takes."""
 
 
+class FileChange(Record, frozen=True, kw_only=True):
+    """One change of a user's own file of a trainer, or of the environment of its run."""
+
+    words: str
+    """In the trainer's own keys, for example ``micro_batch_size: 1``, between backticks."""
+    frees_bytes: int
+    """Bytes of a GPU's peak that it frees, made alone."""
+
+
 class Recommendation(Record, frozen=True, kw_only=True):
     """Every cell at one length, the simplest first, and which to take."""
 
@@ -151,6 +160,12 @@ class Recommendation(Record, frozen=True, kw_only=True):
     chosen: Candidate | None
     """The first candidate that fits; None: none does."""
     candidates: tuple[Candidate, ...]
+    own_file: str | None = None
+    """Name of the user's own file of a trainer, where one was read."""
+    as_written: Candidate | None = None
+    """What that file says, where it does not fit in any environment; None: it does, or nothing."""
+    changes: tuple[FileChange, ...] = ()
+    """Changes that make the chosen of it, no more than it takes, by what each frees."""
     yarn: Yarn | None
     """None: the length needs no scaling of the positions."""
     alternatives: tuple[Alternative, ...] = ()

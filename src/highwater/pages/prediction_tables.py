@@ -68,13 +68,21 @@ def prediction_answer(
     *,
     longest: Prediction | None = None,
     alternatives: Sequence[Alternative] = (),
-    change: str = "",
+    changed: Recommendation | None = None,
 ) -> str:
     """Say how far a model trains, and with which settings; at one length whether it does. Where
     nothing fits it says what would: ``longest`` is the prediction without that length,
-    ``alternatives`` are what else was found, and ``change`` what to write into the user's own file.
+    ``alternatives`` are what else was found, and ``changed`` is the user's own file with changes.
     """
-    said = f"{_answered(prediction, longest, alternatives, change)}{_of_small_batches(prediction)}"
+    answer, known = prediction.answer, prediction.calibration
+    by = predicted_as(prediction.trainer, known.own_trials if known else 0)
+    more = _how_many(alternatives, prediction.gpus)
+    if answer is None:
+        by += more and f"; {more}"
+        said = _nothing(prediction, by, longest, alternatives, changed)
+    else:
+        said = _answered(prediction, answer, by, more and f" ({more})")
+    said += _of_small_batches(prediction)
     said += "" if prediction.memory_limit.rollout is None else f" {ON_PAPER}"
     said += _of_objective(prediction.explained.cell, prediction.trainer)
     if prediction.explained.footprint.peak.name == GENERATION:
@@ -83,24 +91,13 @@ def prediction_answer(
     return said
 
 
-def _answered(
-    prediction: Prediction,
-    longest: Prediction | None,
-    alternatives: Sequence[Alternative],
-    change: str,
-) -> str:
-    model, where = plain(prediction.model_name), _where(prediction)
-    answer, asked, known = prediction.answer, prediction.length_tokens, prediction.calibration
-    by = predicted_as(prediction.trainer, known.own_trials if known else 0)
+def _answered(prediction: Prediction, answer: CellPrediction, by: str, more: str) -> str:
+    model, asked = plain(prediction.model_name), prediction.length_tokens
+    where = f"{_where(prediction)}{more}"
     if (cost := prediction.cost) is not None:
         money = "" if cost.dollars is None else f" and cost {cost.dollars:,.2f} dollars"
         many = "A million" if cost.tokens == 10**6 else f"{cost.tokens / 10**6:,.6g} million"
         by += f". {many} tokens take {format_seconds(cost.time_s)}{money}"
-    more = _how_many(alternatives, prediction.gpus)
-    if answer is None:
-        by += more and f"; {more}"
-        return _nothing(prediction, f"{where}, {by}", longest, alternatives, change)
-    where += more and f" ({more})"
     tokens = answer.reach_tokens
     native, limit = prediction.native_length_tokens, prediction.memory_limit
     usual = (limit.host_bytes, limit.usual_host)
@@ -139,7 +136,7 @@ def _answered(
 def _of_small_batches(prediction: Prediction) -> str:
     """Say, beside a bill, that more sequences at a time cost less where a GPU has few tokens."""
     length_tokens, cell = prediction.length_tokens, prediction.explained.cell
-    if prediction.cost is None or length_tokens is None or prediction.answer is None:
+    if prediction.cost is None or length_tokens is None:
         return ""
     sequences, degree = cell.settings.sequences_per_micro_batch, cell.layout.context_degree
     if sequences * length_tokens >= _FEW_TOKENS * degree:
@@ -220,29 +217,48 @@ def recommendation_answer(found: Recommendation, target: str | None = None) -> s
     """The settings to take for a length, and who says that they fit; where none do, what would.
     ``target``: the trainer that it is written for, if not the one whose step is predicted.
     """
-    model = plain(found.model_name)
-    where = _where(found, target)
-    where += f" and {found.rollout_gpus} for rollout" if found.rollout_gpus else ""
-    tokens, chosen = _tokens(found.length_tokens, found.native_length_tokens), found.chosen
-    more = _how_many(found.alternatives, found.gpus)
-    if chosen is None:
+    if (chosen := found.chosen) is None:
         how = predicted_as(found.trainer) if predicted_traits(found.trainer) else "measured"
-        said = f"No: {model} does not train at {tokens} on {where}, {how}{more and f'; {more}'}."
+        more = _how_many(found.alternatives, found.gpus)
+        tokens = _tokens(found.length_tokens, found.native_length_tokens)
+        said = f"No: {plain(found.model_name)} does not train at {tokens} on "
+        said += f"{_where(found, target)}, {how}{more and f'; {more}'}."
         is_scaled = found.length_tokens > found.native_length_tokens
         said = f"{said} {_would_fit(found.alternatives, is_scaled=is_scaled)}".rstrip()
         is_beside = any(each.rollout_sequences is not None for each in found.candidates)
         return f"{said} {ON_PAPER}" if is_beside else said
-    by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
-    by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
-    by = "measured, in memory alone" if chosen.is_memory_only else by
-    first = f"{_SURE[chosen.risk]}: {model} trains {tokens} on {where}{more and f' ({more})'}"
-    host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
     outside = "" if target is None else chosen.cell.settings.traits.outside_step
     return (
-        f"{_told(first, chosen, *host, by=by, is_scaled=is_scaled)}"
+        f"{_chosen(found, chosen, 'Not', target)}"
         f"{_of_objective(chosen.cell, found.trainer)}{outside and f' {outside}'}"
         f"{'' if chosen.rollout_sequences is None else f' {ON_PAPER}'}"
     )
+
+
+def _chosen(found: Recommendation, chosen: Candidate, no: str, target: str | None = None) -> str:
+    """Say that what was chosen trains the length; before it, after ``no``, what a user's own file
+    lacks as it is, and what to change in it, that which frees the most first.
+    """
+    first, written = f"{_SURE[chosen.risk]}: ", found.as_written
+    if written is not None:
+        left, surely = written.headroom_bytes or 0, " surely" * (written.risk is not None)
+        lacks = f"{format_bytes(abs(left))} {'short' if left < 0 else 'left'}"
+        if written.lacks_of == "host":
+            lacks = f"{format_bytes(written.lacks_bytes or 0)} of host memory short"
+        first = f"{no}{surely} as {plain(found.own_file or '')} is written, {lacks}: "
+    if written is not None and found.changes:
+        (change, *others), frees = found.changes, format_bytes(found.changes[0].frees_bytes)
+        more = f"; with {listed([each.words for each in others])} as well " if others else ", and "
+        first += f"change to {change.words}{' first' * bool(others)} (frees {frees}){more}"
+    by = predicted_as(found.trainer) if chosen.source == "predicted" else chosen.source
+    by += "" if target in (None, found.trainer) else f" for {step_in_words(found.trainer)}"
+    by = "measured, in memory alone" if chosen.is_memory_only else by
+    tokens = _tokens(found.length_tokens, found.native_length_tokens)
+    more = _how_many(found.alternatives, found.gpus)
+    first += f"{plain(found.model_name)} trains {tokens} on {_where(found, target)}"
+    first += more and f" ({more})"
+    host, is_scaled = (found.host_memory_bytes, found.usual_host), found.yarn is not None
+    return _told(first, chosen, *host, by=by, is_scaled=is_scaled)
 
 
 def _tokens(length_tokens: int, native: int) -> str:
@@ -257,6 +273,8 @@ def _where(found: Prediction | Recommendation, target: str | None = None) -> str
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
     by = "" if found.trainer == OURS else by
+    apart = found.rollout_gpus if isinstance(found, Recommendation) else 0
+    by += f" and {apart} for rollout" if apart else ""
     rollout = found.memory_limit.rollout if isinstance(found, Prediction) else found.rollout
     if rollout is not None and (most := rollout.most_utilization) is not None:
         taken = rollout.gpu_memory_utilization or 0.0
@@ -301,26 +319,26 @@ def _on_gpus(prediction: Prediction, answer: CellPrediction) -> str:
 
 def _nothing(
     prediction: Prediction,
-    where: str,
+    by: str,
     longest: Prediction | None,
     others: Sequence[Alternative],
-    change: str,
+    changed: Recommendation | None,
 ) -> str:
     """Say that nothing fits; then the nearest that would, or what the nearest lacks."""
     asked, shortest = prediction.length_tokens, prediction.explained.does_not_fit_tokens
     native = prediction.native_length_tokens
     what = f"at {_tokens(asked or shortest or 0, native)}{'' if asked else ' or more'}"
-    said = f"No: {plain(prediction.model_name)} does not train {what} on {where}."
-    if change:
-        most = max(prediction.explained.footprint.peak.terms, key=lambda term: term.bytes)
-        said += f" {format_bytes(most.bytes)} are {most.name}; {plain(change)}."
+    said = f"No: {plain(prediction.model_name)} does not train {what} on "
+    said += f"{_where(prediction)}, {by}."
+    chosen = changed.chosen if changed and changed.as_written else None
+    said = _chosen(changed, chosen, "No, not") if changed and chosen else said
     shorter, fewer = None if longest is None else longest.answer, ()
     if shorter is not None and shorter.capacity_tokens:
         is_scaled = shorter.capacity_tokens > native
         how = settings_in_words(shorter.cell.settings, shorter.cell.layout, is_scaled=is_scaled)
         fewer = (f"{format_tokens(shorter.capacity_tokens)} tokens here with {how}",)
     would = _would_fit(others, fewer, is_scaled=(asked or 0) > native)
-    return f"{said} {would or (_lacking(prediction) if not change else '')}".rstrip()
+    return f"{said} {would or ('' if chosen else _lacking(prediction))}".rstrip()
 
 
 def _in_words(alternative: Alternative, *, is_scaled: bool) -> str:
@@ -684,11 +702,13 @@ def data_answer(found: "DataLengths") -> str:
     length keeps of the tokens, what the next one does, and what they take: a line each.
     """
     name = plain(found.data[0]) + (" and others" if len(found.data) > 1 else "")
-    is_estimated = found.bytes_per_token is not None
-    about, documents = "about " * is_estimated, counted(found.documents, "document")
-    lines = [
-        f"{name}: {about}{format_tokens(found.whole_tokens)} tokens hold 99 % of {documents} whole"
-    ]
+    documents, held = counted(found.documents, "document"), format_tokens(found.whole_tokens)
+    tokens = f"{held} tokens"
+    if (each := found.bytes_per_token) is not None:
+        of = f" of {plain(found.model)} is on this machine" if found.model else " is named"
+        counts = "`highwater data --model FOLDER` with tokenizer.json counts"
+        tokens = f"about {tokens} (by {each} bytes each: no tokenizer{of}; {counts})"
+    lines = [f"{name}: {tokens} hold 99 % of {documents} whole"]
     if found.trained_by is not None:
         reach = found.reach_tokens and _tokens(found.reach_tokens, found.native_length_tokens)
         reach = f"up to {reach}" if reach else "none"
@@ -723,11 +743,6 @@ def data_answer(found: "DataLengths") -> str:
         lines.append(f"{passed} {format_seconds(meant.epoch_s)}{money}, predicted")
     if meant.trained and (outside := meant.trained.cell.settings.traits.outside_step):
         lines.append(outside.removesuffix("."))
-    if is_estimated:
-        lines.append(
-            f"Estimated at {found.bytes_per_token} bytes a token; a model's folder with "
-            "config.json and tokenizer.json counts them"
-        )
     return "\n".join(f"{line}." for line in lines)
 
 

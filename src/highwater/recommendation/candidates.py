@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -149,7 +149,7 @@ def predicted_candidates(goal: Goal) -> tuple[Candidate, ...]:
         longest = _longest(on_a_grid, goal.memory_limit, goal.trainer, known)
         # a length that is too short for some layouts has fewer cells than the grid
         by_cell = {each.cell: each for each in longest}
-        found += (candidate_of(goal, question, each, by_cell[each.cell]) for each in here)
+        found += (candidate_of(goal, each, by_cell[each.cell]) for each in here)
     return tuple(sorted(found, key=lambda candidate: candidate.order))
 
 
@@ -167,18 +167,18 @@ def first_fit(goal: Goal) -> Candidate | None:
         one = question.replace(cells=(cell,))
         (found,) = predict_by_formula(one, goal.memory_limit, goal.trainer, known, asked="fit")
         if found.capacity_tokens or (may_fit is None and found.risk in ("likely", "tight")):
-            may_fit = candidate_of(goal, question, found)
+            may_fit = candidate_of(goal, found)
         if found.capacity_tokens:
             break
     return may_fit
 
 
-def longest_of(goal: Goal, cell: Cell) -> CellPrediction:
-    """A cell with its longest length on the published grid."""
-    question, _ = goal.question(cell.settings.sequences_per_micro_batch, length_tokens=None)
+def predicted_at(goal: Goal, cell: Cell, length_tokens: int | None) -> CellPrediction:
+    """A cell, on the ladder or not, at a length; None: with its longest on the published grid."""
+    sequences = cell.settings.sequences_per_micro_batch
+    question, _ = goal.question(sequences, length_tokens=length_tokens)
     question = question.replace(cells=(cell,))
-    (found,) = _longest(question, goal.memory_limit, goal.trainer, goal.known(question))
-    return found
+    return _longest(question, goal.memory_limit, goal.trainer, goal.known(question))[0]
 
 
 def token_budget(cell: Cell, length_tokens: int) -> int:
@@ -207,16 +207,12 @@ def unknown_candidate(
     )
 
 
-@lru_cache(maxsize=64)
-def _longest(
-    question: Question, memory_limit: MemoryLimit, trainer: TrainerName, known: Calibration | None
-) -> tuple[CellPrediction, ...]:
-    """The longest length of every cell: the same whatever length is asked, so kept for a guide."""
-    return predict_by_formula(question, memory_limit, trainer, known, asked="longest")
+_longest = lru_cache(maxsize=64)(partial(predict_by_formula, asked="longest"))
+"""The longest length of every cell: the same whatever length is asked, so kept for a guide."""
 
 
 def candidate_of(
-    goal: Goal, question: Question, predicted: CellPrediction, longest: CellPrediction | None = None
+    goal: Goal, predicted: CellPrediction, longest: CellPrediction | None = None
 ) -> Candidate:
     """A predicted cell as a candidate; without ``longest`` it trains this length at least."""
     fits = predicted.capacity_tokens > 0
@@ -236,7 +232,7 @@ def candidate_of(
         fits=fits,
         risk=predicted.risk,
         source="predicted",
-        found_in=_command(goal, question, predicted.cell),
+        found_in=_command(goal, predicted.cell),
         headroom_bytes=predicted.headroom_bytes,
         peak_bytes=predicted.peak_bytes,
         lacks_bytes=lacks_bytes,
@@ -291,7 +287,7 @@ def recommendation_of(
     )
 
 
-def _command(goal: Goal, question: Question, cell: Cell) -> str:
+def _command(goal: Goal, cell: Cell) -> str:
     """The command that predicts this cell again."""
     where, memory_limit, settings = goal.where, goal.memory_limit, cell.settings
     kind = kind_of(where.device_name)
@@ -312,8 +308,8 @@ def _command(goal: Goal, question: Question, cell: Cell) -> str:
     more = {
         "reserved": where.device_bytes - memory_limit.device_bytes or None,
         "host_memory": None if memory_limit.usual_host else memory_limit.host_bytes or None,
-        "headroom": question.margin_bytes if "headroom" in goal.settings else None,
-        "prompt_tokens": question.prompt_tokens if goal.settings.get("prompt_tokens") else None,
+        "headroom": goal.settings.get("headroom"),
+        "prompt_tokens": goal.settings.get("prompt_tokens") or None,
         "length": goal.length_tokens,
     }
     if memory_limit.rollout is not None and not memory_limit.rollout.own_gpus:

@@ -22,7 +22,7 @@ from highwater.nouns.recommendation import Aim, Candidate, order
 from highwater.nouns.settings import Recompute
 from highwater.nouns.study import Cell, Question
 from highwater.nouns.trainer import OURS
-from highwater.recommendation.candidates import Goal, candidate_of, longest_of
+from highwater.recommendation.candidates import Goal, candidate_of, predicted_at
 from highwater.speed import predicted_step, rates_of
 
 _RECOMPUTED: dict[Aim, tuple[Recompute, ...]] = {
@@ -61,7 +61,6 @@ def planned_candidates(goal: Goal, aim: Aim) -> tuple[Candidate, ...]:
 class _PlannedCell(NamedTuple):
     """A cell, predicted, with the time of its step whether it fits or not."""
 
-    question: Question
     predicted: CellPrediction
     is_lowered: bool
 
@@ -87,8 +86,7 @@ class _PlannedCell(NamedTuple):
 
     def candidate(self, goal: Goal) -> Candidate:
         """The plan as a candidate, with its longest length on the grid."""
-        longest = longest_of(goal, self.cell)
-        found = candidate_of(goal, self.question, self.predicted, longest)
+        found = candidate_of(goal, self.predicted, predicted_at(goal, self.cell, None))
         return found if self.fits else found.replace(step_time=None)
 
 
@@ -166,4 +164,4 @@ class _PlanSearch(NamedTuple):
             device_name=question.device_name,
         )
         is_lowered = cell.settings.sequences_per_micro_batch < goal.sequences
-        return _PlannedCell(question, found.replace(step=step), is_lowered)
+        return _PlannedCell(found.replace(step=step), is_lowered)

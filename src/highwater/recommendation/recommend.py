@@ -10,7 +10,7 @@ print(found.chosen.label if found.chosen else "nothing fits")
 ```
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from highwater.nouns.cluster import Cluster
 from highwater.nouns.objective import RolloutRequest
 from highwater.nouns.plan import refuse_other_class
 from highwater.nouns.plan_notes import prompt_notes
-from highwater.nouns.recommendation import Aim, Alternative, Candidate, Recommendation
+from highwater.nouns.recommendation import Aim, Alternative, Candidate, FileChange, Recommendation
 from highwater.nouns.request import request_from
 from highwater.nouns.settings import Settings
 from highwater.nouns.study import Question, Study, counted_ranks, default_headroom_bytes
@@ -36,6 +36,8 @@ from highwater.nouns.trainer import OURS, TRAINERS, AnyTrainer, TrainerName, pre
 from highwater.recommendation.alternatives import alternatives, measured_cells, tried_recommendation
 from highwater.recommendation.candidates import (
     Goal,
+    candidate_of,
+    predicted_at,
     predicted_candidates,
     recommendation_of,
     trainers_gpus,
@@ -44,7 +46,7 @@ from highwater.recommendation.candidates import (
 from highwater.recommendation.planner import planned_candidates
 from highwater.store.journal import read_study
 from highwater.trials.probe import gpus_meant
-from highwater.units import format_tokens, parse_memory, parse_tokens
+from highwater.units import parse_memory, parse_tokens
 
 
 def recommend(
@@ -114,24 +116,49 @@ def recommend(
     )
     if own_file is None or read is None:
         return found
-    said = told_changes(found, own_file, read.settings)
-    return found.replace(notes=(*said, *read.notes, *found.notes))
+    found = _with_fewest_changes(found, goal, own_file, read.settings)
+    return found.replace(notes=(*read.notes, *found.notes))
 
 
-def told_changes(
-    found: Recommendation, own_file: Path, settings: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """What a user's file of these ``settings`` has to say for what is recommended."""
-    if found.chosen is None or (trainer := predicted_trainer(found.trainer)) is None:
-        return ()
-    from highwater.trainers.user_file import SAVING, changes
+def _with_fewest_changes(
+    found: Recommendation, goal: Goal, own_file: Path, settings: Mapping[str, Any]
+) -> Recommendation:
+    """The recommendation with a user's file of these ``settings`` as it is, where that fits in any
+    environment; else with no more changes than it takes: from the one that frees the least on, each
+    is left out where the length fits without.
+    """
+    from highwater.trainers.user_file import FILE_WORDS, SAVING, changes
 
-    after = found.chosen.cell.settings
-    before = {"allocator": Settings().allocator, **settings}
-    before = {n: v for n, v in before.items() if n in (*SAVING, "sequences_per_micro_batch")}
-    said = changes(trainer, own_file, after.replace(**before), after)
-    fit = f"{format_tokens(found.length_tokens)} tokens fit"
-    return (f"with {said} {fit}",) if said else ()
+    if found.chosen is None or not FILE_WORDS[goal.trainer].length:
+        return found
+    chosen, known = found.chosen.cell, {each.cell: each for each in found.candidates}
+    own = {name: value for name, value in settings.items() if name in SAVING}
+    other = {n: goal.settings.get(n, getattr(Settings(), n)) for n in ("allocator", "offload")}
+    before = chosen.changed(**own, **other, sequences_per_micro_batch=goal.sequences)
+    every = changes(goal.trainer, before.settings, chosen.settings)
+
+    def of(words: Iterable[str]) -> Candidate:
+        cell = before.changed(**{n: v for each in words for n, v in every[each].items()})
+        both = (predicted_at(goal, cell, length) for length in (goal.length_tokens, None))
+        return known.get(cell) or candidate_of(goal, *both)
+
+    written = of(())
+    rungs = (written, *found.candidates)
+    same = [e for e in rungs if e.cell.changed(**other).settings == before.settings]
+    taken = min((e for e in same if e.fits), key=lambda e: simplicity(e.cell), default=None)
+    if taken is None:
+        frees = {e: (of([e]).headroom_bytes or 0) - (written.headroom_bytes or 0) for e in every}
+        kept = sorted(every, key=frees.__getitem__, reverse=True)
+        for each in kept[::-1]:
+            fewer = [more for more in kept if more != each]
+            kept = fewer if of(fewer).fits else kept
+        taken = of(kept) if of(kept).fits else found.chosen
+        may_fit = (each for each in same if each.risk is not None)
+        written = max(may_fit, key=lambda each: each.headroom_bytes or 0, default=written)
+        changed = tuple(FileChange(words=each, frees_bytes=frees[each]) for each in kept)
+        found = found.replace(as_written=written, changes=changed)
+    rungs = tuple(sorted({*found.candidates, taken}, key=lambda each: each.order))
+    return found.replace(chosen=taken, candidates=rungs, own_file=own_file.name)
 
 
 def what_would_fit(

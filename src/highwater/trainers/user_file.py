@@ -168,9 +168,10 @@ def model_in(path: Path) -> str | None:
     return next((str(config[name]) for name in names if config.get(name)), None)
 
 
-def changes(trainer: TrainerName, path: Path, before: Settings, after: Settings) -> str:
-    """What to write into a user's file of ``before`` for ``after``, in the trainer's own keys, and
-    into the environment; empty where its files have no words for all of that.
+def changes(trainer: TrainerName, before: Settings, after: Settings) -> dict[str, dict[str, Any]]:
+    """What to write into a user's file of ``before`` for ``after``, in the trainer's own keys, or
+    into the environment, each with the settings that it changes; empty where its files have no
+    words for all of that.
     """
     words = FILE_WORDS[trainer]
     rows = after.sequences_per_micro_batch // after.traits.documents_together
@@ -181,18 +182,16 @@ def changes(trainer: TrainerName, path: Path, before: Settings, after: Settings)
         "activations": "".join(f"`{name}: true`" for name in words.on_host[:1]),
         "recompute": "`gradient_checkpointing: true`",
         "sequences_per_micro_batch": f"`{words.rows}: {rows}`",
-        "offload": "",
+        "offload": RUNG_ROWS["offload"].told.get(after.offload, ("",))[-1],
+        "allocator": f"`{ENV_IN_WORDS}` in the environment",
     }
-    more = {"loss": "full", "activations": "gpu"}  # what takes more needs no change
+    # what takes more needs no change
+    more = {"loss": "full", "activations": "gpu", "offload": False, "allocator": "native"}
     saves = {n for n in keys if getattr(before, n) != getattr(after, n) != more.get(n)}
     saves -= {"liger"} if after.loss == "full" else set()
-    changed = [*dict.fromkeys(key for name, key in keys.items() if name in saves)]
-    if not words.length or "" in changed:
-        return ""
-    said = [f"{listed(changed)} in {path.name}"] if changed else []
-    if before.allocator != after.allocator:
-        said.append(f"`{ENV_IN_WORDS}` in the environment")
-    return listed(said)
+    said = dict.fromkeys(keys[name] for name in keys if name in saves)
+    found = {key: {n: getattr(after, n) for n in saves if keys[n] == key} for key in said}
+    return found if words.length and "" not in found else {}
 
 
 def study_as_told(study: Study, trainer: TrainerName, notes: dict[str, None]) -> Study:
@@ -262,7 +261,10 @@ def _training(
     for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
         is_on_host |= bool(re.search(r"\boffload\W+true", str(config.get(name)).lower()))
     found["activations"] = "host" if is_on_host else "gpu"
-    if not _recomputes(words, config):
+    fsdp = {} if words.recomputes else mapping_in(config, "fsdp_config")
+    asked = config.get("gradient_checkpointing", words.recomputes)
+    is_asked = asked or fsdp.get("activation_checkpointing")
+    if not is_asked or any(config.get(name) for name in words.keeps_all):
         found["recompute"] = "none"
     found |= _kernels(words, config, source, notes)
     if config.get(words.adapters[0]) in words.adapters[1]:
@@ -301,13 +303,6 @@ def _kernels(words: FileWords, config: FileFields, source: str, notes: list[str]
         notes.append(f"{source} fuses some of Liger's layers: taken as none, which takes more")
     is_alone = is_fused and not all(layers)
     return {"loss": "chunked" if is_fused else "full", "liger": "loss" if is_alone else "all"}
-
-
-def _recomputes(words: FileWords, config: FileFields) -> bool:
-    fsdp = mapping_in(config, "fsdp_config") if not words.recomputes else {}
-    asked = config.get("gradient_checkpointing", words.recomputes)
-    is_asked = bool(asked or fsdp.get("activation_checkpointing"))
-    return is_asked and not any(config.get(name) for name in words.keeps_all)
 
 
 def _sharing(config: FileFields, launcher: FileFields, path: Path, gpus: int) -> dict[str, Any]:
