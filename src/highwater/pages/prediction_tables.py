@@ -248,7 +248,7 @@ def _tokens(length_tokens: int, native: int) -> str:
 
 
 def _where(found: Prediction | Recommendation, target: str | None = None) -> str:
-    """``4 x A100-80GB``, and the trainer if it is not our engine."""
+    """``4 x A100-80GB``, and who trains where that is not our engine."""
     row = REGISTRY[target or found.trainer]
     trained = row.trained or f"{row.title}'s trainer"
     by = f" with {row.title}" if predicted_traits(found.trainer) is None else f" for {trained}"
