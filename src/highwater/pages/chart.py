@@ -188,7 +188,7 @@ def memory_picture(report: StudyReport) -> MemoryPicture | None:
         return None
     intervals = [each.predicted.interval for each in shown if each.predicted is not None]
     longest = 1.02 * max(
-        *(max(*_peaks(trial), trial.limit_bytes or 0, _asked(trial)) for trial in shown),
+        *(max(*_peaks(trial), trial.limit_bytes or 0, _request_end(trial)) for trial in shown),
         *(0 if around is None else around.high_bytes for around in intervals),
         0,
     )
@@ -221,7 +221,7 @@ def _row(trial: TrialReport, x: Callable[[int | None], float]) -> MemoryRow:
         allocated=x(trial.peak_allocated_bytes),
         reserved=x(trial.peak_reserved_bytes),
         used=x(used),
-        asked=x(_asked(trial)) if trial.requested_bytes else None,
+        asked=x(_request_end(trial)) if trial.requested_bytes else None,
         low=None if around is None else x(around.low_bytes),
         high=None if around is None else x(around.high_bytes),
         predicted=None if predicted is None else x(predicted.device_used_bytes),
@@ -236,7 +236,7 @@ def _peaks(trial: TrialReport) -> tuple[int, int, int]:
     return peaks[0] or 0, peaks[1] or 0, peaks[2] or 0
 
 
-def _asked(trial: TrialReport) -> int:
+def _request_end(trial: TrialReport) -> int:
     """Bytes where the bar of a refused request ends; 0 without one."""
     if not trial.requested_bytes:
         return 0

@@ -244,7 +244,7 @@ def _query(made: Guide, group: Sequence[tuple[GuideTable, Sequence[Capacity]]]) 
 def _place(made: Guide, group: Sequence[_Own], query: Query | None, apart: float) -> ChooserPlace:
     table, own = group[0]
     first = own[0]
-    answers = () if query is None else _asked(query, group, apart=apart)
+    answers = () if query is None else _answers_of(query, group, apart=apart)
     sources, named = table.source, list[str]()
     if query is not None:
         named = [f"{name}: {value}" for name, value in query.settings if name not in _NAMED]
@@ -304,7 +304,7 @@ def _lengths(group: Sequence[_Own], *, apart: float) -> list[int]:
     return sorted(kept)
 
 
-def _asked(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
+def _answers_of(query: Query, group: Sequence[_Own], *, apart: float) -> tuple[Answer, ...]:
     """Answers of ``recommend`` for every length that it accepts, and for the longest that fits."""
     gpus = group[0][0].gpus
     lengths = _lengths(group, apart=apart)

@@ -46,10 +46,10 @@ def study_answer(study: Study) -> str:
         return f"Not known yet: no trial of {plain(question.model.name)} told what fits."
     if answer.reach_tokens == 0:
         return _nothing(study)
-    return _found(study, answer)
+    return _sentences(study, answer)
 
 
-def _found(study: Study, answer: CellAnswer) -> str:
+def _sentences(study: Study, answer: CellAnswer) -> str:
     """The longest length, its proof and its figures, in sentences. Simplest settings come before it
     if they reach the native length (on the fewest GPUs that do), else after it.
     """
@@ -201,13 +201,13 @@ def outlook_lines(planned: Plan, *, is_resumed: bool) -> tuple[str, ...]:
     if question.simulated:
         return ()
     cells = outlook(question, planned.timeout_s)
-    lines = [f"{_begun(planned, cells)}{' (less what is recorded)' if is_resumed else ''}"]
+    lines = [f"{_outlook_line(planned, cells)}{' (less what is recorded)' if is_resumed else ''}"]
     lines += [f"  {_of_cell(question, cell)}" for cell in cells[:_MOST_LINES]]
     more = len(cells) - _MOST_LINES
     return (*lines, *([f"  and {more} more"] if more > 0 else []))
 
 
-def _begun(planned: Plan, cells: Sequence[CellOutlook]) -> str:
+def _outlook_line(planned: Plan, cells: Sequence[CellOutlook]) -> str:
     """Say how many searches there are, and how long they will and may take."""
     what, in_all_s = f"{len(cells)} search{'' if len(cells) == 1 else 'es'}", expected_s(cells)
     takes = (

@@ -160,7 +160,7 @@ class FailedTrial(Record, frozen=True, kw_only=True):
     text: str
     """Error text of the rank that failed first; without one, the reason."""
     out_of_memory: str | None
-    """What had no room, what was alive and which setting to try; None if unknown."""
+    """Sentence on what had no room, what was alive and which setting to try; None: unknown."""
     log_path: str | None
     log: LogEnd
     """The log's end when the report was made."""
@@ -220,7 +220,7 @@ def assembled(study: Study, log_of: Callable[[Study, TrialResult], LogEnd]) -> S
         for number, trial in enumerate(study.trials, 1)
         if trial.result is not None and not trial.result.outcome.is_fit
     }
-    study = from_builtins(_hidden(to_builtins(study)), Study)
+    study = from_builtins(_without_secrets(to_builtins(study)), Study)
     if beginning is not None:
         beginning = beginning.replace(
             predictions=tuple(map(without_secrets, beginning.predictions))
@@ -285,16 +285,16 @@ def _beginning(study: Study) -> Beginning | None:
     return Beginning(predictions=(named,), likely_tokens=likely_tokens)
 
 
-def _hidden(value: object) -> object:
+def _without_secrets(value: object) -> object:
     """A study's values without what looks like a secret; names of trials are too short for one."""
     match value:
         case str():
             return without_secrets(value)
         case dict():
             # Data is named as module:function, which has to stay so.
-            return {key: v if key == "data" else _hidden(v) for key, v in value.items()}
+            return {key: v if key == "data" else _without_secrets(v) for key, v in value.items()}
         case list() | tuple():
-            return [_hidden(inner) for inner in value]
+            return [_without_secrets(inner) for inner in value]
         case _:
             return value
 

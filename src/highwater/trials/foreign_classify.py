@@ -259,7 +259,7 @@ class ForeignEnding(Record, frozen=True, kw_only=True):
 
 
 class Evidence(Record, frozen=True, kw_only=True):
-    """What a log shows while its trial still runs."""
+    """Steps and lack of memory that the log of a running trial shows."""
 
     steps: int
     has_run_out: bool

@@ -74,7 +74,7 @@ def prepared_model(
     refused, and MachineError if it failed or has no room.
     """
     refuse_full_disk(spec)
-    there = _there(spec)
+    there = _existing(spec)
     if there is not None and documents is None:
         return there
     cache = cache_directory("models")
@@ -113,7 +113,7 @@ def _room(parent: Path, *, kind: str, problem: str, elsewhere: str = _ELSEWHERE)
 
 def refuse_full_disk(spec: TrialSpec) -> None:
     """Raise MachineError if random weights have to be written and the disk has no room for them."""
-    if not missing_files(Path(spec.model_directory)).weights or _there(spec) is not None:
+    if not missing_files(Path(spec.model_directory)).weights or _existing(spec) is not None:
         return
     cache = cache_directory("models")
     needed_bytes = _BF16_BYTES * load_model(spec.model_directory).shape.parameters
@@ -127,7 +127,7 @@ def refuse_full_disk(spec: TrialSpec) -> None:
         )
 
 
-def _there(spec: TrialSpec) -> Path | None:
+def _existing(spec: TrialSpec) -> Path | None:
     """The model's own directory if complete, else its completed copy in the cache, else None."""
     source = Path(spec.model_directory)
     missing = missing_files(source)

@@ -220,7 +220,7 @@ class _BenchRanks:
             parts |= {rank: part for rank, part in new.items() if part is not None}
             if is_over:
                 for exit_ in read_left(self._folder).exits:
-                    parts.setdefault(exit_.rank, self._died(exit_))
+                    parts.setdefault(exit_.rank, self._ending_of(exit_))
                 break
             if any(part is not None and part.ending != "done" for part in new.values()):
                 deadline_s = min(deadline_s, time.monotonic() + _OTHERS_S)
@@ -237,7 +237,7 @@ class _BenchRanks:
             return None
         return from_json(lines[self._told], BenchPart) if len(lines) > self._told else None
 
-    def _died(self, ended: RankExit) -> BenchPart:
+    def _ending_of(self, ended: RankExit) -> BenchPart:
         """Classify the end of a process that reported nothing, by its last words."""
         said = ended.output
         with suppress(OSError):

@@ -191,7 +191,7 @@ def main() -> NoReturn:
     """Become the reaper of this machine's ranks, or leave a file that says why not."""
     parent, folder, version = os.getppid(), Path(sys.argv[1]), sys.argv[2]
     try:
-        command, environment = _share(folder, version, parent)
+        command, environment = _reaper_command(folder, version, parent)
     except HighwaterError as error:
         refused = Refused(
             problem=f"{socket.gethostname()}: {error.problem}", hint=error.hint, is_machine=True
@@ -202,7 +202,7 @@ def main() -> NoReturn:
     os.execve(command[0], command, environment)  # noqa: S606 -- words, and no shell
 
 
-def _share(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str, str]]:
+def _reaper_command(folder: Path, version: str, parent: int) -> tuple[list[str], dict[str, str]]:
     """The command and environment of this machine's reaper; raises if the machine is unfit."""
     if version != __version__:
         raise _unlike("highwater", __version__, version)

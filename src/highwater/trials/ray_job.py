@@ -209,7 +209,7 @@ def _work(order: RayOrder, folder: Path) -> RayReport:
     _join(order.address)
     if order.trial is None:
         return RayReport(nodes=tuple(_nodes(order.needs)))
-    return _held(order.trial, order.needs.model, folder)
+    return _run_trial(order.trial, order.needs.model, folder)
 
 
 def _join(address: str) -> None:
@@ -265,7 +265,7 @@ def _nodes(needs: Needs) -> Iterator[Node]:
         )
 
 
-def _held(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
+def _run_trial(trial: NodeTrial, model: ModelFiles, folder: Path) -> RayReport:
     """Run a trial on a node from its placement to its end; SIGTERM ends it."""
     from ray.exceptions import RayError
     from ray.util import placement_group_table

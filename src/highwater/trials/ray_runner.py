@@ -346,20 +346,20 @@ class RayRunner(SeveralAtOnce[_NodeOccupant]):
     def _launched(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
         began, spec = time.monotonic(), launch.spec
         try:
-            result = self._held(launch, place, on_phase)
+            result = self._run_on_node(launch, place, on_phase)
             demand = place.wanted.demand
             if not demand.whole_node and blames_the_host(result, spec):
                 alone, avoided = demand.replace(whole_node=True), self._lost_on[spec.key]
                 with self._changed:
                     self._placement.leave(place.wanted)
                     place.wanted = self._placement.take(alone, avoided=avoided)
-                result = self._held(with_time_left(launch, began), place, on_phase)
+                result = self._run_on_node(with_time_left(launch, began), place, on_phase)
             return result
         finally:
             with self._changed:
                 self._placement.leave(place.wanted)
 
-    def _held(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
+    def _run_on_node(self, launch: Launch, place: _NodeOccupant, on_phase: OnPhase) -> TrialResult:
         """Run a trial on a node, with a new log."""
         path = log_path_of(self._log_directory, launch.spec, self._log_layout)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -136,7 +136,7 @@ def _run(
     reaper = os.getpid()
 
     def prepare() -> None:
-        """Have the new process killed if the reaper is killed."""
+        """Arrange that the new process is killed if the reaper is killed."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != reaper:
             os._exit(EXIT_ENDED)

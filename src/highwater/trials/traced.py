@@ -226,7 +226,7 @@ class CachedTracer:
 
     def _place(self, spec: TrialSpec) -> tuple[TraceOrder, Path]:
         order = TraceOrder(
-            spec=_whatever_is_allocated(spec),
+            spec=_as_traced(spec),
             rank=fullest_rank(spec),
             kernel=self._kernel,
             trainer=self._trainer,
@@ -254,7 +254,7 @@ def fullest_rank(spec: TrialSpec) -> int:
     return spec.layout.context_degree - 1
 
 
-def _whatever_is_allocated(spec: TrialSpec) -> TrialSpec:
+def _as_traced(spec: TrialSpec) -> TrialSpec:
     """The trial without what changes no event: allocator, saves, hyperparameters, paths."""
     settings = spec.settings.replace(allocator="native", checkpoint="none", save_hf="never")
     return spec.replace(

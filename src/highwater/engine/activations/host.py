@@ -173,7 +173,7 @@ class HostActivations:
 
 
 class _KeptOnHost(Kept):
-    """What one layer keeps, moved to host memory if there is a ``host``."""
+    """Tensors that one layer keeps, in host memory if it has a ``host``."""
 
     def __init__(self, host: HostActivations | None) -> None:
         super().__init__()
