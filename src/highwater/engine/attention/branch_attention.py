@@ -255,7 +255,7 @@ class _HeadsAtHand(NamedTuple):
 def _heads_at_hand(
     sharing: Sharing, query_BHTD: Tensor, key_BKTD: Tensor
 ) -> Iterator[_HeadsAtHand]:
-    """Yield all heads, as many at a time as memory allows; all at once if any branch has a rate."""
+    """Yield all heads, as many at a time as memory allows; all at once if any rate is above 1."""
     kv_heads, groups = key_BKTD.shape[1], query_BHTD.shape[1] // key_BKTD.shape[1]
     room = _QUERIES_AT_HAND // max(1, query_BHTD[:, :groups].numel())
     at_once = max(1, room) if all(each.rate == 1 for each in sharing.branches) else kv_heads
